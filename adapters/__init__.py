@@ -1,0 +1,1 @@
+"""Adapters from serving engines to the store; nothing in `kvstore` outside this folder knows an engine."""

@@ -1,0 +1,41 @@
+"""Every exception this library raises, in one tree.
+
+    KVStoreError
+    ├── ConfigError            a key, a value or a flag is wrong; nothing was started
+    ├── LayoutError            a KV cache that cannot be stored as opaque blocks
+    ├── InvalidCallError       an argument of a public call breaks its contract
+    ├── TierError              a tier is broken: it may work again later
+    │   └── FolderOwnedError   the disk folder belongs to another live process
+    └── ClosedError            the engine was closed before the call
+
+A miss and a full tier are values, never exceptions. Errors of other libraries are translated where they enter
+(``raise ... from error``), so a caller catches this tree and nothing else.
+"""
+
+
+class KVStoreError(Exception):
+    """The root of the tree. Its message says what was wrong, with which value, and what to do."""
+
+
+class ConfigError(KVStoreError, ValueError):
+    """The configuration cannot be used."""
+
+
+class LayoutError(KVStoreError, ValueError):
+    """The KV cache has a layout, or state beside it, that storing whole blocks would not preserve."""
+
+
+class InvalidCallError(KVStoreError, ValueError):
+    """A caller broke the contract of a public method."""
+
+
+class TierError(KVStoreError):
+    """A tier failed as a whole. What it held counts as missing until it answers again."""
+
+
+class FolderOwnedError(TierError):
+    """The folder of a disk tier is locked by another process."""
+
+
+class ClosedError(KVStoreError):
+    """The engine, tier or mover was closed."""

@@ -1,0 +1,211 @@
+"""Names of chunks: equal for equal content, in every process, on every machine.
+
+A *prefix key* is the first 16 bytes of a sha256 over a request's seed and all tokens from position 0 to the chunk's end,
+taken as running snapshots of one hash. A *namespace* is everything that must be equal for KV to be interchangeable
+between two engines; its 8-byte id stands beside the prefix key. Neither uses Python's ``hash`` nor anything else that
+differs between processes.
+
+What goes into the hash, all little-endian:
+
+- the seed: ``kvstore/1``, then per request LoRA, cache salt and tags, each domain-tagged and length-prefixed;
+- the tokens as uint32;
+- after the tokens of a block, one record for every multimodal feature that overlaps it: the word ``0xFFFFFFFF`` (which is
+  no token id), the identifier with its length, and the feature's offset in the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import InvalidCallError
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+PREFIX_KEY_BYTES = 16
+NAMESPACE_ID_BYTES = 8
+KEY_VERSION = b"kvstore/1"
+_FEATURE_MARK = struct.pack("<I", 0xFFFFFFFF)
+_MAX_TOKEN_ID = 0xFFFFFFFE
+
+PrefixKey = bytes
+
+
+class ChunkKey(NamedTuple):
+    """A chunk's full name: whose KV it is, and which tokens it stands for."""
+
+    namespace_id: bytes
+    prefix_key: PrefixKey
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What must be equal for two engines to share KV, as named fields.
+
+    The fields are free-form strings and integers, so that a mismatch can be reported by name. Two namespaces are the
+    same exactly when their canonical JSON is.
+    """
+
+    fields: Mapping[str, str | int]
+
+    def to_json(self) -> str:
+        """The canonical form: sorted keys, no spaces."""
+        return json.dumps(dict(self.fields), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def id(self) -> bytes:
+        """8 bytes naming this namespace."""
+        return hashlib.sha256(b"kvstore/namespace/1\0" + self.to_json().encode()).digest()[:NAMESPACE_ID_BYTES]
+
+    def differing_fields(self, other: Namespace) -> list[str]:
+        """Names of the fields in which the two differ, sorted."""
+        names = self.fields.keys() | other.fields.keys()
+        return sorted(name for name in names if self.fields.get(name) != other.fields.get(name))
+
+
+class Feature(NamedTuple):
+    """A multimodal item of a prompt: which content, and the tokens ``[offset, offset + length)`` that stand for it."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class KeyExtras:
+    """What besides its tokens decides a request's KV.
+
+    Attributes:
+        lora: name of the adapter and a fingerprint of its files, or None for the base model.
+        cache_salt: requests share KV only within one salt.
+        tags: further (name, value) pairs that must be equal to share.
+        features: multimodal items, in order of their offset.
+    """
+
+    lora: tuple[str, str] | None = None
+    cache_salt: str | None = None
+    tags: tuple[tuple[str, str], ...] = ()
+    features: tuple[Feature, ...] = ()
+
+    def seed(self) -> bytes:
+        """The bytes hashed before the first token."""
+        parts = [KEY_VERSION]
+        if self.lora is not None:
+            parts += [_tagged("lora"), _tagged(self.lora[0]), _tagged(self.lora[1])]
+        if self.cache_salt:
+            parts += [_tagged("salt"), _tagged(self.cache_salt)]
+        for name, value in sorted(self.tags):
+            parts += [_tagged("tag"), _tagged(name), _tagged(value)]
+        body = b"".join(parts)
+        return struct.pack("<I", len(body)) + body
+
+
+NO_EXTRAS = KeyExtras()
+
+
+class PrefixHasher:
+    """The prefix keys of one growing token sequence.
+
+    Keeps one hash snapshot a chunk, so that a longer sequence costs only its new tokens and the block ends inside a
+    chunk can be named later. Not thread-safe: it belongs to one request.
+    """
+
+    def __init__(self, chunk_tokens: int, block_tokens: int, extras: KeyExtras = NO_EXTRAS) -> None:
+        if block_tokens <= 0 or chunk_tokens % block_tokens:
+            raise InvalidCallError(
+                f"chunk size {chunk_tokens} is not a multiple of the block size {block_tokens}: choose a multiple"
+            )
+        self.chunk_tokens = chunk_tokens
+        self.block_tokens = block_tokens
+        self._features = extras.features
+        self._tokens = array("I")
+        self._snapshots: list[_Hash] = [hashlib.sha256(extras.seed())]
+        self._chunk_keys: list[PrefixKey] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen so far."""
+        return len(self._tokens)
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Take in the whole sequence from position 0, of which a prefix may be known already.
+
+        A sequence that got shorter, or whose last known token changed, is hashed again from the start.
+
+        Raises:
+            InvalidCallError: a token id is negative or does not fit in 32 bits.
+        """
+        known = len(self._tokens)
+        if len(tokens) < known or (known and tokens[known - 1] != self._tokens[-1]):
+            self.reset()
+            known = 0
+        if len(tokens) == known:
+            return
+        try:
+            fresh = array("I", tokens[known:])
+        except (OverflowError, TypeError) as error:
+            raise InvalidCallError(f"token ids must be integers in 0..{_MAX_TOKEN_ID}: {error}") from error
+        if 0xFFFFFFFF in fresh:
+            raise InvalidCallError(f"token id {0xFFFFFFFF} is reserved: ids must be in 0..{_MAX_TOKEN_ID}")
+        self._tokens.extend(fresh)
+        self._absorb_whole_chunks()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._tokens = array("I")
+        del self._snapshots[1:]
+        self._chunk_keys.clear()
+
+    def chunk_keys(self) -> Sequence[PrefixKey]:
+        """The keys at the ends of all whole chunks seen so far; the caller must not change the sequence."""
+        return self._chunk_keys
+
+    def block_keys(self, chunk: int) -> list[PrefixKey]:
+        """The keys at the ends of the whole blocks inside chunk number ``chunk``, as far as its tokens are known.
+
+        For a whole chunk the last of them is the chunk's own key.
+        """
+        if chunk >= len(self._snapshots):
+            return []
+        running = self._snapshots[chunk].copy()
+        begin = chunk * self.chunk_tokens
+        end = min(begin + self.chunk_tokens, len(self._tokens))
+        keys = []
+        for stop in range(begin + self.block_tokens, end + 1, self.block_tokens):
+            self._absorb_block(running, stop - self.block_tokens, stop)
+            keys.append(running.digest()[:PREFIX_KEY_BYTES])
+        return keys
+
+    def _absorb_whole_chunks(self) -> None:
+        first, last = len(self._chunk_keys), len(self._tokens) // self.chunk_tokens
+        for chunk in range(first, last):
+            running = self._snapshots[-1].copy()
+            begin = chunk * self.chunk_tokens
+            step = self.block_tokens if self._features else self.chunk_tokens
+            for start in range(begin, begin + self.chunk_tokens, step):
+                self._absorb_block(running, start, start + step)
+            self._snapshots.append(running)
+            self._chunk_keys.append(running.digest()[:PREFIX_KEY_BYTES])
+
+    def _absorb_block(self, running: _Hash, begin: int, end: int) -> None:
+        """Hash the tokens ``[begin, end)`` and the features that overlap them."""
+        tokens = self._tokens[begin:end]
+        if sys.byteorder == "big":  # pragma: no cover - no such machine in the field
+            tokens.byteswap()
+        running.update(tokens)
+        for feature in self._features:
+            if feature.offset < end and feature.offset + feature.length > begin:
+                running.update(_FEATURE_MARK + _tagged(feature.identifier) + struct.pack("<Q", feature.offset))
+
+
+def _tagged(text: str) -> bytes:
+    """A string with its length in front, so that no two lists of strings give the same bytes."""
+    raw = text.encode("utf-8", "surrogatepass")
+    return struct.pack("<I", len(raw)) + raw

@@ -1,0 +1,89 @@
+"""How a chunk's payload is laid out: the geometry of one worker's KV, in bytes.
+
+A payload is layer-major, ``[layer][plane][block][page bytes]``: each block of each layer is copied as opaque bytes in the
+physical order the attention backend uses. A *plane* is one dense region a block occupies in a layer: one where K and V
+share a block, two where they lie apart. Nothing here knows tensors; ``pages.py`` derives a layout from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from kvstore.errors import LayoutError
+
+ALIGNMENT_BYTES = 4096
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The geometry of the KV that one worker holds.
+
+    Attributes:
+        page_bytes: for each layer, in order, the bytes of one block in one plane.
+        planes: dense regions a block occupies in each layer (1 or 2).
+        block_tokens: tokens in a block of the serving engine.
+        chunk_tokens: tokens in a full chunk; a multiple of ``block_tokens``.
+        physical: describes the order of bytes inside a page; compared, never parsed.
+    """
+
+    page_bytes: tuple[int, ...]
+    planes: int
+    block_tokens: int
+    chunk_tokens: int
+    physical: str = "opaque"
+
+    def __post_init__(self) -> None:
+        if not self.page_bytes or min(self.page_bytes) <= 0:
+            raise LayoutError(f"a layout needs at least one layer and positive page sizes, not {self.page_bytes}")
+        if self.block_tokens <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % self.block_tokens:
+            raise LayoutError(
+                f"chunk_size {self.chunk_tokens} is not a multiple of the block size {self.block_tokens}: "
+                f"set chunk_size to a multiple of it, such as {round_up(max(self.chunk_tokens, 1), self.block_tokens)}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers held by this worker."""
+        return len(self.page_bytes)
+
+    @cached_property
+    def blocks_per_chunk(self) -> int:
+        """Blocks in a full chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers and planes."""
+        return self.planes * sum(self.page_bytes)
+
+    @cached_property
+    def _layer_starts(self) -> tuple[int, ...]:
+        """For one block, the bytes of all layers before each layer; the last entry is the total."""
+        return tuple(accumulate((self.planes * size for size in self.page_bytes), initial=0))
+
+    def payload_bytes(self, num_blocks: int) -> int:
+        """Bytes of a chunk of ``num_blocks`` blocks."""
+        return num_blocks * self.block_bytes
+
+    def layer_range(self, layer: int, num_blocks: int) -> tuple[int, int]:
+        """Begin and end of ``layer`` inside the payload of a chunk of ``num_blocks`` blocks."""
+        return self._layer_starts[layer] * num_blocks, self._layer_starts[layer + 1] * num_blocks
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of a slab slot: a full chunk, rounded up so that direct I/O can use it."""
+        return round_up(self.payload_bytes(self.blocks_per_chunk), ALIGNMENT_BYTES)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits; equal only where a block's bytes mean the same."""
+        facts = f"{self.page_bytes}|{self.planes}|{self.block_tokens}|{self.physical}"
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]

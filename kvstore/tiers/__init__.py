@@ -1,0 +1,1 @@
+"""Tiers: where chunks live outside the slab pool. ``base.py`` holds the contract."""
