@@ -1,0 +1,231 @@
+"""The connector that vLLM loads: a thin shell around ``scheduler.py`` and ``worker.py``.
+
+vLLM makes one object per role. Synchronous: loads are carried out before a step's forward pass, stores after it, and a
+step is over when its stores have been gathered; only writes to disk go on behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvstore import hostlimits
+from kvstore.adapters.vllm import translate
+from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.scheduler import StoreScheduler
+from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
+from kvstore.adapters.vllm.worker import StoreWorker
+from kvstore.config import load_config
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """A step's plan on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """A rank's report on its way to the scheduler."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Merge another rank's report into this one."""
+        assert isinstance(other, ReportMetadata)
+        self.report.merge(other.report)
+        return self
+
+
+@dataclass
+class FactsMetadata(KVConnectorHandshakeMetadata):
+    """What a worker owns, on its way to the scheduler."""
+
+    facts: WorkerFacts
+
+
+class KVStoreConnector(KVConnectorBase_V1):
+    """KV cache offload to CPU memory and disk. Configured as docs/configuration.md says."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Check everything that can be checked, before vLLM serves.
+
+        Raises:
+            ConfigError: the configuration, a flag or the version of vLLM cannot be used; the message says what to do.
+            LayoutError: the model's KV cache cannot be stored.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        loaded = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._config = loaded.config
+        translate.check_supported(vllm_config, kv_cache_config, self._config)
+        self._adapters = AdapterFiles()
+        self._scheduler: StoreScheduler | None = None
+        self._worker: StoreWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = StoreScheduler(translate.scheduler_options(vllm_config, kv_cache_config, self._config))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A best-effort cache: a dropped save is a later miss."""
+        return False
+
+    # -- worker side ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Find the blocks in the caches, take the memory, open the folder."""
+        if not kv_caches:
+            return  # a profiling run
+        config, kv_cache_config = self._vllm_config, self._kv_cache_config
+        workers = translate.total_workers(config)
+        pool_bytes = self._config.max_local_cpu_bytes
+        hostlimits.require_memory(
+            pool_bytes * workers, f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
+        )
+        paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
+        namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
+        self._worker = StoreWorker(paged, namespace, translate.engine_options(config, self._config))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler what this worker owns."""
+        return FactsMetadata(self._worker.facts()) if self._worker else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing reads blocks after the step that stores them, so preempted ones may be overwritten."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
+            self._worker.begin_step(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        """Load everything the step needs, before its forward pass."""
+        if self._worker is not None:
+            self._worker.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are there already."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
+    ) -> None:
+        """Stores are gathered in one go when the step ends."""
+
+    def wait_for_save(self) -> None:
+        """Gather the step's stores."""
+        if self._worker is not None:
+            self._worker.store()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Report requests whose blocks were kept for their last store."""
+        ended = self._worker.take_ended_requests() if self._worker else set()
+        return ended or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that could not be loaded: vLLM computes them."""
+        return self._worker.take_failed_block_ids() if self._worker else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report what was done and what failed."""
+        report = self._worker.take_report() if self._worker else None
+        return ReportMetadata(report) if report else None
+
+    def shutdown(self) -> None:
+        """Let writes end within the configured bound, and release memory, threads and folder."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    # -- scheduler side -------------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn what the workers own, ordered by their rank."""
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        facts = [rank.facts for rank in ranks if isinstance(rank, FactsMetadata)]
+        if facts and self._scheduler is not None:
+            self._scheduler.connect(facts)
+
+    def on_new_request(self, request: Request) -> None:
+        """Track a request, unless its KV must not be shared."""
+        extras = translate.key_extras(request, self._adapters)
+        if extras is not None:
+            self._scheduling.add_request(request, extras)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond vLLM's own prefix cache can be loaded, always synchronously."""
+        return self._scheduling.num_new_matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Plan the load that vLLM decided on."""
+        if num_external_tokens:
+            self._scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Split a hit by the tier that holds it."""
+        split = self._scheduling.hit_split(request.request_id, num_external_tokens)
+        sources = {CacheHitSource.HOST: split.memory_tokens, CacheHitSource.DISK: split.disk_tokens}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Plan the step."""
+        state = scheduler_output.kv_connector_block_state
+        return PlanMetadata(
+            self._scheduling.plan_step(
+                scheduler_output.num_scheduled_tokens, lambda req_id: state.get_block_ids(req_id)[0]
+            )
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what the workers did."""
+        reported = connector_output.kv_connector_worker_meta
+        if isinstance(reported, ReportMetadata):
+            self._scheduling.complete(reported.report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Stop tracking; keep the blocks for one more step if there is something left to store."""
+        return self._scheduling.finish_request(request.request_id, block_ids), None
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything: the weights have changed."""
+        self._scheduling.reset_cache()
+        return True
+
+    @property
+    def _scheduling(self) -> StoreScheduler:
+        assert self._scheduler is not None, "a scheduler-side method was called on a worker-side connector"
+        return self._scheduler
+
+    # -- class --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No layer hook is used. vLLM asks before it loads the model: a good moment to refuse a wrong configuration."""
+        load_config(extra_config)
+        return False

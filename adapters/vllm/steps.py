@@ -1,0 +1,100 @@
+"""What travels between the scheduler side and the worker side, once a step each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.keys import PrefixKey
+from kvstore.movers import LoadJob, StoreJob
+from kvstore.tiers.base import ChunkRef
+
+
+@dataclass
+class ReqMeta:
+    """One request's part in a step.
+
+    Attributes:
+        req_id: vLLM's id of the request.
+        loads: chunks to bring into its blocks before the forward pass.
+        stores: chunks to take from its blocks after the forward pass.
+        lost_block_ids: blocks that were promised to be loaded, but whose chunk is gone: to be reported as failed.
+        finished: the request has ended, and vLLM keeps its blocks until its stores are reported.
+    """
+
+    req_id: str
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    lost_block_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+@dataclass
+class StepPlan:
+    """Scheduler to workers: what to move in this step; every worker carries out the same plan on its shard.
+
+    Attributes:
+        number: counts the steps, from 1.
+        acked: the last step whose report the scheduler had taken in when it made this plan.
+        requests: the requests with something to move.
+        removals: chunks that must leave the disk, before anything else.
+        clear: forget every chunk first.
+    """
+
+    number: int
+    acked: int
+    requests: list[ReqMeta] = field(default_factory=list)
+    removals: list[ChunkRef] = field(default_factory=list)
+    clear: bool = False
+
+
+@dataclass
+class StepResult:
+    """What failed in one step; everything else of its plan was done."""
+
+    failed_loads: set[PrefixKey] = field(default_factory=set)
+    failed_stores: set[PrefixKey] = field(default_factory=set)
+    lost_blocks: bool = False
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether the step computed on blocks that were never loaded."""
+        return bool(self.failed_loads) or self.lost_blocks
+
+
+@dataclass
+class StepReport:
+    """Workers to scheduler: results of steps, and of writes to disk that have ended since the last report."""
+
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    writes: list[tuple[ChunkRef, bool]] = field(default_factory=list)
+
+    def merge(self, other: StepReport) -> None:
+        """Add another rank's report: what failed on one rank failed."""
+        for number, theirs in other.steps.items():
+            ours = self.steps.setdefault(number, StepResult())
+            ours.failed_loads |= theirs.failed_loads
+            ours.failed_stores |= theirs.failed_stores
+            ours.lost_blocks |= theirs.lost_blocks
+        self.writes += other.writes
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """Worker to scheduler, once at start: what the worker owns.
+
+    Attributes:
+        num_slots: slots of its CPU pool.
+        slot_bytes: bytes of each.
+        block_bytes: bytes of one block over all layers, for statistics.
+        disk_capacity_bytes: bound of its disk tier; 0 without one.
+        stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
+        survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    block_bytes: int
+    disk_capacity_bytes: int
+    stored_bytes: Sequence[int]
+    survivors: Sequence[tuple[ChunkRef, int]]

@@ -1,0 +1,121 @@
+"""What the scheduler side remembers of a request between steps. Names follow LMCache's adapter, which users know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.index import Match
+from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
+from kvstore.tiers.base import ChunkRef
+
+
+class RequestView(Protocol):
+    """The parts of vLLM's ``Request`` that tracking needs; they change as the request proceeds."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_computed_tokens: int
+    num_prompt_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: the prompt and what was sampled."""
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has."""
+
+    match: Match
+    num_local_tokens: int
+    num_external_tokens: int
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """Chunks whose KV is complete after the coming step, and the keys of the chunks before them.
+
+    ``first_block`` is the position, among the request's blocks, of the first chunk's first block.
+    """
+
+    refs: list[ChunkRef]
+    prefix: Sequence[PrefixKey]
+    first_block: int
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """What of a request is saved."""
+
+    block_tokens: int
+    chunk_tokens: int
+    save_decode: bool
+    save_tails: bool
+
+
+@dataclass
+class RequestTracker:
+    """One request, from its arrival until it is finished."""
+
+    request: RequestView
+    hasher: PrefixHasher
+    rules: SaveRules
+    load: LoadSpec | None = None
+    num_saved_chunks: int = 0
+    prompt_saved: bool = False
+
+    @classmethod
+    def start(cls, request: RequestView, extras: KeyExtras, rules: SaveRules) -> RequestTracker:
+        """Track a new request."""
+        return cls(request, PrefixHasher(rules.chunk_tokens, rules.block_tokens, extras), rules)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether no coming step can complete a chunk that would be saved."""
+        return self.prompt_saved and not self.rules.save_decode
+
+    def restart_saving(self) -> None:
+        """Offer everything again; what is known by then will be left out."""
+        self.num_saved_chunks = 0
+        self.prompt_saved = False
+
+    def take_save(self, num_scheduled_tokens: int) -> SaveSpec | None:
+        """What the coming step of ``num_scheduled_tokens`` completes, each chunk once.
+
+        Counts only tokens that are known: with asynchronous scheduling and speculation a step may run ahead of them,
+        and what it computes there may be rejected.
+        """
+        written_tokens = self.request.num_computed_tokens + num_scheduled_tokens
+        prompt_tokens = self.request.num_prompt_tokens
+        limit_tokens = min(self.request.num_tokens, written_tokens)
+        if not self.rules.save_decode:
+            limit_tokens = min(limit_tokens, prompt_tokens)
+        prompt_ends = not self.prompt_saved and written_tokens >= prompt_tokens
+        if limit_tokens // self.rules.chunk_tokens <= self.num_saved_chunks and not prompt_ends:
+            return None
+        self.prompt_saved |= prompt_ends
+        return self._save_up_to(limit_tokens, prompt_tokens if prompt_ends else 0)
+
+    def take_final_save(self) -> SaveSpec | None:
+        """What is left to save of a request that has ended: its last whole chunks, and its tail."""
+        if not self.rules.save_decode:
+            return None
+        limit_tokens = min(self.request.num_tokens, self.request.num_computed_tokens)
+        return self._save_up_to(limit_tokens, limit_tokens)
+
+    def _save_up_to(self, limit_tokens: int, tail_tokens: int) -> SaveSpec | None:
+        """Whole chunks below ``limit_tokens`` not yet taken, and the tail that ends at ``tail_tokens``, if any."""
+        rules = self.rules
+        self.hasher.update(self.request.all_token_ids)
+        first, last = self.num_saved_chunks, limit_tokens // rules.chunk_tokens
+        blocks_per_chunk = rules.chunk_tokens // rules.block_tokens
+        refs = [ChunkRef(key, blocks_per_chunk) for key in self.hasher.chunk_keys()[first:last]]
+        tail_blocks = (tail_tokens - last * rules.chunk_tokens) // rules.block_tokens
+        if rules.save_tails and tail_blocks > 0:
+            refs.append(ChunkRef(self.hasher.block_keys(last)[tail_blocks - 1], tail_blocks))
+        self.num_saved_chunks = max(first, last)
+        if not refs:
+            return None
+        return SaveSpec(refs, self.hasher.chunk_keys()[:first], first * blocks_per_chunk)

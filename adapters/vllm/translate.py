@@ -1,0 +1,273 @@
+"""Between vLLM's objects and ours: the only module that knows their fields, and which versions they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+
+from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
+from kvstore.adapters.vllm.scheduler import SchedulerOptions
+from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.binding import bind_paged_kv
+from kvstore.chunkfile import FORMAT_VERSION
+from kvstore.engine import EngineOptions
+from kvstore.errors import ConfigError, LayoutError
+from kvstore.keys import Feature, KeyExtras, Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvstore.config import StoreConfig
+    from kvstore.pages import PagedKV
+
+TESTED_VERSIONS = "0.32."
+ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
+CONNECTOR_FLAG = (
+    '--kv-transfer-config \'{"kv_connector":"KVStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+)
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
+    """Refuse, at start, what could not be served right.
+
+    Raises:
+        ConfigError: a version, flag or parallelism that is not supported, with what to do.
+        LayoutError: a KV cache that is not one group of attention layers.
+    """
+    if not vllm.__version__.startswith(TESTED_VERSIONS) and os.environ.get(ALLOW_UNTESTED) != "1":
+        raise ConfigError(
+            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VERSIONS}x has: install "
+            f"that, or set {ALLOW_UNTESTED}=1 to try"
+        )
+    transfer = vllm_config.kv_transfer_config
+    if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a chunk that cannot be loaded would end its '
+            f"request with an error. Start vLLM with {CONNECTOR_FLAG}"
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "context parallelism splits a block over ranks, which is not supported: set "
+            "--decode-context-parallel-size and --prefill-context-parallel-size to 1"
+        )
+    _check_groups(kv_cache_config)
+    block_tokens = block_tokens_of(kv_cache_config)
+    if config.chunk_size % block_tokens:
+        raise ConfigError(
+            f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_tokens}: set chunk_size to a "
+            f"multiple, or vLLM's --block-size to a divisor"
+        )
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs  # noqa: PLC0415 - slow to import
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise LayoutError(
+            f"this model has {len(groups)} KV cache groups, and one is supported: start vLLM with "
+            "--disable-hybrid-kv-cache-manager, or without kvstore"
+        )
+    for spec in iter_layer_specs(groups[0].kv_cache_spec):
+        if not isinstance(spec, AttentionSpec):
+            raise LayoutError(
+                f"a layer keeps {type(spec).__name__} state, which does not consist of tokens: not supported"
+            )
+
+
+def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens in a block of vLLM's block manager."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def scheduler_options(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
+) -> SchedulerOptions:
+    """The scheduler side's part of the configuration."""
+    transfer = vllm_config.kv_transfer_config
+    return SchedulerOptions(
+        rules=SaveRules(
+            block_tokens=block_tokens_of(kv_cache_config),
+            chunk_tokens=config.chunk_size,
+            save_decode=config.save_decode_cache,
+            save_tails=config.save_unfull_chunk,
+        ),
+        loads=transfer.is_kv_consumer,
+        saves=transfer.is_kv_producer,
+        local_cpu=config.local_cpu,
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        max_write_queue=config.max_write_queue,
+    )
+
+
+def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOptions:
+    """The worker side's part of the configuration; every worker has a folder of its own."""
+    return EngineOptions(
+        max_local_cpu_bytes=config.max_local_cpu_bytes,
+        local_cpu=config.local_cpu,
+        local_disk=_worker_folder(vllm_config, Path(config.local_disk)) if config.local_disk else None,
+        max_local_disk_bytes=config.max_local_disk_bytes,
+        save_unfull_chunk=config.save_unfull_chunk,
+        use_odirect=config.use_odirect,
+        disk_io_threads=config.disk_io_threads,
+        io_timeout_s=config.blocking_timeout_secs,
+        max_write_queue=config.max_write_queue,
+    )
+
+
+def _worker_folder(vllm_config: VllmConfig, folder: Path) -> Path:
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        folder /= f"replica-{parallel.data_parallel_rank}"
+    if parallel.world_size > 1:
+        folder /= f"rank-{parallel.rank}-of-{parallel.world_size}"
+    return folder
+
+
+def total_workers(vllm_config: VllmConfig) -> int:
+    """Workers of this engine, each with a pool of its own."""
+    return int(vllm_config.parallel_config.world_size)
+
+
+def namespace_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig, paged: PagedKV
+) -> Namespace:
+    """Everything that must be equal for KV to be interchangeable, for this worker.
+
+    Raises:
+        ConfigError: the model cannot be identified.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    tp_size = parallel.tensor_parallel_size
+    pp_rank, tp_rank = divmod(parallel.rank % (tp_size * parallel.pipeline_parallel_size), tp_size)
+    speculative = vllm_config.speculative_config
+    return Namespace(
+        {
+            "format": FORMAT_VERSION,
+            "model": _model_identity(vllm_config, config.model_id),
+            "model_config": _digest(_effective_config(model.hf_config)),
+            "dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+            "kv_cache_dtype": str(cache.cache_dtype),
+            "draft": str(getattr(speculative, "model", None)) if speculative else "none",
+            "layers": _digest(sorted(kv_cache_config.kv_cache_groups[0].layer_names)),
+            "shard": f"pp {pp_rank}/{parallel.pipeline_parallel_size} tp {tp_rank // replicas}/{tp_size // replicas}",
+            "chunk_tokens": config.chunk_size,
+            "layout": paged.layout.fingerprint,
+        }
+    )
+
+
+def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
+    model = vllm_config.model_config
+    if model_id is not None:
+        return f"id {model_id}"
+    if str(vllm_config.load_config.load_format) == "dummy":
+        raise ConfigError("with load_format=dummy nothing identifies the weights: set kvstore.model_id")
+    folder = Path(model.model)
+    if folder.is_dir():
+        return f"files {fingerprint_folder(folder)}"
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return f"hub {model.model}@{commit}"
+    raise ConfigError(
+        f"cannot identify the weights of {model.model!r}: it is neither a folder nor a hub model with a known commit; "
+        "set kvstore.model_id"
+    )
+
+
+def _effective_config(hf_config: Any) -> object:  # noqa: ANN401 - transformers' class, whatever its version
+    """The model's configuration after all overrides, less what does not matter for KV."""
+    fields = dict(hf_config.to_dict())
+    for irrelevant in ("_name_or_path", "transformers_version", "_commit_hash"):
+        fields.pop(irrelevant, None)
+    return fields
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def paged_kv_of(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int) -> PagedKV:
+    """The registered caches as blocks, each layer once.
+
+    Raises:
+        LayoutError: an unknown layout, or per-token state beside the registered tensors.
+    """
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: PLC0415 - slow to import
+
+    group = kv_cache_config.kv_cache_groups[0]
+    missing = [name for name in group.layer_names if name not in kv_caches]
+    if missing:
+        raise LayoutError(f"vLLM registered no KV cache for layer {missing[0]}: not supported")
+    paged = bind_paged_kv(
+        {name: kv_caches[name] for name in group.layer_names},
+        num_blocks=kv_cache_config.num_blocks,
+        block_tokens=block_tokens_of(kv_cache_config),
+        chunk_tokens=chunk_size,
+        packing=_packing(vllm_config, kv_cache_config),
+    )
+    for name, page_bytes in zip(group.layer_names, paged.layout.page_bytes, strict=True):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        reached_bytes = page_bytes * paged.layout.planes
+        if reached_bytes != spec.unpadded_page_size_bytes:
+            raise LayoutError(
+                f"layer {name}: a block has {spec.unpadded_page_size_bytes} bytes, but the registered tensor reaches "
+                f"{reached_bytes}: state beside it would be lost, which is not supported"
+            )
+    return paged
+
+
+def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """On CPUs, the instruction set decides how a block is packed."""
+    if not vllm.platforms.current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - only there
+
+    model = vllm_config.model_config
+    isa = _get_attn_isa(
+        model.dtype,
+        block_tokens_of(kv_cache_config),
+        model.get_head_size(),
+        vllm_config.cache_config.cache_dtype,
+    )
+    return f"{isa}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def key_extras(request: Request, adapters: AdapterFiles) -> KeyExtras | None:
+    """What besides its tokens decides a request's KV; None if it must not be shared.
+
+    Prompt embeddings show as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
+    """
+    if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+        return None
+    if request.pooling_params is not None or request.resumable:
+        return None
+    lora = None
+    if request.lora_request is not None:
+        adapter = request.lora_request
+        files = adapters.fingerprint(adapter.lora_int_id, adapter.lora_path, in_place=adapter.load_inplace)
+        if files is None:
+            return None
+        lora = (str(adapter.lora_name), files)
+    return KeyExtras(
+        lora=lora,
+        cache_salt=request.cache_salt,
+        features=tuple(
+            Feature(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in request.mm_features
+        ),
+    )

@@ -1,0 +1,127 @@
+"""The worker side: owns the memory and the folder, and carries out the scheduler's plans. No policy, no vLLM types."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.engine import EngineOptions, open_tiers
+from kvstore.keys import Namespace
+from kvstore.movers import Mover
+from kvstore.pages import PagedKV
+from kvstore.tiers.base import ChunkRef
+
+logger = logging.getLogger(__name__)
+
+
+class StoreWorker:
+    """One per rank. Called by the model runner from one thread; writes to disk go on behind it."""
+
+    def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
+        """Open the tiers.
+
+        Raises:
+            ConfigError: a bound is too small, or more than the machine has.
+            FolderOwnedError: another process uses the folder.
+        """
+        self._options = options
+        self._layout = paged.layout
+        self._cpu, self._disk = open_tiers(paged, namespace, options)
+        self._survivors = self._disk.scan() if self._disk else []
+        self._written: deque[tuple[ChunkRef, bool]] = deque()
+        self._mover = Mover(
+            paged,
+            self._cpu,
+            self._disk,
+            lambda ref, stored: self._written.append((ref, stored)),
+            read_threads=options.disk_io_threads,
+            read_timeout_s=options.io_timeout_s,
+        )
+        self._report = StepReport()
+        self._failed_block_ids: set[int] = set()
+        self._ended_requests: set[str] = set()
+        self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
+        self._plan: StepPlan | None = None
+
+    def facts(self) -> WorkerFacts:
+        """What this worker owns; for the scheduler, once."""
+        survivors, self._survivors = self._survivors, []
+        return WorkerFacts(
+            num_slots=self._cpu.num_slots,
+            slot_bytes=self._layout.slot_bytes,
+            block_bytes=self._layout.block_bytes,
+            disk_capacity_bytes=self._disk.capacity_bytes if self._disk else 0,
+            stored_bytes=tuple(
+                self._disk.stored_bytes(count + 1) if self._disk else 0 for count in range(self._layout.blocks_per_chunk)
+            ),
+            survivors=survivors,
+        )
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take in a step's plan; forget what it says is gone."""
+        self._plan = plan
+        if plan.clear:
+            self._mover.clear()
+        self._mover.remove(plan.removals)
+
+    def load(self) -> None:
+        """Carry out the loads. Safe to call where there are none, and more than once a step."""
+        plan = self._plan
+        if plan is None:
+            return
+        for meta in plan.requests:
+            if meta.loads or meta.lost_block_ids:
+                self._load_request(plan, meta)
+
+    def _load_request(self, plan: StepPlan, meta: ReqMeta) -> None:
+        result = self._report.steps.setdefault(plan.number, StepResult())
+        failed = self._mover.load(meta.loads)
+        result.failed_loads |= failed
+        result.lost_blocks |= bool(meta.lost_block_ids)
+        for job in meta.loads:
+            if job.step.ref.prefix_key in failed:
+                self._failed_block_ids.update(job.block_ids.tolist())
+        self._failed_block_ids.update(meta.lost_block_ids)
+        if result.is_poisoned:
+            self._poisoned_step = plan.number
+        meta.loads, meta.lost_block_ids = [], []
+
+    def store(self) -> None:
+        """Carry out the stores of the step, and end it."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        # Blocks may hold garbage from a failed load until the scheduler, having heard of it, lets them be computed anew.
+        trusted = plan.acked >= self._poisoned_step
+        for meta in plan.requests:
+            if meta.stores:
+                result = self._report.steps.setdefault(plan.number, StepResult())
+                result.failed_stores |= self._mover.store(meta.stores) if trusted else self._mover.refuse(meta.stores)
+            if meta.finished:
+                self._ended_requests.add(meta.req_id)
+
+    def take_ended_requests(self) -> set[str]:
+        """Requests whose last store is done, so that vLLM may free their blocks."""
+        ended, self._ended_requests = self._ended_requests, set()
+        return ended
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Blocks that were to be loaded and hold garbage: vLLM computes them."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def take_report(self) -> StepReport | None:
+        """Everything since the last report; None if nothing happened."""
+        report, self._report = self._report, StepReport()
+        while self._written:
+            report.writes.append(self._written.popleft())
+        return report if report.steps or report.writes else None
+
+    def close(self) -> None:
+        """Let pending writes reach the disk, within the configured bound, and release everything."""
+        if not self._mover.close(self._options.io_timeout_s):
+            logger.warning(
+                "shutting down: the disk did not take all chunks within %s s; those left are lost",
+                self._options.io_timeout_s,
+            )

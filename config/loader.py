@@ -1,0 +1,128 @@
+"""Reads the configuration: ``kv_connector_extra_config`` over environment over file over defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from kvstore.config import sources
+from kvstore.config.lmcache import NOT_IMPLEMENTED, loses_nothing
+from kvstore.config.problems import Entry, Findings
+from kvstore.config.schema import StoreConfig
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pydantic_core import ErrorDetails
+
+_log = logging.getLogger("kvstore.config")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration and where it came from.
+
+    Attributes:
+        config: the effective values.
+        origins: for every key of ``config``, "default" or the file and line, variable or extra-config key.
+        warnings: what was ignored and what it means, one line each.
+    """
+
+    config: StoreConfig
+    origins: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None,
+    *,
+    path: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    log_warnings: bool = True,
+) -> LoadedConfig:
+    """Read and check the configuration.
+
+    Args:
+        extra: vLLM's ``kv_connector_extra_config``; only ``kvstore.<key>`` and ``lmcache.<key>`` are looked at.
+        path: the YAML file, instead of the one that ``KVSTORE_CONFIG_FILE`` or ``LMCACHE_CONFIG_FILE`` names.
+        environ: the environment.
+        log_warnings: False for all but one of several processes that load the same configuration.
+
+    Raises:
+        ConfigError: something is wrong; the message has one line for each problem.
+    """
+    findings = Findings()
+    chosen = _choose(extra or {}, path or sources.named_file(environ), environ, findings)
+    config = _validate(chosen, findings)
+    if findings.problems or config is None:
+        raise ConfigError("\n- ".join(["the configuration cannot be used:", *findings.sorted_problems()]))
+    origins = {key: chosen[key].where if key in chosen else "default" for key in StoreConfig.model_fields}
+    warnings = (*findings.warnings, *_ignored(chosen), *_useless(config, origins))
+    if log_warnings:
+        for warning in warnings:
+            _log.warning("%s", warning)
+    return LoadedConfig(config, origins, warnings)
+
+
+def _choose(
+    extra: Mapping[str, object], path: Path | None, environ: Mapping[str, str], findings: Findings
+) -> dict[str, Entry]:
+    """For every known key the entry of its strongest source."""
+    layers = [
+        *(sources.file_layers(path, findings) if path else []),
+        *sources.environment_layers(environ, findings),
+        *sources.extra_layers(extra, findings),
+    ]
+    chosen = {}
+    for layer in layers:
+        for entry in sources.with_nested(layer, findings):
+            if entry.key in StoreConfig.model_fields or entry.key in NOT_IMPLEMENTED:
+                chosen[entry.key] = entry
+            else:
+                findings.unknown_key(entry)
+    return chosen
+
+
+def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | None:
+    """The configuration, or None with the problems added to the findings."""
+    values = {key: entry.value for key, entry in chosen.items() if key in StoreConfig.model_fields}
+    try:
+        return StoreConfig.model_validate(values)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            findings.invalid(_culprit(details, chosen), details)
+        return None
+
+
+def _culprit(details: ErrorDetails, chosen: Mapping[str, Entry]) -> Entry:
+    """The entry to blame. A default is never wrong alone: the key that makes it wrong says where."""
+    key = str(details["loc"][0])
+    if key in chosen:
+        return chosen[key]
+    return Entry(key, details["input"], chosen[details["ctx"]["because_of"]].where)
+
+
+def _ignored(chosen: Mapping[str, Entry]) -> list[str]:
+    """A line for every key of LMCache's whose absence makes a difference."""
+    return [
+        f"{entry.where}: {key}: ignored: {NOT_IMPLEMENTED[key]}"
+        for key, entry in chosen.items()
+        if key in NOT_IMPLEMENTED and not loses_nothing(key, entry.value)
+    ]
+
+
+def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
+    """Combinations that are valid and surely not meant."""
+    lines = []
+    if config.local_disk is None and config.max_local_disk_size > 0:
+        where = origins["max_local_disk_size"]
+        lines.append(f"{where}: max_local_disk_size: ignored: local_disk is not set, so nothing is kept on disk")
+    if config.local_disk is None and not config.local_cpu:
+        lines.append(f"{origins['local_cpu']}: local_cpu: false without local_disk: nothing will be kept")
+    return lines

@@ -1,0 +1,119 @@
+"""What is wrong with a configuration, and what is merely ignored, gathered so that a user sees all of it at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.config.lmcache import EXTRA_CONFIG, NOT_IMPLEMENTED
+from kvstore.config.reference import KEYS
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_SHOWN_CHARACTERS: Final = 80
+_SECRET_NAME: Final = re.compile(r"pass|secret|token|credential|auth|api_?key|access_?key", re.IGNORECASE)
+_USERINFO: Final = re.compile(r"\S+@")
+_WRONG_TYPE: Final = re.compile(r"_type$|_parsing|^int_from_float$")
+_NUMBER_WITH_UNIT: Final = re.compile(r"\s*[\d.]+\s*[a-z]+\s*", re.IGNORECASE)
+_DEMANDS: Final = {
+    "true or false": "true or false",
+    "whole number": "a whole number",
+    "number": "a number",
+    "text": "text: write it in quotes",
+}
+
+
+class Entry(NamedTuple):
+    """A key with its value, and where a user finds it."""
+
+    key: str
+    value: object
+    where: str
+
+
+@dataclass
+class Findings:
+    """Problems stop the start, warnings do not. Each is one line."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def sorted_problems(self) -> list[str]:
+        """Source by source, and in the order of a file's lines."""
+        return sorted(self.problems, key=_natural_order)
+
+    def unknown_key(self, entry: Entry) -> None:
+        """A key of nobody's."""
+        self.problems.append(f"{_named(entry)}: unknown key; {_suggestion(entry.key)}")
+
+    def invalid(self, entry: Entry, error: ErrorDetails) -> None:
+        """A value that the schema refuses."""
+        self.problems.append(f"{_named(entry)}: {_demand(entry, error)}")
+
+    def no_mapping(self, entry: Entry) -> None:
+        """``extra_config`` that holds no keys."""
+        self.problems.append(f"{_named(entry)}: must be a mapping of keys to values")
+
+
+def nearest_key(key: str) -> str | None:
+    """The valid key that looks most like ``key``: one of ours if any does, else one of LMCache's."""
+    for names in ([*KEYS, EXTRA_CONFIG], list(NOT_IMPLEMENTED)):
+        if close := difflib.get_close_matches(key.lower(), names, n=1):
+            return close[0]
+    return None
+
+
+def _suggestion(key: str) -> str:
+    nearest = nearest_key(key)
+    return f"the nearest valid key is {nearest}" if nearest else f"valid keys are {', '.join(KEYS)}"
+
+
+def _named(entry: Entry) -> str:
+    return f"{entry.where}: {one_line(entry.key)}: {_shown(entry)}"
+
+
+def _shown(entry: Entry) -> str:
+    """The value as a user wrote it, short, and without anything that may be a secret."""
+    value = entry.value
+    if entry.key not in KEYS and _SECRET_NAME.search(entry.key):
+        return "(a value that is not shown)"
+    if isinstance(value, dict | list | tuple | set):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    if isinstance(value, str):
+        return json.dumps(one_line(_USERINFO.sub("//***@", value)), ensure_ascii=False)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a very large number"  # Python refuses to print some of them
+    return one_line(str(value))
+
+
+def one_line(text: str) -> str:
+    """At most 80 printable characters of a text."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def _demand(entry: Entry, error: ErrorDetails) -> str:
+    """What the value must be."""
+    reference = KEYS[entry.key]
+    if not _WRONG_TYPE.search(error["type"]):
+        return error["msg"].replace("Input should", "must").replace("String should", "must")
+    demand = f"must be {_DEMANDS[reference.kind]}"
+    if not reference.unit:
+        return demand
+    example = "" if reference.default == "null" else f", such as {reference.default}"
+    without = ""
+    if isinstance(entry.value, str):
+        without = ", without a unit" if _NUMBER_WITH_UNIT.fullmatch(entry.value) else ", in digits and without quotes"
+    return f"{demand} of {reference.unit}{example}{without}"
+
+
+def _natural_order(line: str) -> list[str | int]:
+    """A sort key in which line 9 comes before line 10."""
+    parts = re.split(r"(\d+)", line)
+    return [int(part) if position % 2 else part for position, part in enumerate(parts)]

@@ -1,0 +1,167 @@
+"""The keys of a configuration: their types, limits, defaults and meaning.
+
+The names are LMCache's where both systems have the key, and as in LMCache a size is a number of GiB for one worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+GIB_BYTES: Final = 2**30
+_MAX_SIZE_GIB: Final = 1_000_000
+_MAX_TIMEOUT_S: Final = 86_400
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one of a number is, as messages and the documentation call it."""
+
+    name: str
+
+
+class StoreConfig(BaseModel):
+    """Everything a user may set. Immutable; ``load_config`` is the usual way to get one.
+
+    Built directly it raises ``pydantic.ValidationError``; ``load_config`` turns that into a ``ConfigError`` which says
+    where the value came from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    chunk_size: Annotated[int, Unit("tokens")] = Field(
+        default=256,
+        gt=0,
+        description="Length of a chunk, which is stored and found as one piece. A multiple of vLLM's block size.",
+    )
+    local_cpu: bool = Field(
+        default=True,
+        description="Keep chunks in CPU memory. If false, CPU memory only stages what goes to and comes from disk.",
+    )
+    max_local_cpu_size: Annotated[float, Unit("GiB per worker")] = Field(
+        default=5.0,
+        gt=0,
+        le=_MAX_SIZE_GIB,
+        description="CPU memory that each worker (GPU) reserves at start, for the CPU tier and for staging.",
+    )
+    local_disk: str | None = Field(
+        default=None,
+        description="Folder for chunks on disk: a path or a `file://` URI; `~` is expanded, and a relative path starts "
+        "at the working directory. One folder belongs to one engine. Without it nothing is kept on disk.",
+    )
+    max_local_disk_size: Annotated[float, Unit("GiB per worker")] = Field(
+        default=0.0,
+        ge=0,
+        le=_MAX_SIZE_GIB,
+        validate_default=True,
+        description="Disk space that each worker may fill. Must be set together with `local_disk`.",
+    )
+    save_decode_cache: bool = Field(
+        default=False,
+        description="Store the KV of generated tokens too, not only that of prompts.",
+    )
+    save_unfull_chunk: bool = Field(
+        default=True,
+        description="Store the end of a prompt that does not fill a chunk, up to its last whole block.",
+    )
+    min_retrieve_tokens: Annotated[int, Unit("tokens")] = Field(
+        default=0,
+        ge=0,
+        description="A hit shorter than this is computed instead of loaded. 0 loads every hit.",
+    )
+    blocking_timeout_secs: Annotated[float, Unit("seconds")] = Field(
+        default=10.0,
+        gt=0,
+        le=_MAX_TIMEOUT_S,
+        description="The longest that a read from disk, a flush or a close may make its caller wait.",
+    )
+    disk_io_threads: Annotated[int, Unit("threads")] = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Threads that read and write chunks on disk. Also read from `extra_config`.",
+    )
+    use_odirect: bool | None = Field(
+        default=None,
+        description="Pass by the page cache (O_DIRECT). If null, where the folder supports it. Also read from "
+        "`extra_config`.",
+    )
+    max_write_queue: Annotated[int | None, Unit("chunks")] = Field(
+        default=None,
+        ge=1,
+        description="How many chunks may wait to be written to disk; beyond that a chunk is counted and not written. "
+        "If null, half of what fits in `max_local_cpu_size`.",
+    )
+    model_id: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Identity of the weights, in place of the one derived from the model's files. Required with vLLM's "
+        "`load_format=dummy`. KV is shared between engines that have the same.",
+    )
+
+    @property
+    def max_local_cpu_bytes(self) -> int:
+        """``max_local_cpu_size`` in bytes."""
+        return int(self.max_local_cpu_size * GIB_BYTES)
+
+    @property
+    def max_local_disk_bytes(self) -> int:
+        """``max_local_disk_size`` in bytes."""
+        return int(self.max_local_disk_size * GIB_BYTES)
+
+    @field_validator("local_disk", mode="before")
+    @classmethod
+    def _refuse_what_is_no_single_folder(cls, value: object) -> object:
+        """Name the forms that LMCache knows and this version does not."""
+        if isinstance(value, bool):
+            raise PydanticCustomError(
+                "folder", "must be a folder, not true or false; leave the key out for no disk tier"
+            )
+        if isinstance(value, list) or (isinstance(value, str) and "," in value):
+            raise PydanticCustomError(
+                "folder", "must be one folder: several are not supported, nor is a comma in its name"
+            )
+        return value
+
+    @field_validator("local_disk")
+    @classmethod
+    def _make_absolute(cls, value: str | None) -> str | None:
+        return None if value is None else _absolute_folder(value)
+
+    @field_validator("max_local_disk_size")
+    @classmethod
+    def _need_size_with_folder(cls, value: float, info: ValidationInfo) -> float:
+        if value == 0 and info.data.get("local_disk") is not None:
+            message = "must be greater than 0 because local_disk is set: say how many GiB of disk each worker may fill"
+            raise PydanticCustomError("size_with_folder", message, {"because_of": "local_disk"})
+        return value
+
+
+def _absolute_folder(text: str) -> str:
+    """A path or ``file://`` URI as an absolute path; it need not exist.
+
+    Raises:
+        PydanticCustomError: the text names no local folder.
+    """
+    path = _path_of_uri(text) if "://" in text else text
+    if not path or "\0" in path:
+        raise PydanticCustomError("folder", "must be the path of a folder; leave the key out for no disk tier")
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as error:
+        raise PydanticCustomError("folder", "must name an existing user after ~, or be an absolute path") from error
+
+
+def _path_of_uri(uri: str) -> str:
+    scheme, _, rest = uri.partition("://")
+    if scheme.lower() != "file":
+        raise PydanticCustomError("folder", "must be a path or a file:// URI: other addresses are no folder")
+    if not rest.startswith(("/", "localhost/")):
+        # LMCache reads file://folder/ as a relative path, the standard as a host's name: refuse to guess.
+        raise PydanticCustomError("folder", "must have three slashes and an absolute path: file:///var/cache/kvstore")
+    return unquote(urlsplit("file://" + rest).path)

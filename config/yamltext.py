@@ -1,0 +1,95 @@
+"""YAML of the plain kind that a configuration needs.
+
+PyYAML's safe loader takes the last of two equal keys without a word, copies what an alias names as often as a file
+asks, and lets a malformed date or number end in whatever error Python raises. Here these are problems with a place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import yaml
+
+
+class YamlTextError(ValueError):
+    """Not YAML, or more than plain YAML. The message is one line and names the place, never the content."""
+
+
+class Duplicate(NamedTuple):
+    """A key that stands twice in one mapping; ``line`` counts from 1 and is the second's."""
+
+    key: str
+    line: int
+
+
+class YamlText(NamedTuple):
+    """A parsed text.
+
+    Attributes:
+        value: None for an empty text.
+        lines: where the keys of a top-level mapping stand, counted from 1.
+        duplicates: keys given more than once; ``value`` has the last.
+    """
+
+    value: object
+    lines: dict[str, int]
+    duplicates: list[Duplicate]
+
+
+def parse_yaml(text: str | bytes) -> YamlText:
+    """Read one YAML document.
+
+    Raises:
+        YamlTextError: it is not YAML, has several documents, aliases or tags of its own, or is nested too deeply.
+    """
+    try:
+        loader = _PlainLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return YamlText(None, {}, [])
+        value = loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        raise YamlTextError(_one_line(error)) from error
+    except yaml.reader.ReaderError as error:
+        raise YamlTextError(f"{error.reason} (at position {error.position})") from error
+    except RecursionError as error:
+        raise YamlTextError("it is nested too deeply") from error
+    lines = {}
+    if isinstance(root, yaml.MappingNode):
+        lines = {str(name.value): name.start_mark.line + 1 for name, _ in root.value}
+    return YamlText(value, lines, loader.duplicates)
+
+
+def _one_line(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return place + ": ".join(part for part in (error.context, error.problem) if part)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """SafeLoader without aliases, which remembers duplicates and fails with YAMLError only."""
+
+    def __init__(self, text: str | bytes) -> None:
+        self.duplicates: list[Duplicate] = []
+        super().__init__(text)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", self.get_mark())
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[str] = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    self.duplicates.append(Duplicate(name.value, name.start_mark.line + 1))
+                seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            # What SafeLoader's own constructors raise for texts such as 2024-13-01 or "!!bool maybe".
+            raise yaml.constructor.ConstructorError(None, None, "this value is malformed", node.start_mark) from error

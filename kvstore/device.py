@@ -1,0 +1,62 @@
+"""Whole blocks between a paged KV cache on a device and slab slots in host memory.
+
+The same interface as ``pages.HostPagedKV``. Blocks of a layer are gathered into one dense staging buffer on the device and
+leave it in one copy: on PCIe the size of a copy decides its speed. Everything runs on the current stream, so a gather waits
+for the kernels that write the blocks, and kernels launched after a scatter see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvstore.layout import KVLayout
+from kvstore.pages import BlockIds, PlaneRows, check_block_ids
+from kvstore.tiers.base import ByteArray
+
+
+class DevicePagedKV:
+    """A paged KV cache in device memory, with a staging buffer of one chunk."""
+
+    def __init__(self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._rows = [plane.rows for planes in layers for plane in planes]
+        self._device = self._rows[0].device
+        self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self._device)
+
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
+        """See ``pages.PagedKV``."""
+        check_block_ids(block_ids, self.num_blocks)
+        ids = torch.from_numpy(block_ids).to(self._device)
+        for rows, target in self._pages(len(block_ids)):
+            torch.index_select(rows, 0, ids, out=target)
+        payload_bytes = self.layout.payload_bytes(len(block_ids))
+        torch.from_numpy(payload)[:payload_bytes].copy_(self._staging[:payload_bytes], non_blocking=True)
+        self._wait()
+
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
+        """See ``pages.PagedKV``."""
+        check_block_ids(block_ids, self.num_blocks)
+        ids = torch.from_numpy(block_ids).to(self._device)
+        payload_bytes = self.layout.payload_bytes(chunk_blocks)
+        self._staging[:payload_bytes].copy_(torch.from_numpy(payload)[:payload_bytes], non_blocking=True)
+        last_block = first_block + len(block_ids)
+        for rows, source in self._pages(chunk_blocks):
+            rows.index_copy_(0, ids, source[first_block:last_block])
+        self._wait()  # the slot may be given away as soon as this returns
+
+    def _pages(self, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the staging buffer."""
+        pairs = []
+        begin = 0
+        for rows in self._rows:
+            end = begin + chunk_blocks * rows.shape[1] * rows.element_size()
+            pairs.append((rows, self._staging[begin:end].view(rows.dtype).view(chunk_blocks, rows.shape[1])))
+            begin = end
+        return pairs
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

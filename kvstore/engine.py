@@ -1,0 +1,356 @@
+"""The cache engine for use without a serving engine: index and mover in one process, behind LMCache-like calls.
+
+    paged = bind_paged_kv(kv_caches, num_blocks=..., block_tokens=16, chunk_tokens=256)
+    with CacheEngine(paged, Namespace({"model": "llama-8b@main"}), EngineOptions(max_local_cpu_bytes=4 << 30)) as engine:
+        engine.store(tokens, slot_mapping=slots)
+        known_tokens = engine.lookup(tokens)
+        loaded = engine.retrieve(tokens, slot_mapping=slots)  # bool [num_tokens]
+
+Every call takes the whole token sequence from position 0. A ``mask`` is F...FT...T: the tokens marked False are already
+where they should be, and are neither stored nor loaded. ``slot_mapping`` gives each token's slot in the paged cache,
+``block_id * block_tokens + offset``; where KV is moved it must cover whole, aligned blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.errors import ClosedError, ConfigError, InvalidCallError
+from kvstore.index import ChunkIndex, IndexCounters
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
+from kvstore.movers import LoadJob, Mover, MoverCounters, StoreJob
+from kvstore.pages import BlockIds, PagedKV
+from kvstore.slabs import SlabPool
+from kvstore.tiers.base import ChunkRef, TierCounters
+from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.disk import DiskTier
+
+Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What one worker may use.
+
+    Attributes:
+        max_local_cpu_bytes: bound of the pool in host memory.
+        local_cpu: False makes that pool a mere passage to the disk.
+        local_disk: folder of the disk tier, or None.
+        max_local_disk_bytes: bound of that folder, everything in it included.
+        save_unfull_chunk: store the last, shorter chunk of a sequence too.
+        use_odirect: None probes the folder.
+        disk_io_threads: reads in flight at once.
+        io_timeout_s: how long a load waits for the disk, and the default bound of ``flush`` and ``close``.
+        max_write_queue: chunks that may wait for the disk; None means half of the pool.
+    """
+
+    max_local_cpu_bytes: int
+    local_cpu: bool = True
+    local_disk: Path | None = None
+    max_local_disk_bytes: int = 0
+    save_unfull_chunk: bool = True
+    use_odirect: bool | None = None
+    disk_io_threads: int = 4
+    io_timeout_s: float = 10.0
+    max_write_queue: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of what the engine holds and did."""
+
+    slots: int
+    slots_in_use: int
+    disk_used_bytes: int
+    index: IndexCounters
+    mover: MoverCounters
+    disk: TierCounters | None
+
+
+def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> tuple[CpuTier, DiskTier | None]:
+    """Make the memory and open the folder that ``options`` ask for.
+
+    Raises:
+        ConfigError: a bound is too small, or more than the machine has.
+        FolderOwnedError: another process uses the folder.
+    """
+    slot_bytes = paged.layout.slot_bytes
+    num_slots = options.max_local_cpu_bytes // slot_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
+            f"{slot_bytes / 2**30:.3f} GiB: raise it"
+        )
+    disk = None
+    if options.local_disk is not None:
+        disk = DiskTier(
+            options.local_disk,
+            namespace,
+            paged.layout,
+            options.max_local_disk_bytes,
+            direct=options.use_odirect,
+        )
+    return CpuTier(SlabPool(num_slots, slot_bytes)), disk
+
+
+class CacheEngine:
+    """Stores and retrieves the KV of token sequences. Thread-safe; calls that move KV run one at a time."""
+
+    def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
+        """Open the tiers and take in what the disk still holds.
+
+        Raises:
+            ConfigError: see ``open_tiers``.
+            FolderOwnedError: another process uses the folder.
+        """
+        self.layout = paged.layout
+        self._options = options
+        self._cpu, self._disk = open_tiers(paged, namespace, options)
+        self._index = ChunkIndex(
+            self._cpu.num_slots,
+            keep_in_memory=options.local_cpu,
+            disk_capacity_bytes=self._disk.capacity_bytes if self._disk else 0,
+            stored_bytes=self._disk.stored_bytes if self._disk else None,
+            max_writes=options.max_write_queue,
+        )
+        if self._disk is not None:
+            self._index.adopt(self._disk.scan())
+        self._mover = Mover(
+            paged,
+            self._cpu,
+            self._disk,
+            self._on_written,
+            read_threads=options.disk_io_threads,
+            read_timeout_s=options.io_timeout_s,
+        )
+        self._index_lock = threading.Lock()  # decisions: short, never held during I/O
+        self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> int:
+        """How many leading tokens ``retrieve`` would find, in whole blocks."""
+        hasher = self._hash(tokens, extras)
+        with self._index_lock:
+            self._check_open()
+            return self._index.lookup(hasher).num_tokens
+
+    def store(
+        self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
+    ) -> int:
+        """Store the KV of the tokens not masked out, in whole chunks and, if the options say so, the tail.
+
+        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored; those already
+        known, or without room, do not count. The copy is done when this returns; the disk is written behind.
+
+        Raises:
+            InvalidCallError: mask or slots break the rules above; the message names the first bad one.
+            ClosedError: after ``close``.
+        """
+        hasher = self._hash(tokens, extras)
+        skip_tokens = self._skipped(mask, hasher.num_tokens)
+        refs = chunk_refs(hasher, self.layout.blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
+        first = -(-skip_tokens // self.layout.chunk_tokens)
+        blocks = self._blocks(slot_mapping, first * self.layout.chunk_tokens, hasher)
+        with self._move_lock:
+            with self._index_lock:
+                self._check_open()
+                steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first])
+                removals = self._index.take_removals()
+            where = {ref.prefix_key: number * self.layout.blocks_per_chunk for number, ref in enumerate(refs)}
+            offset = first * self.layout.blocks_per_chunk
+            jobs = []
+            for step in steps:
+                begin = where[step.ref.prefix_key] - offset
+                jobs.append(StoreJob(step, blocks[begin : begin + step.ref.num_blocks]))
+            self._mover.remove(removals)
+            failed = self._mover.store(jobs)
+            self._complete_store(hasher, jobs, failed)
+        return sum(job.step.ref.num_blocks for job in jobs if job.step.ref.prefix_key not in failed) * (
+            self.layout.block_tokens
+        )
+
+    def retrieve(
+        self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
+    ) -> torch.Tensor:
+        """Load the KV of the longest known prefix, except what is masked out, into its slots.
+
+        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. It ends at the first chunk that could
+        not be loaded: what lies behind is False, even where blocks were written.
+
+        Raises:
+            InvalidCallError: mask or slots break the rules above; the message names the first bad one.
+            ClosedError: after ``close``.
+        """
+        hasher = self._hash(tokens, extras)
+        skip_tokens = self._skipped(mask, hasher.num_tokens)
+        loaded = torch.zeros(hasher.num_tokens, dtype=torch.bool)
+        blocks = self._blocks(slot_mapping, skip_tokens, hasher)
+        with self._move_lock:
+            with self._index_lock:
+                self._check_open()
+                refs = self._index.lookup(hasher).refs
+                first_chunk = skip_tokens // self.layout.chunk_tokens
+                steps = self._index.prepare_load(refs[first_chunk:])
+            jobs = []
+            begin = first_chunk * self.layout.blocks_per_chunk
+            skip_blocks = skip_tokens // self.layout.block_tokens
+            for step in steps:
+                first_block = max(0, skip_blocks - begin)
+                start = begin + first_block - skip_blocks
+                jobs.append(
+                    LoadJob(step, blocks[start : start + step.ref.num_blocks - first_block], first_block)
+                )
+                begin += step.ref.num_blocks
+            failed = self._mover.load(jobs)
+            with self._index_lock:
+                self._index.complete_load(steps, failed)
+                removals = self._index.take_removals()
+            self._mover.remove(removals)
+        end = first_chunk * self.layout.chunk_tokens
+        for step in steps:
+            if step.ref.prefix_key in failed:
+                break
+            end += step.ref.num_blocks * self.layout.block_tokens
+        loaded[skip_tokens:end] = True
+        return loaded
+
+    def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
+        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many there were."""
+        with self._move_lock:
+            if tokens is None:
+                with self._index_lock:
+                    self._check_open()
+                    count = self._index.clear()
+                self._mover.clear()
+                return count
+            hasher = self._hash(tokens, extras)
+            keys = list(hasher.chunk_keys())
+            for chunk in range(len(keys) + 1):
+                keys += hasher.block_keys(chunk)
+            with self._index_lock:
+                self._check_open()
+                count = self._index.remove(dict.fromkeys(keys))
+                removals = self._index.take_removals()
+            self._mover.remove(removals)
+            return count
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was stored so far is on disk; False if time ran out first."""
+        self._check_open()
+        return self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and did; the counters are live."""
+        with self._index_lock:
+            return EngineStats(
+                self._cpu.num_slots,
+                self._index.slots_in_use,
+                self._index.disk_used_bytes,
+                self._index.counters,
+                self._mover.counters,
+                self._disk.counters if self._disk else None,
+            )
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Flush within the bound, end all threads, release the folder. Idempotent. False if writes were given up."""
+        with self._move_lock:
+            if self._closed:
+                return True
+            self._closed = True
+            return self._mover.close(self._options.io_timeout_s if timeout_s is None else timeout_s)
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this engine was closed: make a new one")
+
+    def _on_written(self, ref: ChunkRef, stored: bool) -> None:
+        with self._index_lock:
+            self._index.complete_write(ref.prefix_key, stored=stored)
+
+    def _complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
+        steps = [job.step for job in jobs]
+        stored = {step.ref.prefix_key for step in steps} - failed
+        with self._index_lock:
+            self._index.complete_store(steps, failed)
+            self._index.supersede(superseded_tails(hasher, stored))
+            removals = self._index.take_removals()
+        self._mover.remove(removals)
+
+    def _hash(self, tokens: Tokens, extras: KeyExtras) -> PrefixHasher:
+        hasher = PrefixHasher(self.layout.chunk_tokens, self.layout.block_tokens, extras)
+        hasher.update(tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else tokens)
+        return hasher
+
+    def _skipped(self, mask: Tokens | None, num_tokens: int) -> int:
+        """The number of leading False in a mask."""
+        if mask is None:
+            return 0
+        flags = np.asarray(mask, dtype=bool)
+        if flags.shape != (num_tokens,):
+            raise InvalidCallError(f"the mask has shape {flags.shape}, but there are {num_tokens} tokens")
+        skip_tokens = int(flags.argmax()) if flags.any() else num_tokens
+        if not flags[skip_tokens:].all():
+            raise InvalidCallError(
+                f"the mask must be F...FT...T, but token {skip_tokens + int(flags[skip_tokens:].argmin())} is False again"
+            )
+        if skip_tokens % self.layout.block_tokens and skip_tokens != num_tokens:
+            raise InvalidCallError(
+                f"the mask skips {skip_tokens} tokens, which is not a multiple of the block size {self.layout.block_tokens}"
+            )
+        return skip_tokens
+
+    def _blocks(self, slot_mapping: Slots, begin: int, hasher: PrefixHasher) -> BlockIds:
+        """The block ids of all whole blocks from token ``begin`` on."""
+        slots = np.asarray(slot_mapping, dtype=np.int64)
+        if slots.shape != (hasher.num_tokens,):
+            raise InvalidCallError(f"slot_mapping has shape {slots.shape}, but there are {hasher.num_tokens} tokens")
+        size = self.layout.block_tokens
+        end = max(begin, hasher.num_tokens - hasher.num_tokens % size)
+        rows = slots[begin:end].reshape(-1, size)
+        block_ids: BlockIds = rows[:, 0] // size if len(rows) else np.empty(0, np.int64)
+        bad = rows != block_ids[:, None] * size + np.arange(size)
+        if bad.any():
+            position = begin + int(bad.reshape(-1).argmax())
+            raise InvalidCallError(
+                f"slot_mapping[{position}] = {int(slots[position])} does not continue a whole block of {size} slots "
+                "that starts at a multiple of it"
+            )
+        return np.ascontiguousarray(block_ids)
+
+
+def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) -> list[ChunkRef]:
+    """The chunks of a sequence, in order: the whole ones, and the tail's whole blocks if wanted."""
+    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    if with_tail and (tail := hasher.block_keys(len(refs))):
+        refs.append(ChunkRef(tail[-1], len(tail)))
+    return refs
+
+
+def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> list[PrefixKey]:
+    """The keys under which tails of the just stored full chunks may be known."""
+    return [
+        key
+        for number, chunk_key in enumerate(hasher.chunk_keys())
+        if chunk_key in stored
+        for key in hasher.block_keys(number)[:-1]
+    ]

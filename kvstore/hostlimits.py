@@ -1,0 +1,151 @@
+"""How much memory this process may still take: the least that any control group, or the machine, has left.
+
+A container's limit does not show in ``free``; a pool that is larger than it ends in the kernel killing vLLM. Both
+versions of control groups are read, from the process's own group up to the root of what it can see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_GIB_BYTES = 2**30
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Memory that may still be taken.
+
+    Attributes:
+        available_bytes: never negative.
+        decided_by: the limit that leaves the least: a file of a control group, or "free memory of the machine".
+    """
+
+    available_bytes: int
+    decided_by: str
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Where one version of control groups is mounted and what it calls things."""
+
+    mounts: tuple[str, ...]
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str
+
+
+_V1 = _Version(
+    mounts=("sys/fs/cgroup/memory",),
+    limits=("memory.limit_in_bytes",),
+    usage="memory.usage_in_bytes",
+    reclaimable="total_inactive_file",
+)
+_V2 = _Version(
+    mounts=("sys/fs/cgroup", "sys/fs/cgroup/unified"),
+    limits=("memory.max", "memory.high"),
+    usage="memory.current",
+    reclaimable="inactive_file",
+)
+
+
+def available_memory_bytes(root: Path = _ROOT) -> MemoryLimit:
+    """What is left under the tightest limit; page cache that the kernel would give up counts as free.
+
+    Args:
+        root: where ``proc`` and ``sys`` are found.
+    """
+    free = MemoryLimit(psutil.virtual_memory().available, "free memory of the machine")
+    return min([free, *_group_limits(root)], key=lambda limit: limit.available_bytes)
+
+
+def require_memory(
+    needed_bytes: int, purpose: str, *, key: str = "max_local_cpu_size", root: Path = _ROOT
+) -> MemoryLimit:
+    """Check that ``needed_bytes`` can be taken, before they are.
+
+    Args:
+        needed_bytes: for all workers that share the limit together.
+        purpose: what the memory is for, as the message names it: "the CPU tier of 2 workers".
+        key: the configuration key that makes it smaller.
+        root: where ``proc`` and ``sys`` are found.
+
+    Raises:
+        ConfigError: there is less.
+    """
+    limit = available_memory_bytes(root)
+    if needed_bytes > limit.available_bytes:
+        raise ConfigError(
+            f"{purpose} needs {_gib(needed_bytes)} of memory and {_gib(limit.available_bytes)} are left"
+            f" ({limit.decided_by}): lower {key}, or give the process more memory"
+        )
+    return limit
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB_BYTES:.2f} GiB"
+
+
+def _group_limits(root: Path) -> Iterator[MemoryLimit]:
+    """A limit for every group that has one, this process's own first."""
+    for version, path in _own_groups(root):
+        parts = [part for part in path.split("/") if part not in {"", ".."}]
+        for mount in version.mounts:
+            # In a container the path may be the host's while the mount shows the container's group as its root:
+            # levels that are not there are passed by.
+            for depth in range(len(parts), -1, -1):
+                yield from _limits_of(root.joinpath(mount, *parts[:depth]), version)
+
+
+def _own_groups(root: Path) -> Iterator[tuple[_Version, str]]:
+    """The process's group in each hierarchy that accounts memory; a line is ``id:controllers:path``."""
+    text = _read_text(root / "proc/self/cgroup") or ""
+    for line in text.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            yield _V2, path
+        elif "memory" in controllers.split(","):
+            yield _V1, path
+
+
+def _limits_of(group: Path, version: _Version) -> Iterator[MemoryLimit]:
+    used_bytes = _read_number(group / version.usage)
+    if used_bytes is None:
+        return
+    used_bytes -= _reclaimable_bytes(group, version)
+    for name in version.limits:
+        limit_bytes = _read_number(group / name)
+        if limit_bytes is not None:
+            yield MemoryLimit(max(0, limit_bytes - used_bytes), str(group / name))
+
+
+def _reclaimable_bytes(group: Path, version: _Version) -> int:
+    """Page cache that nobody used lately."""
+    for line in (_read_text(group / "memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == version.reclaimable:
+            return int(value) if value.isdecimal() else 0
+    return 0
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or no limit ("max")."""
+    text = (_read_text(path) or "").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,453 @@
+"""Where every chunk is: pure state that answers questions and returns plans.
+
+No I/O, no threads, no clock. Invariants:
+
+1. A chunk can be found only after ``complete_store`` or ``complete_load`` said that its bytes are there.
+2. A slot belongs to at most one chunk, and is given away only while nothing is *using* it: a plan being carried out, or a
+   write to disk in flight, counts as a use.
+3. The chunks on disk, those being written included, never exceed the disk's capacity.
+4. What leaves the disk is announced by ``take_removals`` before anything that needs its room.
+
+The caller serialises all calls. Under vLLM this object lives in the scheduler and its plans travel to the workers; in
+``CacheEngine`` both ends are in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.policy import LRU
+from kvstore.tiers.base import ChunkRef
+
+
+class Match(NamedTuple):
+    """The longest prefix that can be loaded: its chunks in order, and the tokens they cover."""
+
+    refs: tuple[ChunkRef, ...]
+    num_tokens: int
+
+
+NO_MATCH = Match((), 0)
+
+
+class LoadStep(NamedTuple):
+    """Bring one chunk from its slot, or from disk through that slot, to the paged cache."""
+
+    ref: ChunkRef
+    slot: int
+    from_disk: bool
+
+
+class StoreStep(NamedTuple):
+    """Gather one chunk into its slot, and then write it to disk if ``write_behind``."""
+
+    ref: ChunkRef
+    slot: int
+    write_behind: bool
+
+
+@dataclass
+class IndexCounters:
+    """Decisions since the index was made."""
+
+    stored: int = 0  # chunks that became readable by a store
+    known: int = 0  # offered, but already here or on their way
+    refused: int = 0  # offered, but no slot could be freed
+    failed_stores: int = 0
+    failed_loads: int = 0
+    evicted_memory: int = 0
+    evicted_disk: int = 0
+    writes_done: int = 0
+    writes_failed: int = 0
+    writes_dropped: int = 0  # not queued: the queue or the disk was full
+    superseded_tails: int = 0
+
+
+@dataclass
+class _Chunk:
+    ref: ChunkRef
+    slot: int | None = None
+    filling: bool = False  # the slot's bytes are not there yet
+    disk_bytes: int = 0  # on disk, or being written there
+    writing: bool = False
+    uses: int = 0  # plans and writes in flight
+    forgotten: bool = False  # dropped while in use: goes when the last use ends
+
+    @property
+    def in_memory(self) -> bool:
+        return self.slot is not None and not self.filling
+
+    @property
+    def on_disk(self) -> bool:
+        return self.disk_bytes > 0 and not self.writing
+
+    @property
+    def readable(self) -> bool:
+        return not self.forgotten and (self.in_memory or (self.on_disk and not self.filling))
+
+
+@dataclass
+class _Disk:
+    """The index's account of the disk tier."""
+
+    capacity_bytes: int
+    stored_bytes: Callable[[int], int]
+    used_bytes: int = 0
+    order: LRU = field(default_factory=LRU)
+
+
+class ChunkIndex:
+    """The catalog of one namespace over a pool of slots and, if there is one, a disk tier."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        keep_in_memory: bool = True,
+        disk_capacity_bytes: int = 0,
+        stored_bytes: Callable[[int], int] | None = None,
+        max_writes: int | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            num_slots: slots of the pool, numbered from 0.
+            keep_in_memory: False makes the pool a mere passage to the disk.
+            disk_capacity_bytes: bound of the disk tier; 0 without one.
+            stored_bytes: bytes that a chunk of so many blocks occupies on disk.
+            max_writes: writes to disk that may be in flight at once; further chunks are not written.
+        """
+        self.counters = IndexCounters()
+        self._keep_in_memory = keep_in_memory
+        self._chunks: dict[PrefixKey, _Chunk] = {}
+        self._memory = LRU()  # chunks with a readable slot
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._num_slots = num_slots
+        self._idle_slots = 0  # readable and unused: can be given away
+        self._disk = _Disk(disk_capacity_bytes, stored_bytes) if stored_bytes and disk_capacity_bytes else None
+        self._writes = 0
+        self._max_writes = max(1, num_slots // 2) if max_writes is None else max_writes
+        self._removals: list[ChunkRef] = []
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that hold a chunk or are being filled."""
+        return self._num_slots - len(self._free_slots)
+
+    @property
+    def uses(self) -> int:
+        """Plans and writes in flight, counted per chunk; 0 when idle."""
+        return sum(chunk.uses for chunk in self._chunks.values())
+
+    @property
+    def disk_used_bytes(self) -> int:
+        """Bytes accounted to the disk tier, writes in flight included."""
+        return self._disk.used_bytes if self._disk else 0
+
+    def in_memory(self, key: PrefixKey) -> bool:
+        """Whether a load would find the chunk in a slot."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and not chunk.forgotten and chunk.in_memory
+
+    def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
+        """Take in what a disk tier held at start, with its bytes, the longest untouched first."""
+        if self._disk is None:
+            return
+        for ref, stored_bytes in survivors:
+            self._chunks[ref.prefix_key] = _Chunk(ref, disk_bytes=stored_bytes)
+            self._disk.used_bytes += stored_bytes
+            self._disk.order.add(ref.prefix_key)
+
+    # -- lookup ---------------------------------------------------------------------------------------------------------
+
+    def lookup(self, hasher: PrefixHasher) -> Match:
+        """The longest prefix of the hasher's tokens that could be loaded now.
+
+        Walks whole chunks, then probes the block ends inside the first missing one, longest first. Chunks on disk need a
+        slot each on their way, so the answer ends where slots would.
+        """
+        found: list[ChunkRef] = []
+        room = _StagingRoom(len(self._free_slots) + self._idle_slots)
+        for key in hasher.chunk_keys():
+            chunk = self._chunks.get(key)
+            if chunk is None or not chunk.readable or not room.takes(chunk):
+                break
+            found.append(chunk.ref)
+        for key in reversed(hasher.block_keys(len(found))):
+            tail = self._chunks.get(key)
+            if tail is not None and tail.readable and room.takes(tail):
+                found.append(tail.ref)
+                break
+        if not found:
+            return NO_MATCH
+        num_blocks = sum(ref.num_blocks for ref in found)
+        return Match(tuple(found), num_blocks * hasher.block_tokens)
+
+    # -- load -----------------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, refs: Sequence[ChunkRef]) -> list[LoadStep]:
+        """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
+
+        Every step holds its chunk until ``complete_load``.
+        """
+        chunks = []
+        for ref in refs:
+            chunk = self._chunks.get(ref.prefix_key)
+            if chunk is None or not chunk.readable or chunk.ref != ref:
+                break
+            self._begin_use(chunk)  # before slots are taken for others: this one must not be given away
+            chunks.append(chunk)
+        steps: list[LoadStep] = []
+        for position, chunk in enumerate(chunks):
+            from_disk = not chunk.in_memory
+            if from_disk:
+                slot = self._take_slot()
+                if slot is None:
+                    for unreachable in chunks[position:]:
+                        self._end_use(unreachable)
+                    break
+                chunk.slot, chunk.filling = slot, True
+            assert chunk.slot is not None
+            steps.append(LoadStep(chunk.ref, chunk.slot, from_disk))
+        self._touch([step.ref.prefix_key for step in steps])
+        return steps
+
+    def complete_load(self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey]) -> None:
+        """Take the results of loads: chunks in ``failed`` were missing or damaged, and are forgotten."""
+        for step in steps:
+            chunk = self._chunks[step.ref.prefix_key]
+            if step.ref.prefix_key in failed:
+                self.counters.failed_loads += 1
+                self._forget(chunk)
+            elif step.from_disk and not chunk.forgotten:
+                chunk.filling = False
+                self._memory.add(chunk.ref.prefix_key)
+            self._end_use(chunk)
+
+    # -- store ----------------------------------------------------------------------------------------------------------
+
+    def prepare_store(self, refs: Sequence[ChunkRef], prefix: Sequence[PrefixKey] = ()) -> list[StoreStep]:
+        """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
+
+        A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
+        step holds its slot until ``complete_store``, and until ``complete_write`` if it is written behind.
+        """
+        chain = [*prefix, *(ref.prefix_key for ref in refs)]
+        self._touch(chain)
+        own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
+        for chunk in own:
+            self._begin_use(chunk)
+        steps = self._plan_store(refs)
+        for chunk in own:
+            self._end_use(chunk)
+        return steps
+
+    def _plan_store(self, refs: Sequence[ChunkRef]) -> list[StoreStep]:
+        steps: list[StoreStep] = []
+        for ref in refs:
+            if self._is_known(ref.prefix_key):
+                self.counters.known += 1
+                continue
+            slot = self._take_slot() if ref.prefix_key not in self._chunks else None
+            if slot is None:  # no slot, or an older self is still on its way out
+                self.counters.refused += 1
+                continue
+            chunk = _Chunk(ref, slot=slot, filling=True, uses=1)
+            self._chunks[ref.prefix_key] = chunk
+            write_behind = self._reserve_disk(chunk)
+            chunk.uses += write_behind
+            steps.append(StoreStep(ref, slot, write_behind))
+        return steps
+
+    def complete_store(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
+        """Take the results of stores; a failed one leaves nothing behind.
+
+        The write of a failed store is completed like any other, as not stored.
+        """
+        for step in reversed(list(steps)):  # the head of a chain is the last to become the last used
+            chunk = self._chunks[step.ref.prefix_key]
+            if step.ref.prefix_key in failed:
+                self.counters.failed_stores += 1
+                self._forget(chunk)
+            elif not chunk.forgotten:
+                chunk.filling = False
+                self._memory.add(chunk.ref.prefix_key)
+                self.counters.stored += 1
+            self._end_use(chunk)
+
+    def complete_write(self, key: PrefixKey, *, stored: bool) -> None:
+        """Take the result of a write to disk."""
+        chunk = self._chunks[key]
+        if stored:
+            self.counters.writes_done += 1
+        else:
+            self.counters.writes_failed += 1
+            self._drop_from_disk(chunk, announce=False)
+        chunk.writing = False
+        self._writes -= 1
+        self._end_use(chunk)
+
+    def supersede(self, keys: Iterable[PrefixKey]) -> None:
+        """Forget tails whose full chunk has been stored; unknown keys are ignored."""
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is not None and not chunk.forgotten:
+                self.counters.superseded_tails += 1
+                self._discard(chunk)
+
+    # -- removal --------------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Iterable[PrefixKey]) -> int:
+        """Forget chunks by key and return how many were known."""
+        chunks = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten]
+        for chunk in chunks:
+            self._discard(chunk)
+        return len(chunks)
+
+    def clear(self) -> int:
+        """Forget every chunk and return how many there were; what is in flight goes when it ends.
+
+        The caller clears the disk tier as a whole, so nothing is announced for removal.
+        """
+        count = self.remove(list(self._chunks))
+        self._removals.clear()
+        return count
+
+    def take_removals(self) -> list[ChunkRef]:
+        """Chunks that must leave the disk before any plan made so far is carried out. Each is announced once."""
+        removals, self._removals = self._removals, []
+        return removals
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _is_known(self, key: PrefixKey) -> bool:
+        chunk = self._chunks.get(key)
+        return chunk is not None and not chunk.forgotten
+
+    def _touch(self, chain: Sequence[PrefixKey]) -> None:
+        self._memory.touch_chain(chain)
+        if self._disk:
+            self._disk.order.touch_chain(chain)
+
+    def _begin_use(self, chunk: _Chunk) -> None:
+        if chunk.uses == 0 and chunk.in_memory:
+            self._idle_slots -= 1
+        chunk.uses += 1
+
+    def _end_use(self, chunk: _Chunk) -> None:
+        chunk.uses -= 1
+        if chunk.uses:
+            return
+        if chunk.in_memory:
+            self._idle_slots += 1
+        if chunk.forgotten:
+            self._discard(chunk)
+        elif chunk.in_memory and not self._keep_in_memory:
+            self._drop_from_memory(chunk)
+
+    def _take_slot(self) -> int | None:
+        """A slot to fill: a free one, or that of the least valuable chunk nobody uses."""
+        if not self._free_slots:
+            victim = next((k for k in self._memory.oldest_first() if self._chunks[k].uses == 0), None)
+            if victim is None:
+                return None
+            self.counters.evicted_memory += 1
+            self._drop_from_memory(self._chunks[victim])
+        return self._free_slots.pop()
+
+    def _reserve_disk(self, chunk: _Chunk) -> bool:
+        """Make room on disk for a chunk about to be stored; False if it will not be written."""
+        disk = self._disk
+        if disk is None:
+            return False
+        need_bytes = disk.stored_bytes(chunk.ref.num_blocks)
+        if self._writes >= self._max_writes or not self._make_disk_room(disk, need_bytes):
+            self.counters.writes_dropped += 1
+            return False
+        chunk.disk_bytes, chunk.writing = need_bytes, True
+        disk.used_bytes += need_bytes
+        disk.order.add(chunk.ref.prefix_key)
+        self._writes += 1
+        return True
+
+    def _make_disk_room(self, disk: _Disk, need_bytes: int) -> bool:
+        """Evict until the bytes fit: all that is needed, or nothing."""
+        missing_bytes = disk.used_bytes + need_bytes - disk.capacity_bytes
+        victims = []
+        if missing_bytes > 0:
+            for key in disk.order.oldest_first():
+                chunk = self._chunks[key]
+                if chunk.uses == 0:
+                    victims.append(chunk)
+                    missing_bytes -= chunk.disk_bytes
+                    if missing_bytes <= 0:
+                        break
+        if missing_bytes > 0:
+            return False
+        for chunk in victims:
+            self.counters.evicted_disk += 1
+            self._drop_from_disk(chunk, announce=True)
+        return True
+
+    def _forget(self, chunk: _Chunk) -> None:
+        """Make a chunk in use unreachable at once, and its file go."""
+        chunk.forgotten = True
+        if self._disk and chunk.disk_bytes:
+            self._removals.append(chunk.ref)
+
+    def _discard(self, chunk: _Chunk) -> None:
+        """Let a chunk go from everywhere, now or when its last use ends."""
+        if chunk.uses:
+            self._forget(chunk)
+            return
+        if chunk.slot is not None:
+            self._drop_from_memory(chunk)
+        if chunk.disk_bytes:
+            self._drop_from_disk(chunk, announce=not chunk.forgotten)
+        self._chunks.pop(chunk.ref.prefix_key, None)
+
+    def _drop_from_memory(self, chunk: _Chunk) -> None:
+        assert chunk.slot is not None
+        if chunk.in_memory:
+            self._idle_slots -= 1
+        self._memory.remove(chunk.ref.prefix_key)
+        self._free_slots.append(chunk.slot)
+        chunk.slot, chunk.filling = None, False
+        if not chunk.disk_bytes:
+            self._chunks.pop(chunk.ref.prefix_key, None)
+
+    def _drop_from_disk(self, chunk: _Chunk, *, announce: bool) -> None:
+        assert self._disk is not None
+        self._disk.used_bytes -= chunk.disk_bytes
+        self._disk.order.remove(chunk.ref.prefix_key)
+        if announce:
+            self._removals.append(chunk.ref)
+        chunk.disk_bytes = 0
+        if chunk.slot is None:
+            self._chunks.pop(chunk.ref.prefix_key, None)
+
+
+@dataclass
+class _StagingRoom:
+    """Slots that a load could take, less those that hold the load's own chunks."""
+
+    slots: int
+    staged: int = 0
+
+    def takes(self, chunk: _Chunk) -> bool:
+        """Count a chunk in, unless the load would then run out of slots."""
+        if chunk.in_memory:
+            slots, staged = self.slots - (chunk.uses == 0), self.staged
+        else:
+            slots, staged = self.slots, self.staged + 1
+        if staged > slots:
+            return False
+        self.slots, self.staged = slots, staged
+        return True

@@ -1,0 +1,508 @@
+"""The disk tier: one file per chunk in a folder that one engine owns. ``docs/FORMAT.md`` describes the folder.
+
+What keeps it right:
+
+- The dictionary of chunks and the names in the folder change together, under one lock. Inside it are only renames and
+  the making of folders; opening, reading, writing and unlinking happen outside.
+- A file is written under a number in ``.free`` and renamed to its chunk's name when it is whole. A chunk that goes is
+  renamed to a number again, and overwritten later: direct I/O over an existing file is the fastest way to write.
+- Bytes are claimed before they are written and given back after they are gone, so the folder never holds more than
+  ``used_bytes``. Spare files and chunks of other namespaces give way to new chunks before anything is called full.
+- A file may be recycled while it is read. Then the checksums do not match, and the reader sees in the dictionary that
+  the chunk it meant is gone: a miss, not damage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import shutil
+import stat
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvstore import chunkfile
+from kvstore.chunkfile import Damage
+from kvstore.errors import ClosedError, ConfigError, InvalidCallError, TierError
+from kvstore.keys import PREFIX_KEY_BYTES, ChunkKey, Namespace
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout
+from kvstore.tiers import _folder
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_WAIT_S = 30.0
+_GIB = 1 << 30
+_COUNTER_OF = {
+    Outcome.HIT: "hits",
+    Outcome.MISS: "misses",
+    Outcome.CORRUPT: "corrupt",
+    Outcome.STORED: "stored",
+    Outcome.FULL: "full",
+    Outcome.FAILED: "failed",
+}
+
+
+class _Body(NamedTuple):
+    """A checked transfer: its buffer cut to what stands behind the header, and whether direct I/O can use it."""
+
+    ref: ChunkRef
+    array: ByteArray
+    is_aligned: bool
+
+
+class DiskTier(Tier):
+    """Chunks as files in a folder, for one namespace and one owner at a time.
+
+    Files read are marked as touched (their mtime), so a restart finds them in order of use. The lock file, the
+    ``namespace.json`` files and the folders themselves are not counted in ``used_bytes``.
+
+    Args:
+        folder: created if missing. Other engines are kept out of it until ``close``.
+        namespace: whose chunks these are. Chunks of other namespaces are kept while there is room for them.
+        layout: the geometry of the chunks.
+        capacity_bytes: never exceeded.
+        direct: whether to go round the page cache; None finds out whether the folder can, True insists.
+
+    Raises:
+        ConfigError: the folder or the capacity cannot be used.
+        FolderOwnedError: another engine uses the folder.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        folder: Path,
+        namespace: Namespace,
+        layout: KVLayout,
+        capacity_bytes: int,
+        *,
+        direct: bool | None = None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.counters = TierCounters()
+        self._folder = folder.absolute()
+        self._namespace = namespace
+        self._namespace_id = namespace.id
+        self._home = self._folder / self._namespace_id.hex()
+        self._layout = layout
+        self._header_bytes = chunkfile.header_bytes(layout)
+        self._sizes = tuple(chunkfile.file_bytes(layout, blocks) for blocks in range(layout.blocks_per_chunk + 1))
+        self._changed = threading.Condition()
+        self._space = _folder.Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
+        self._chunks: dict[ChunkRef, int] = {}  # to the serial number of the put that made it
+        self._serials = itertools.count()
+        self._generation = 0  # counts clears
+        self._running = 0
+        self._scanned = False
+        self._closed = False
+        self._finished = threading.Event()
+        self._thread = threading.local()
+        self._throttle = _folder.Throttle()
+        self._open(direct)
+
+    def _open(self, direct: bool | None) -> None:
+        if self.capacity_bytes < self._sizes[-1]:
+            raise ConfigError(
+                f"a disk capacity of {self.capacity_bytes} bytes does not hold a single chunk, "
+                f"which takes {self._sizes[-1]} bytes ({self._sizes[-1] / _GIB:.4f} GiB): give it more"
+            )
+        _folder.make_folder(self._folder)
+        self._lock = _folder.FolderLock(self._folder)
+        try:
+            self._check_room()
+            self._direct_flag = self._choose_io(direct)
+            self._make_home()
+        except OSError as error:
+            self._lock.release()
+            raise _folder.unusable(self._folder, error) from error
+        except ConfigError:
+            self._lock.release()
+            raise
+
+    def _choose_io(self, direct: bool | None) -> int:
+        if direct is False:
+            return 0
+        if _folder.probe_direct(self._folder):
+            return os.O_DIRECT
+        if direct:
+            raise ConfigError(
+                f"direct I/O does not work in the disk folder {self._folder}: leave the choice to the probe"
+            )
+        return 0
+
+    def _check_room(self) -> None:
+        status = os.statvfs(self._folder)
+        free_bytes = status.f_bavail * status.f_frsize
+        if self.capacity_bytes <= free_bytes:
+            return
+        room_bytes = free_bytes + _folder.held_bytes(self._folder)
+        if self.capacity_bytes > room_bytes:
+            raise ConfigError(
+                f"a disk capacity of {self.capacity_bytes / _GIB:.3f} GiB does not fit: the filesystem of "
+                f"{self._folder} has {room_bytes / _GIB:.3f} GiB for it; lower the capacity or name another folder"
+            )
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Every chunk held, the longest untouched first. The first call looks at the folder and sweeps it.
+
+        Raises:
+            TierError: the folder could not be read or swept.
+        """
+        with self._operation():
+            return [(ref, self._sizes[ref.num_blocks]) for ref in list(self._chunks)]
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """For each chunk, whether it is held. Answers from memory."""
+        with self._operation():
+            return [ref in self._chunks for ref in refs]
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
+        bodies = [self._check(transfer) for transfer in transfers]
+        with self._operation():
+            return [self._count(body, self._get(body)) for body in bodies]
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store chunks from their buffers, one after the other; call from several threads to overlap them.
+
+        Raises:
+            TierError: the folder was deleted, and it could not be made again or belongs to another engine now.
+        """
+        bodies = [self._check(transfer) for transfer in transfers]
+        with self._operation():
+            generation = self._generation
+            return [self._count(body, self._put(body, generation)) for body in bodies]
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Forget chunks. Some of their files are kept for reuse; they give way to new chunks."""
+        with self._operation():
+            for ref in refs:
+                with self._changed:
+                    self._recycle(ref)
+            self._space.trim()
+
+    def clear(self) -> None:
+        """Forget every chunk of the namespace; a ``put`` under way answers ``FAILED``.
+
+        Raises:
+            TierError: the folder refused, and nothing was forgotten.
+        """
+        with self._operation():
+            dead = self._folder / f"{_folder.DEAD_PREFIX}{time.time_ns()}"
+            with self._changed:
+                try:
+                    self._home.rename(dead)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    raise TierError(f"cannot clear {self._folder}: {_folder.reason(error)}") from error
+                self._generation += 1
+                dead_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+                self._chunks.clear()
+                self._space.leave(dead_bytes)
+                with suppress(OSError):  # the next put makes it
+                    self._make_home()
+            shutil.rmtree(dead, ignore_errors=True)
+            self._space.left(dead_bytes, dead_bytes - _folder.tree_bytes(dead))
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        """The size of the file of a chunk of ``num_blocks`` blocks."""
+        return chunkfile.file_bytes(self._layout, num_blocks)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files of chunks: held, spare, foreign, being written or deleted. Readable after ``close``."""
+        return self._space.used_bytes
+
+    def close(self) -> None:
+        """Let calls under way finish, then free the folder for other engines.
+
+        Waits 30 seconds at most. The folder stays locked until the last call has ended, as that one may still write.
+        """
+        with self._changed:
+            if not self._closed and not self._running:
+                self._closed = True
+                self._finish()
+            self._closed = True
+        if not self._finished.wait(_CLOSE_WAIT_S):
+            logger.warning(
+                "a call to the disk tier in %s does not end; the folder stays locked until it does", self._folder
+            )
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Keeps the folder locked while a public call runs, and makes sure that the first one scans."""
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the disk tier was closed")
+            if not self._scanned:
+                self._scan()
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._running -= 1
+            if self._closed and not self._running:
+                self._finish()
+
+    def _finish(self) -> None:
+        """The last act of a closed tier."""
+        with suppress(OSError):
+            for spare in os.scandir(self._folder / _folder.FREE_NAME):
+                _folder.delete(Path(spare.path))
+        self._lock.release()
+        self._finished.set()
+
+    def _scan(self) -> None:
+        """Take stock of the folder. Holds the lock, as nothing can be answered before."""
+        try:
+            found = _folder.survey(self._folder, self._home.name, self._sizes)
+        except OSError as error:
+            raise TierError(f"cannot read the disk folder {self._folder}: {_folder.reason(error)}") from error
+        self.counters.swept += found.swept
+        self._chunks = {ref: next(self._serials) for _, ref in sorted(found.own)}
+        self._space.used_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+        self._space.add_foreign((Path(path), size) for _, path, size in sorted(found.foreign, reverse=True))
+        self._space.trim()
+        for ref in list(self._chunks):
+            if self._space.used_bytes <= self.capacity_bytes:
+                break
+            self._recycle(ref)
+            self._space.trim(keep=0)
+        self._scanned = True
+
+    def _check(self, transfer: Transfer) -> _Body:
+        """Turn down buffers and lengths that break the contract."""
+        ref, buffer = transfer
+        if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks < len(self._sizes):
+            raise InvalidCallError(
+                f"a chunk has a key of {PREFIX_KEY_BYTES} bytes and 1 to {len(self._sizes) - 1} blocks, "
+                f"not {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
+            )
+        need_bytes = self._sizes[ref.num_blocks] - self._header_bytes
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or len(buffer) < need_bytes:
+            raise InvalidCallError(
+                f"a buffer for {ref.num_blocks} blocks is a contiguous row of at least {need_bytes} uint8, "
+                f"not {buffer.dtype}{list(buffer.shape)}"
+            )
+        return _Body(ref, buffer[:need_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
+
+    def _count(self, body: _Body, outcome: Outcome) -> Outcome:
+        counter = _COUNTER_OF[outcome]
+        size_bytes = self._sizes[body.ref.num_blocks]
+        with self._changed:
+            setattr(self.counters, counter, getattr(self.counters, counter) + 1)
+            self.counters.bytes_read += size_bytes if outcome is Outcome.HIT else 0
+            self.counters.bytes_written += size_bytes if outcome is Outcome.STORED else 0
+        return outcome
+
+    def _get(self, body: _Body) -> Outcome:
+        serial = self._chunks.get(body.ref)
+        if serial is None:
+            return Outcome.MISS
+        try:
+            damage = self._read(body)
+        except (FileNotFoundError, NotADirectoryError):
+            return self._discard(body.ref, serial, None)
+        except OSError as error:
+            self._complain("read", f"cannot read a chunk: {_folder.reason(error)}")
+            return Outcome.FAILED
+        return Outcome.HIT if damage is None else self._discard(body.ref, serial, damage)
+
+    def _read(self, body: _Body) -> Damage | None:
+        """Fill the buffer from the chunk's file, whatever stands there.
+
+        Raises:
+            OSError: nothing stands there, or the system refused to read it.
+        """
+        path = self._path(body.ref)
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return Damage.NOT_A_CHUNK
+        size_bytes = self._sizes[body.ref.num_blocks]
+        if status.st_size != size_bytes:
+            return Damage.SIZE
+        header = self._header_buffer()
+        with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, body) as fd:
+            if _folder.read_whole(fd, [header.data, body.array.data]) < size_bytes:
+                return Damage.SIZE
+            damage = chunkfile.verify(self._layout, self._key(body.ref), body.ref.num_blocks, header, body.array)
+            if damage is None:
+                with suppress(OSError):  # only the order of use is lost
+                    os.utime(fd)
+        return damage
+
+    def _discard(self, ref: ChunkRef, serial: int, damage: Damage | None) -> Outcome:
+        """Remove a chunk whose file is damaged, or gone (None), unless it was removed or replaced meanwhile."""
+        with self._changed:
+            if self._chunks.get(ref) != serial:
+                return Outcome.MISS
+            path = self._retire(ref)
+            if path is not None:
+                self._space.leave(self._sizes[ref.num_blocks])
+        if path is not None:  # deleted, not recycled: the fault may be in the disk
+            self._space.delete(path, self._sizes[ref.num_blocks])
+        if damage is None:
+            return Outcome.MISS
+        self._complain(damage.name, f"removed a damaged chunk: {damage.value}")
+        return Outcome.CORRUPT
+
+    def _put(self, body: _Body, generation: int) -> Outcome:
+        try:
+            try:
+                return self._store(body, generation)
+            except FileNotFoundError:
+                self._revive()
+                return self._store(body, generation)
+        except OSError as error:
+            is_full = error.errno in _folder.NO_ROOM
+            self._complain("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
+            return Outcome.FULL if is_full else Outcome.FAILED
+
+    def _store(self, body: _Body, generation: int) -> Outcome:
+        """Write a chunk under a number and give it its name.
+
+        Raises:
+            OSError: the system refused; the file is deleted, and its bytes are given back.
+        """
+        size_bytes = self._sizes[body.ref.num_blocks]
+        path = self._space.claim(size_bytes)
+        if path is None:
+            with self._changed:
+                self._recycle(body.ref)  # without room for two of them, the new one takes the place of the old
+            path = self._space.claim(size_bytes)
+        if path is None:
+            return Outcome.FULL
+        is_named = False
+        try:
+            self._write(path, body)
+            is_named = self._publish(path, body.ref, generation)
+        finally:
+            if not is_named:
+                with self._changed:
+                    self._space.leave(size_bytes)
+                self._space.delete(path, size_bytes)
+        self._space.trim()
+        return Outcome.STORED if is_named else Outcome.FAILED
+
+    def _write(self, path: Path, body: _Body) -> None:
+        ref, size_bytes = body.ref, self._sizes[body.ref.num_blocks]
+        body.array[self._layout.payload_bytes(ref.num_blocks) :] = 0
+        header = self._header_buffer()
+        encoded = chunkfile.encode_header(self._layout, self._key(ref), ref.num_blocks, body.array)
+        header[:] = np.frombuffer(encoded, np.uint8)
+        with self._opened(path, os.O_WRONLY | os.O_CREAT, body) as fd:
+            _folder.write_whole(fd, [header.data, body.array.data])
+            if os.fstat(fd).st_size != size_bytes:
+                os.ftruncate(fd, size_bytes)
+
+    def _publish(self, path: Path, ref: ChunkRef, generation: int) -> bool:
+        """Make a whole file visible as ``ref``, unless the tier was cleared since ``generation``."""
+        final = self._path(ref)
+        with self._changed:
+            if self._generation != generation:
+                return False
+            self._recycle(ref)
+            try:
+                path.rename(final)
+            except FileNotFoundError:
+                self._make_home()
+                final.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
+                path.rename(final)
+            self._chunks[ref] = next(self._serials)
+            return True
+
+    def _recycle(self, ref: ChunkRef) -> None:
+        """Turn the file of a chunk, if it is here, into a spare one. Needs the lock; ``trim`` comes after it."""
+        if ref in self._chunks:
+            path = self._retire(ref)
+            if path is not None:
+                self._space.add_spare(path, self._sizes[ref.num_blocks])
+
+    def _retire(self, ref: ChunkRef) -> Path | None:
+        """Forget a chunk and give its file a number; None if the file is gone or will not move. Needs the lock."""
+        del self._chunks[ref]
+        path = self._space.new_path()
+        try:
+            try:
+                return self._path(ref).rename(path)
+            except FileNotFoundError:
+                path.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
+                return self._path(ref).rename(path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._space.used_bytes -= self._sizes[ref.num_blocks]
+        except OSError as error:  # still there, so still counted; the next scan finds it
+            self._complain("rename", f"cannot remove a chunk: {_folder.reason(error)}")
+        return None
+
+    def _revive(self) -> None:
+        """Make the folder again after somebody deleted it.
+
+        Raises:
+            TierError: it cannot be made, or another engine has it now.
+        """
+        with self._changed:
+            if not self._lock.is_held():  # all that was known is gone with the lock file
+                self._space.used_bytes -= sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+                self._chunks.clear()
+                self._space.forget()
+            try:
+                _folder.make_folder(self._folder)
+                if not self._lock.is_held():
+                    self._lock.acquire()
+            except ConfigError as error:
+                raise TierError(str(error)) from error
+
+    def _make_home(self) -> None:
+        """Create the folder of the namespace, with a note on what its id stands for."""
+        self._home.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
+        note = self._home / _folder.NAMESPACE_FILE
+        text = self._namespace.to_json() + "\n"
+        try:
+            if not note.exists() or note.read_text() != text:
+                note.write_text(text)
+        except OSError as error:
+            if error.errno not in _folder.NO_ROOM:
+                raise
+
+    @contextmanager
+    def _opened(self, path: Path, flags: int, body: _Body) -> Iterator[int]:
+        direct = self._direct_flag if body.is_aligned else 0
+        fd = os.open(path, flags | direct | os.O_CLOEXEC, _folder.FILE_MODE)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _header_buffer(self) -> ByteArray:
+        """This thread's page-aligned place for a header."""
+        buffer: ByteArray | None = getattr(self._thread, "header", None)
+        if buffer is None:
+            buffer = self._thread.header = np.frombuffer(mmap.mmap(-1, self._header_bytes), np.uint8)
+        return buffer
+
+    def _path(self, ref: ChunkRef) -> Path:
+        return self._home / _folder.chunk_name(ref)
+
+    def _key(self, ref: ChunkRef) -> ChunkKey:
+        return ChunkKey(self._namespace_id, ref.prefix_key)
+
+    def _complain(self, cause: str, what: str) -> None:
+        if self._throttle.is_due(cause):
+            logger.warning("the disk tier in %s %s; more of this kind stays unsaid for a minute", self._folder, what)

@@ -1,0 +1,197 @@
+"""Llama models with random weights, their tokenizer and LoRA adapters, written to disk without any download.
+
+With weights from N(0, 2/sqrt(fan_in)), embeddings and the output head from N(0, 1) and norms at 1, greedy outputs depend
+on the whole prompt, so equal outputs mean equal KV. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DType = Literal["float32", "bfloat16", "float16"]
+SPECIAL_TOKENS = ("<s>", "</s>", "<unk>")
+"""The last ids of every vocabulary; all others are the words ``w0``, ``w1``, ..., whose number is their id."""
+LORA_TARGETS = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The size of a Llama model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def query_width(self) -> int:
+        """Features of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key (or value) heads together."""
+        return self.kv_heads * self.head_dim
+
+
+TINY = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=1024)
+"""Enough to check outputs: 14 MB in float32, built at once."""
+DEMO = LlamaShape(layers=12, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2560, vocab=2048)
+"""Enough to measure: 520 MB in float32; computing 3,000 tokens takes seconds on a small machine."""
+
+
+def build_llama(
+    folder: Path, shape: LlamaShape, *, dtype: DType = "float32", seed: int = 0, max_position: int = 4096
+) -> Path:
+    """Write a model and its tokenizer as vLLM and transformers read them, and return ``folder``.
+
+    A folder that already holds exactly this model is left as it is.
+    """
+    built_from = json.dumps({**asdict(shape), "dtype": dtype, "seed": seed, "max_position": max_position})
+    receipt = folder / "built_from.json"
+    if receipt.is_file() and receipt.read_text(encoding="utf-8") == built_from:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    receipt.unlink(missing_ok=True)
+    _write_json(folder / "config.json", _llama_config(shape, dtype, max_position))
+    _write_tokenizer(folder, shape.vocab, max_position)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: (torch.ones(size) if std is None else torch.randn(size, generator=generator) * std).to(torch_dtype)
+        for name, size, std in _llama_weights(shape)
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    receipt.write_text(built_from, encoding="utf-8")
+    return folder
+
+
+def build_lora(folder: Path, shape: LlamaShape, *, model_folder: Path, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter in PEFT's format for a model of ``shape``, and return ``folder``.
+
+    Its weights are large enough to change outputs. Adapters of different seeds differ in their weights only: file
+    names, sizes and configuration are equal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    widths = {"q_proj": shape.query_width, "v_proj": shape.kv_width}
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(shape.layers):
+        for target in LORA_TARGETS:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            down = torch.randn(rank, shape.hidden, generator=generator) / math.sqrt(shape.hidden)
+            up = torch.randn(widths[target], rank, generator=generator) / math.sqrt(rank)
+            weights[f"{name}.lora_A.weight"] = down
+            weights[f"{name}.lora_B.weight"] = up
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_folder),
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": list(LORA_TARGETS),
+        "modules_to_save": None,
+    }
+    _write_json(folder / "adapter_config.json", config)
+    return folder
+
+
+def random_tokens(num_tokens: int, *, vocab: int, seed: int) -> list[int]:
+    """Token ids of a random prompt, without special tokens."""
+    return random.Random(seed).choices(range(vocab - len(SPECIAL_TOKENS)), k=num_tokens)  # noqa: S311 - not a secret
+
+
+def as_text(tokens: list[int]) -> str:
+    """The text that the tokenizer turns into exactly these tokens."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def _llama_weights(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+    """Name, size and standard deviation of every weight; None stands for ones."""
+
+    def linear(name: str, fan_out: int, fan_in: int) -> tuple[str, tuple[int, ...], float | None]:
+        return f"{name}.weight", (fan_out, fan_in), 2 / math.sqrt(fan_in)
+
+    hidden = shape.hidden
+    yield "model.embed_tokens.weight", (shape.vocab, hidden), 1.0
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        yield linear(f"{prefix}.self_attn.q_proj", shape.query_width, hidden)
+        yield linear(f"{prefix}.self_attn.k_proj", shape.kv_width, hidden)
+        yield linear(f"{prefix}.self_attn.v_proj", shape.kv_width, hidden)
+        yield linear(f"{prefix}.self_attn.o_proj", hidden, shape.query_width)
+        yield linear(f"{prefix}.mlp.gate_proj", shape.intermediate, hidden)
+        yield linear(f"{prefix}.mlp.up_proj", shape.intermediate, hidden)
+        yield linear(f"{prefix}.mlp.down_proj", hidden, shape.intermediate)
+        yield f"{prefix}.input_layernorm.weight", (hidden,), None
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,), None
+    yield "model.norm.weight", (hidden,), None
+    yield "lm_head.weight", (shape.vocab, hidden), 1.0
+
+
+def _llama_config(shape: LlamaShape, dtype: DType, max_position: int) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": shape.vocab - 3,
+        "eos_token_id": shape.vocab - 2,
+        "dtype": dtype,
+    }
+
+
+def _write_tokenizer(folder: Path, vocab: int, max_position: int) -> None:
+    words = [f"w{number}" for number in range(vocab - len(SPECIAL_TOKENS))]
+    ids = {word: number for number, word in enumerate([*words, *SPECIAL_TOKENS])}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))  # noqa: S106 - a word, not a password
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "model_max_length": max_position,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
