@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS: Final = 80
 _SECRET_NAME: Final = re.compile(r"pass|secret|token|credential|auth|api_?key|access_?key", re.IGNORECASE)
-_USERINFO: Final = re.compile(r"\S+@")
+_USERINFO: Final = re.compile(r"(\w+://)?\S+@")
 _WRONG_TYPE: Final = re.compile(r"_type$|_parsing|^int_from_float$")
 _NUMBER_WITH_UNIT: Final = re.compile(r"\s*[\d.]+\s*[a-z]+\s*", re.IGNORECASE)
 _DEMANDS: Final = {
@@ -84,7 +84,7 @@ def _shown(entry: Entry) -> str:
     if isinstance(value, dict | list | tuple | set):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     if isinstance(value, str):
-        return json.dumps(one_line(_USERINFO.sub("//***@", value)), ensure_ascii=False)
+        return json.dumps(one_line(_USERINFO.sub(r"\1***@", value)), ensure_ascii=False)
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int) and value.bit_length() > 256:

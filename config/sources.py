@@ -161,5 +161,5 @@ def _report_unknown(entry: Entry, findings: Findings) -> None:
         findings.unknown_key(entry)
     elif variable in NOT_KEYS:
         findings.warnings.append(f"{entry.where}: ignored: {NOT_KEYS[variable]}")
-    elif nearest := nearest_key(entry.key):
+    elif (nearest := nearest_key(entry.key)) in KEYS:
         findings.warnings.append(f"{entry.where}: ignored: unknown key; the nearest valid key is {nearest}")

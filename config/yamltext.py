@@ -6,7 +6,7 @@ asks, and lets a malformed date or number end in whatever error Python raises. H
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -75,17 +75,19 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", self.get_mark())
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", mark)
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:  # in truth a name or None
+        node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for name, _ in node.value:
             if isinstance(name, yaml.ScalarNode):
                 if name.value in seen:
                     self.duplicates.append(Duplicate(name.value, name.start_mark.line + 1))
                 seen.add(name.value)
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:

@@ -27,6 +27,8 @@ def bind_paged_kv(
     Raises:
         LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.
     """
+    if num_blocks < 1:
+        raise LayoutError(f"a KV cache of {num_blocks} blocks holds nothing")
     layers = [find_planes(name, cache, num_blocks) for name, cache in kv_caches.items()]
     if not layers:
         raise LayoutError("there is no layer with a KV cache: nothing to store")

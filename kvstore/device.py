@@ -22,8 +22,10 @@ class DevicePagedKV:
     def __init__(self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._rows = [plane.rows for planes in layers for plane in planes]
-        self._device = self._rows[0].device
+        rows = [plane.rows for planes in layers for plane in planes]
+        word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
+        self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
+        self._device = rows[0].device
         self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self._device)
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:

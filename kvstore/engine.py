@@ -91,8 +91,10 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
             f"{slot_bytes / 2**30:.3f} GiB: raise it"
         )
-    disk = None
-    if options.local_disk is not None:
+    cpu = CpuTier(SlabPool(num_slots, slot_bytes))  # before the folder, which would stay locked if there is no memory
+    if options.local_disk is None:
+        return cpu, None
+    try:
         disk = DiskTier(
             options.local_disk,
             namespace,
@@ -100,7 +102,10 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             options.max_local_disk_bytes,
             direct=options.use_odirect,
         )
-    return CpuTier(SlabPool(num_slots, slot_bytes)), disk
+    except BaseException:
+        cpu.close()
+        raise
+    return cpu, disk
 
 
 class CacheEngine:
@@ -112,8 +117,10 @@ class CacheEngine:
         Raises:
             ConfigError: see ``open_tiers``.
             FolderOwnedError: another process uses the folder.
+            TierError: the folder cannot be read.
         """
         self.layout = paged.layout
+        self._num_blocks = paged.num_blocks
         self._options = options
         self._cpu, self._disk = open_tiers(paged, namespace, options)
         self._index = ChunkIndex(
@@ -124,7 +131,12 @@ class CacheEngine:
             max_writes=options.max_write_queue,
         )
         if self._disk is not None:
-            self._index.adopt(self._disk.scan())
+            try:
+                self._index.adopt(self._disk.scan())
+            except BaseException:
+                self._cpu.close()
+                self._disk.close()
+                raise
         self._mover = Mover(
             paged,
             self._cpu,
@@ -181,8 +193,11 @@ class CacheEngine:
                 begin = where[step.ref.prefix_key] - offset
                 jobs.append(StoreJob(step, blocks[begin : begin + step.ref.num_blocks]))
             self._mover.remove(removals)
-            failed = self._mover.store(jobs)
-            self._complete_store(hasher, jobs, failed)
+            failed = {step.ref.prefix_key for step in steps}  # should gathering raise
+            try:
+                failed = self._mover.store(jobs)
+            finally:
+                self._complete_store(hasher, jobs, failed)
         return sum(job.step.ref.num_blocks for job in jobs if job.step.ref.prefix_key not in failed) * (
             self.layout.block_tokens
         )
@@ -206,11 +221,10 @@ class CacheEngine:
         with self._move_lock:
             with self._index_lock:
                 self._check_open()
-                refs = self._index.lookup(hasher).refs
-                first_chunk = skip_tokens // self.layout.chunk_tokens
-                steps = self._index.prepare_load(refs[first_chunk:])
+                match = self._index.lookup(hasher, skip_tokens)
+                steps = self._index.prepare_load(match.refs)
             jobs = []
-            begin = first_chunk * self.layout.blocks_per_chunk
+            begin = match.first_chunk * self.layout.blocks_per_chunk
             skip_blocks = skip_tokens // self.layout.block_tokens
             for step in steps:
                 first_block = max(0, skip_blocks - begin)
@@ -219,12 +233,15 @@ class CacheEngine:
                     LoadJob(step, blocks[start : start + step.ref.num_blocks - first_block], first_block)
                 )
                 begin += step.ref.num_blocks
-            failed = self._mover.load(jobs)
-            with self._index_lock:
-                self._index.complete_load(steps, failed)
-                removals = self._index.take_removals()
-            self._mover.remove(removals)
-        end = first_chunk * self.layout.chunk_tokens
+            failed = {step.ref.prefix_key for step in steps if step.from_disk}  # should scattering raise
+            try:
+                failed = self._mover.load(jobs)
+            finally:
+                with self._index_lock:
+                    self._index.complete_load(steps, failed)
+                    removals = self._index.take_removals()
+                self._mover.remove(removals)
+        end = match.first_chunk * self.layout.chunk_tokens
         for step in steps:
             if step.ref.prefix_key in failed:
                 break
@@ -305,7 +322,7 @@ class CacheEngine:
         """The number of leading False in a mask."""
         if mask is None:
             return 0
-        flags = np.asarray(mask, dtype=bool)
+        flags = _on_host(mask, np.bool_)
         if flags.shape != (num_tokens,):
             raise InvalidCallError(f"the mask has shape {flags.shape}, but there are {num_tokens} tokens")
         skip_tokens = int(flags.argmax()) if flags.any() else num_tokens
@@ -321,7 +338,7 @@ class CacheEngine:
 
     def _blocks(self, slot_mapping: Slots, begin: int, hasher: PrefixHasher) -> BlockIds:
         """The block ids of all whole blocks from token ``begin`` on."""
-        slots = np.asarray(slot_mapping, dtype=np.int64)
+        slots = _on_host(slot_mapping, np.int64)
         if slots.shape != (hasher.num_tokens,):
             raise InvalidCallError(f"slot_mapping has shape {slots.shape}, but there are {hasher.num_tokens} tokens")
         size = self.layout.block_tokens
@@ -335,7 +352,17 @@ class CacheEngine:
                 f"slot_mapping[{position}] = {int(slots[position])} does not continue a whole block of {size} slots "
                 "that starts at a multiple of it"
             )
+        outside = (block_ids < 0) | (block_ids >= self._num_blocks)
+        if outside.any():
+            position = begin + int(outside.argmax()) * size
+            raise InvalidCallError(
+                f"slot_mapping[{position}] = {int(slots[position])} is not in 0..{self._num_blocks * size - 1}"
+            )
         return np.ascontiguousarray(block_ids)
+
+
+def _on_host(values: Tokens, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=dtype)
 
 
 def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) -> list[ChunkRef]:

@@ -25,10 +25,17 @@ from kvstore.tiers.base import ChunkRef
 
 
 class Match(NamedTuple):
-    """The longest prefix that can be loaded: its chunks in order, and the tokens they cover."""
+    """The longest prefix that can be loaded.
+
+    Attributes:
+        refs: its chunks, in order, from chunk number ``first_chunk`` on.
+        num_tokens: the tokens from position 0 to the end of the last of them.
+        first_chunk: the chunk in which the tokens end that the caller has already.
+    """
 
     refs: tuple[ChunkRef, ...]
     num_tokens: int
+    first_chunk: int = 0
 
 
 NO_MATCH = Match((), 0)
@@ -72,6 +79,7 @@ class _Chunk:
     ref: ChunkRef
     slot: int | None = None
     filling: bool = False  # the slot's bytes are not there yet
+    loading: bool = False  # they are on their way from disk: a load planned now is carried out after that
     disk_bytes: int = 0  # on disk, or being written there
     writing: bool = False
     uses: int = 0  # plans and writes in flight
@@ -87,7 +95,7 @@ class _Chunk:
 
     @property
     def readable(self) -> bool:
-        return not self.forgotten and (self.in_memory or (self.on_disk and not self.filling))
+        return not self.forgotten and (self.in_memory or self.loading or (self.on_disk and not self.filling))
 
 
 @dataclass
@@ -124,7 +132,7 @@ class ChunkIndex:
         self.counters = IndexCounters()
         self._keep_in_memory = keep_in_memory
         self._chunks: dict[PrefixKey, _Chunk] = {}
-        self._memory = LRU()  # chunks with a readable slot
+        self._memory = LRU()  # chunks with a slot
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self._idle_slots = 0  # readable and unused: can be given away
@@ -167,28 +175,29 @@ class ChunkIndex:
 
     # -- lookup ---------------------------------------------------------------------------------------------------------
 
-    def lookup(self, hasher: PrefixHasher) -> Match:
-        """The longest prefix of the hasher's tokens that could be loaded now.
+    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Match:
+        """The longest prefix of the hasher's tokens that could be loaded now, for a caller who has ``skip_tokens`` of it.
 
-        Walks whole chunks, then probes the block ends inside the first missing one, longest first. Chunks on disk need a
-        slot each on their way, so the answer ends where slots would.
+        Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
+        missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would.
         """
+        first_chunk = skip_tokens // hasher.chunk_tokens
         found: list[ChunkRef] = []
         room = _StagingRoom(len(self._free_slots) + self._idle_slots)
-        for key in hasher.chunk_keys():
+        for key in hasher.chunk_keys()[first_chunk:]:
             chunk = self._chunks.get(key)
             if chunk is None or not chunk.readable or not room.takes(chunk):
                 break
             found.append(chunk.ref)
-        for key in reversed(hasher.block_keys(len(found))):
-            tail = self._chunks.get(key)
+        num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
+        block_keys = hasher.block_keys(first_chunk + len(found))
+        for num_blocks in range(len(block_keys), 0, -1):
+            tail = self._chunks.get(block_keys[num_blocks - 1])
             if tail is not None and tail.readable and room.takes(tail):
                 found.append(tail.ref)
+                num_tokens += num_blocks * hasher.block_tokens
                 break
-        if not found:
-            return NO_MATCH
-        num_blocks = sum(ref.num_blocks for ref in found)
-        return Match(tuple(found), num_blocks * hasher.block_tokens)
+        return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
 
     # -- load -----------------------------------------------------------------------------------------------------------
 
@@ -206,14 +215,15 @@ class ChunkIndex:
             chunks.append(chunk)
         steps: list[LoadStep] = []
         for position, chunk in enumerate(chunks):
-            from_disk = not chunk.in_memory
+            from_disk = chunk.slot is None
             if from_disk:
                 slot = self._take_slot()
                 if slot is None:
                     for unreachable in chunks[position:]:
                         self._end_use(unreachable)
                     break
-                chunk.slot, chunk.filling = slot, True
+                chunk.slot, chunk.filling, chunk.loading = slot, True, True
+                self._memory.add(chunk.ref.prefix_key)
             assert chunk.slot is not None
             steps.append(LoadStep(chunk.ref, chunk.slot, from_disk))
         self._touch([step.ref.prefix_key for step in steps])
@@ -227,8 +237,7 @@ class ChunkIndex:
                 self.counters.failed_loads += 1
                 self._forget(chunk)
             elif step.from_disk and not chunk.forgotten:
-                chunk.filling = False
-                self._memory.add(chunk.ref.prefix_key)
+                chunk.filling = chunk.loading = False
             self._end_use(chunk)
 
     # -- store ----------------------------------------------------------------------------------------------------------
@@ -240,13 +249,13 @@ class ChunkIndex:
         step holds its slot until ``complete_store``, and until ``complete_write`` if it is written behind.
         """
         chain = [*prefix, *(ref.prefix_key for ref in refs)]
-        self._touch(chain)
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._begin_use(chunk)
         steps = self._plan_store(refs)
         for chunk in own:
             self._end_use(chunk)
+        self._touch(chain)  # with the new ones, or they would outlive their prefix
         return steps
 
     def _plan_store(self, refs: Sequence[ChunkRef]) -> list[StoreStep]:
@@ -260,8 +269,13 @@ class ChunkIndex:
                 self.counters.refused += 1
                 continue
             chunk = _Chunk(ref, slot=slot, filling=True, uses=1)
-            self._chunks[ref.prefix_key] = chunk
             write_behind = self._reserve_disk(chunk)
+            if not write_behind and not self._keep_in_memory:  # it would be gone as soon as it is here
+                self._free_slots.append(slot)
+                self.counters.refused += 1
+                continue
+            self._chunks[ref.prefix_key] = chunk
+            self._memory.add(ref.prefix_key)
             chunk.uses += write_behind
             steps.append(StoreStep(ref, slot, write_behind))
         return steps
@@ -271,14 +285,13 @@ class ChunkIndex:
 
         The write of a failed store is completed like any other, as not stored.
         """
-        for step in reversed(list(steps)):  # the head of a chain is the last to become the last used
+        for step in steps:
             chunk = self._chunks[step.ref.prefix_key]
             if step.ref.prefix_key in failed:
                 self.counters.failed_stores += 1
                 self._forget(chunk)
             elif not chunk.forgotten:
                 chunk.filling = False
-                self._memory.add(chunk.ref.prefix_key)
                 self.counters.stored += 1
             self._end_use(chunk)
 
@@ -287,6 +300,8 @@ class ChunkIndex:
         chunk = self._chunks[key]
         if stored:
             self.counters.writes_done += 1
+            if chunk.forgotten:  # its removal may have been carried out before the write began
+                self._removals.append(chunk.ref)
         else:
             self.counters.writes_failed += 1
             self._drop_from_disk(chunk, announce=False)
@@ -321,7 +336,10 @@ class ChunkIndex:
         return count
 
     def take_removals(self) -> list[ChunkRef]:
-        """Chunks that must leave the disk before any plan made so far is carried out. Each is announced once."""
+        """Chunks that must leave the disk before any plan made so far is carried out.
+
+        One that is forgotten while it is being written is announced again when the write ends.
+        """
         removals, self._removals = self._removals, []
         return removals
 
@@ -398,6 +416,8 @@ class ChunkIndex:
 
     def _forget(self, chunk: _Chunk) -> None:
         """Make a chunk in use unreachable at once, and its file go."""
+        if chunk.forgotten:
+            return
         chunk.forgotten = True
         if self._disk and chunk.disk_bytes:
             self._removals.append(chunk.ref)
@@ -419,7 +439,7 @@ class ChunkIndex:
             self._idle_slots -= 1
         self._memory.remove(chunk.ref.prefix_key)
         self._free_slots.append(chunk.slot)
-        chunk.slot, chunk.filling = None, False
+        chunk.slot, chunk.filling, chunk.loading = None, False, False
         if not chunk.disk_bytes:
             self._chunks.pop(chunk.ref.prefix_key, None)
 
@@ -443,7 +463,7 @@ class _StagingRoom:
 
     def takes(self, chunk: _Chunk) -> bool:
         """Count a chunk in, unless the load would then run out of slots."""
-        if chunk.in_memory:
+        if chunk.slot is not None:
             slots, staged = self.slots - (chunk.uses == 0), self.staged
         else:
             slots, staged = self.slots, self.staged + 1

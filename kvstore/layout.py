@@ -44,9 +44,10 @@ class KVLayout:
         if not self.page_bytes or min(self.page_bytes) <= 0:
             raise LayoutError(f"a layout needs at least one layer and positive page sizes, not {self.page_bytes}")
         if self.block_tokens <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % self.block_tokens:
+            fitting = round_up(max(self.chunk_tokens, 1), max(self.block_tokens, 1))
             raise LayoutError(
                 f"chunk_size {self.chunk_tokens} is not a multiple of the block size {self.block_tokens}: "
-                f"set chunk_size to a multiple of it, such as {round_up(max(self.chunk_tokens, 1), self.block_tokens)}"
+                f"set chunk_size to a multiple of it, such as {fitting}"
             )
 
     @property

@@ -27,7 +27,7 @@ from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
 
-_WRITE_THREADS = 2
+WRITE_THREADS = 2
 _LOG_INTERVAL_S = 60.0
 
 
@@ -83,7 +83,7 @@ class Mover:
         self._on_written = on_written
         self._read_timeout_s = read_timeout_s
         self._readers = ThreadPoolExecutor(read_threads, "kvstore-read")
-        self._writers = ThreadPoolExecutor(_WRITE_THREADS, "kvstore-write")
+        self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write")
         self._stuck: dict[int, Future[bool]] = {}  # slots that a read out of time may still write to
         self._write_lock = threading.Condition()
         self._ending = 0  # writes that have ended and are being reported
@@ -94,6 +94,15 @@ class Mover:
     def load(self, jobs: Sequence[LoadJob]) -> set[PrefixKey]:
         """Bring chunks to the paged cache and return the keys of those that failed; their blocks hold garbage."""
         reads = [self._start_read(job.step) for job in jobs]
+        try:
+            return self._scatter_arrivals(jobs, reads)
+        except BaseException:
+            for job, read in zip(jobs, reads, strict=True):
+                if read is not None and not read.done():
+                    self._withdraw_read(job.step.slot, read)
+            raise
+
+    def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[bool] | None]) -> set[PrefixKey]:
         failed = set()
         patience_s = self._read_timeout_s
         for job, read in zip(jobs, reads, strict=True):
@@ -118,16 +127,21 @@ class Mover:
         return failed
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
-        """Gather chunks into their slots, start their writes, and return the keys of those that failed."""
+        """Gather chunks into their slots, start their writes, and return the keys of those that failed.
+
+        If gathering raises, the caller must count all of ``jobs`` as failed.
+        """
         failed = set()
-        for job in jobs:
+        for number, job in enumerate(jobs):
             ref, slot, write_behind = job.step
             if self._is_stuck(slot):
-                failed.add(ref.prefix_key)
-                if write_behind:
-                    self._on_written(ref, False)
+                failed |= self.refuse([job])
                 continue
-            self._paged.gather(job.block_ids, self._cpu.claim(slot))
+            try:
+                self._paged.gather(job.block_ids, self._cpu.claim(slot))
+            except BaseException:
+                self.refuse(jobs[number:])
+                raise
             self._cpu.publish(slot, ref)
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self._paged.layout.payload_bytes(ref.num_blocks)
@@ -150,11 +164,13 @@ class Mover:
             return
         with self._write_lock:
             being_written = set(self._writing.values())
-            gone, later = [], []
+            gone: list[ChunkRef] = []
+            later: list[ChunkRef] = []
             for ref in refs:
                 (later if ref in being_written else gone).append(ref)
             self._doomed.update(later)
-        self._guard("remove chunks from", lambda disk: disk.remove(gone))
+        if gone:
+            self._guard("remove chunks from", lambda disk: disk.remove(gone))
 
     def clear(self) -> None:
         """Forget everything, in memory and on disk."""
@@ -204,10 +220,14 @@ class Mover:
             return False
 
     def _give_up_read(self, slot: int, read: Future[bool] | None) -> None:
-        if read is not None and not read.cancel():
-            self._stuck[slot] = read  # nobody may use this slot before that read has ended
+        if read is not None:
+            self._withdraw_read(slot, read)
         self.counters.read_timeouts += 1
         self._log("a read from the disk tier took longer than %s s", self._read_timeout_s)
+
+    def _withdraw_read(self, slot: int, read: Future[bool]) -> None:
+        if not read.cancel():
+            self._stuck[slot] = read  # nobody may use this slot before that read has ended
 
     def _is_stuck(self, slot: int) -> bool:
         read = self._stuck.get(slot)
@@ -247,12 +267,14 @@ class Mover:
                 logger.error("writing a chunk to the disk tier failed", exc_info=error)
             else:
                 stored = future.result() and not doomed
-        if doomed:
-            self._guard("remove chunks from", lambda disk: disk.remove([ref]))
-        self._on_written(ref, stored)
-        with self._write_lock:
-            self._ending -= 1
-            self._write_lock.notify_all()
+        try:
+            if doomed:
+                self._guard("remove chunks from", lambda disk: disk.remove([ref]))
+            self._on_written(ref, stored)
+        finally:  # or flush would wait forever
+            with self._write_lock:
+                self._ending -= 1
+                self._write_lock.notify_all()
 
     def _guard(self, what: str, action: Callable[[Tier], None]) -> None:
         """Do something to the disk tier of which a failure only leaves bytes behind."""

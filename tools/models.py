@@ -1,7 +1,7 @@
 """Llama models with random weights, their tokenizer and LoRA adapters, written to disk without any download.
 
-With weights from N(0, 2/sqrt(fan_in)), embeddings and the output head from N(0, 1) and norms at 1, greedy outputs depend
-on the whole prompt, so equal outputs mean equal KV. The same arguments give the same bytes.
+With weights from N(0, 2/sqrt(fan_in)), embeddings and the output head from N(0, 1) and norms at 1, greedy outputs
+depend on the whole prompt, so equal outputs mean equal KV. The same arguments give the same bytes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ step is over when its stores have been gathered; only writes to disk go on behin
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore import hostlimits
-from kvstore.adapters.vllm import translate
+from kvstore.adapters.vllm import logs, translate
 from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.scheduler import StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+CONNECTOR = "KVStoreConnector"
 
 
 @dataclass
@@ -80,7 +84,10 @@ class KVStoreConnector(KVConnectorBase_V1):
             LayoutError: the model's KV cache cannot be stored.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        loaded = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        logs.join_vllm()
+        loaded = load_config(
+            vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
+        )
         self._config = loaded.config
         translate.check_supported(vllm_config, kv_cache_config, self._config)
         self._adapters = AdapterFiles()
@@ -94,7 +101,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """A best-effort cache: a dropped save is a later miss."""
         return False
 
-    # -- worker side ----------------------------------------------------------------------------------------------------
+    # -- worker side ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find the blocks in the caches, take the memory, open the folder."""
@@ -161,7 +168,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker.close()
             self._worker = None
 
-    # -- scheduler side -------------------------------------------------------------------------------------------------
+    # -- scheduler side ------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -169,7 +176,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Learn what the workers own, ordered by their rank."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         facts = [rank.facts for rank in ranks if isinstance(rank, FactsMetadata)]
-        if facts and self._scheduler is not None:
+        if len(facts) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
+            logger.warning("another connector spoke first, so nothing is cached: make %s the first of them", CONNECTOR)
+        elif facts and self._scheduler is not None:
             self._scheduler.connect(facts)
 
     def on_new_request(self, request: Request) -> None:
@@ -184,8 +193,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load that vLLM decided on."""
-        if num_external_tokens:
-            self._scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by the tier that holds it."""
@@ -204,9 +212,24 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what the workers did."""
+        if connector_output.invalid_block_ids:
+            self._evict_garbage(connector_output.invalid_block_ids)
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, ReportMetadata):
             self._scheduling.complete(reported.report)
+
+    def _evict_garbage(self, failed_block_ids: set[int]) -> None:
+        """Take what a failed load spoilt out of vLLM's prefix cache.
+
+        vLLM leaves it there to be computed anew, but another request may find it first, or its owner may be aborted.
+        """
+        manager = self._kv_cache_manager
+        if manager is None:
+            return
+        garbage = set(failed_block_ids)
+        for req_id in self._scheduling.tracked_requests():
+            garbage |= blocks_behind(failed_block_ids, manager.get_block_ids(req_id)[0])
+        manager.evict_blocks(garbage)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store."""
@@ -227,5 +250,10 @@ class KVStoreConnector(KVConnectorBase_V1):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No layer hook is used. vLLM asks before it loads the model: a good moment to refuse a wrong configuration."""
-        load_config(extra_config)
+        load_config(extra_config, log_warnings=False)
         return False
+
+
+def blocks_behind(failed_block_ids: AbstractSet[int], block_ids: Sequence[int]) -> set[int]:
+    """The first failed block of a request and all that follow, as they were computed from it; empty if none failed."""
+    return set(itertools.dropwhile(lambda block_id: block_id not in failed_block_ids, block_ids))

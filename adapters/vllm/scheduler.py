@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import superseded_tails
-from kvstore.index import ChunkIndex, LoadStep, StoreStep
+from kvstore.errors import InvalidCallError
+from kvstore.index import ChunkIndex, LoadStep, Match, StoreStep
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
 from kvstore.movers import LoadJob, StoreJob, as_block_ids
 from kvstore.tiers.base import ChunkRef
@@ -37,6 +38,13 @@ class HitSplit(NamedTuple):
     disk_tokens: int
 
 
+class _Unverified(NamedTuple):
+    """The first block of a load that may yet fail: its position in the request, and the key of its end."""
+
+    block: int
+    key: PrefixKey
+
+
 @dataclass
 class _Step:
     """A plan under way."""
@@ -44,6 +52,8 @@ class _Step:
     acked: int
     loads: list[LoadStep] = field(default_factory=list)
     stores: list[tuple[PrefixHasher, list[StoreStep]]] = field(default_factory=list)
+    unverified: list[_Unverified] = field(default_factory=list)
+    result: StepResult = field(default_factory=StepResult)
 
 
 @dataclass
@@ -52,6 +62,7 @@ class _Write:
 
     ranks_left: int
     stored: bool = True
+    left_behind: bool = False  # stored by one rank at least
 
 
 class StoreScheduler:
@@ -83,14 +94,18 @@ class StoreScheduler:
         first = facts[0]
         held = [{ref for ref, _ in rank.survivors} for rank in facts]
         complete = set.intersection(*held)
+
+        def stored_bytes(num_blocks: int) -> int:
+            return max(rank.stored_bytes[num_blocks - 1] for rank in facts)
+
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
             keep_in_memory=self._options.local_cpu,
             disk_capacity_bytes=min(rank.disk_capacity_bytes for rank in facts),
-            stored_bytes=lambda num_blocks: max(rank.stored_bytes[num_blocks - 1] for rank in facts),
+            stored_bytes=stored_bytes,
             max_writes=self._options.max_write_queue,
         )
-        index.adopt((ref, stored_bytes) for ref, stored_bytes in first.survivors if ref in complete)
+        index.adopt((ref, stored_bytes(ref.num_blocks)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
         self._index = index
         self._num_ranks = len(facts)
@@ -103,14 +118,27 @@ class StoreScheduler:
             len(facts),
         )
 
-    # -- requests -------------------------------------------------------------------------------------------------------
+    def tracked_requests(self) -> list[str]:
+        """The ids of the requests whose KV may be shared."""
+        return list(self._trackers)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(self, request: RequestView, extras: KeyExtras) -> None:
         """Track a request whose KV may be shared. Requests never added are passed by."""
-        self._trackers[request.request_id] = RequestTracker.start(request, extras, self._rules)
+        tracker = RequestTracker.start(request, extras, self._rules)
+        try:
+            tracker.hasher.update(request.all_token_ids)
+        except InvalidCallError as error:  # clients choose their prompts' token ids, and nobody has checked them yet
+            logger.warning("a request is not cached: %s", error)
+            return
+        self._trackers[request.request_id] = tracker
 
-    def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int:
+    def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
+
+        None means to ask again after the next report: the local ones rest on a load that may yet fail. vLLM lets
+        requests share blocks before they are loaded, and when the load fails, it does not compute all of them anew.
 
         Cheap, and without effect but to remember the answer: vLLM asks again while a request waits.
         """
@@ -119,7 +147,9 @@ class StoreScheduler:
             return 0
         tracker.load = None
         tracker.hasher.update(request.all_token_ids)
-        match = self._index.lookup(tracker.hasher)
+        if self._rests_on_unverified(tracker.hasher, num_local_tokens):
+            return None
+        match = self._index.lookup(tracker.hasher, num_local_tokens)
         num_external_tokens = min(match.num_tokens, request.num_tokens - 1) - num_local_tokens
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
             return 0
@@ -129,12 +159,14 @@ class StoreScheduler:
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Plan the load of what vLLM took of the last answer: ``num_external_tokens``, possibly fewer, possibly 0."""
         tracker = self._trackers.get(request_id)
-        if tracker is None or self._index is None or tracker.load is None or num_external_tokens == 0:
+        if tracker is None or self._index is None:
             return
         spec, tracker.load = tracker.load, None
+        if spec is None or num_external_tokens == 0:
+            return
         first_block = spec.num_local_tokens // self._rules.block_tokens
         end_block = -(-(spec.num_local_tokens + num_external_tokens) // self._rules.block_tokens)
-        wanted = list(_overlapping(spec.match.refs, first_block, end_block))
+        wanted = list(_overlapping(spec.match, self._rules, first_block, end_block))
         steps = self._index.prepare_load([ref for ref, _ in wanted])
         meta = self._ready.setdefault(request_id, ReqMeta(request_id))
         loaded_end = first_block
@@ -144,6 +176,21 @@ class StoreScheduler:
             loaded_end = stop
         meta.lost_block_ids += block_ids[loaded_end:end_block]
         self._step.loads += steps
+        if meta.lost_block_ids or any(step.from_disk for step in steps):
+            self._step.unverified.append(_Unverified(first_block, self._block_key(tracker.hasher, first_block)))
+
+    def _rests_on_unverified(self, hasher: PrefixHasher, num_local_tokens: int) -> bool:
+        """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
+        num_local_blocks = num_local_tokens // self._rules.block_tokens
+        return any(
+            first.block < num_local_blocks and self._block_key(hasher, first.block) == first.key
+            for step in (self._step, *self._in_flight.values())
+            for first in step.unverified
+        )
+
+    def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:
+        chunk, inside = divmod(block, self._rules.chunk_tokens // self._rules.block_tokens)
+        return hasher.block_keys(chunk)[inside]
 
     def hit_split(self, request_id: str, num_external_tokens: int) -> HitSplit:
         """How the load just planned for a request divides over the tiers."""
@@ -158,13 +205,12 @@ class StoreScheduler:
         if tracker is None or not block_ids or not self._options.saves:
             return False
         save = tracker.take_final_save()
-        meta = ReqMeta(request_id, finished=True)
-        if save is None or not self._plan_save(meta, tracker, save, block_ids):
+        if save is None or not self._plan_save(request_id, tracker, save, block_ids):
             return False
-        self._ready[request_id] = meta
+        self._ready[request_id].finished = True
         return True
 
-    # -- steps ----------------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def plan_step(
         self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]
@@ -177,8 +223,7 @@ class StoreScheduler:
                     continue
                 save = tracker.take_save(num_tokens)
                 if save is not None:
-                    meta = self._ready.setdefault(req_id, ReqMeta(req_id))
-                    self._plan_save(meta, tracker, save, block_ids_of(req_id))
+                    self._plan_save(req_id, tracker, save, block_ids_of(req_id))
         return self._emit()
 
     def _emit(self) -> StepPlan:
@@ -192,13 +237,14 @@ class StoreScheduler:
         self._ready, self._stray, self._clear = {}, [], False
         return plan
 
-    def _plan_save(
-        self, meta: ReqMeta, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]
-    ) -> bool:
+    def _plan_save(self, req_id: str, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> bool:
         """Add a request's new chunks to the next plan; False if all are known or there is no room."""
         if self._index is None:
             return False
         steps = self._index.prepare_store(save.refs, save.prefix)
+        if not steps:
+            return False
+        meta = self._ready.setdefault(req_id, ReqMeta(req_id))
         position = save.first_block
         begins = {}
         for ref in save.refs:
@@ -209,28 +255,37 @@ class StoreScheduler:
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             if step.write_behind:
                 self._writes[step.ref.prefix_key] = _Write(self._num_ranks)
-        if steps:
-            self._step.stores.append((tracker.hasher, steps))
-        return bool(steps)
+        self._step.stores.append((tracker.hasher, steps))
+        return True
 
     def complete(self, report: StepReport) -> None:
         """Take in what the workers, all ranks merged, did."""
         if self._index is None:
             return
         for number, result in sorted(report.steps.items()):
-            step = self._in_flight.pop(number, None)
-            if step is not None:
-                self._complete_step(self._index, number, step, result)
-            self._acked = max(self._acked, number)
+            step = self._in_flight[number]
+            step.result.merge(result)
+            if step.result.ranks_ended == self._num_ranks:
+                del self._in_flight[number]
+                self._acked = number
+                self._complete_step(self._index, number, step)
         for ref, stored in report.writes:
-            write = self._writes[ref.prefix_key]
-            write.ranks_left -= 1
-            write.stored &= stored
-            if not write.ranks_left:
-                del self._writes[ref.prefix_key]
-                self._index.complete_write(ref.prefix_key, stored=write.stored)
+            self._complete_write(self._index, ref, stored=stored)
 
-    def _complete_step(self, index: ChunkIndex, number: int, step: _Step, result: StepResult) -> None:
+    def _complete_write(self, index: ChunkIndex, ref: ChunkRef, *, stored: bool) -> None:
+        write = self._writes[ref.prefix_key]
+        write.ranks_left -= 1
+        write.stored &= stored
+        write.left_behind |= stored
+        if write.ranks_left:
+            return
+        del self._writes[ref.prefix_key]
+        index.complete_write(ref.prefix_key, stored=write.stored)
+        if write.left_behind and not write.stored:
+            self._stray.append(ref)
+
+    def _complete_step(self, index: ChunkIndex, number: int, step: _Step) -> None:
+        result = step.result
         if result.is_poisoned:
             self._last_poisoned = number
         index.complete_load(step.loads, result.failed_loads)
@@ -249,17 +304,35 @@ class StoreScheduler:
             tracker.restart_saving()
 
     def reset_cache(self) -> None:
-        """Forget everything: the weights have changed."""
+        """Forget everything: the weights have changed.
+
+        Requests that have computed something hold KV of the old weights until they end, and are tracked no longer.
+        """
         if self._index is not None:
+            self._cancel_ready_stores(self._index)
             self._index.clear()
         self._clear = True
+        self._trackers = {
+            req_id: tracker for req_id, tracker in self._trackers.items() if not tracker.request.num_computed_tokens
+        }
         self._restart_saving()
 
+    def _cancel_ready_stores(self, index: ChunkIndex) -> None:
+        """Fail what ended requests were about to store: the workers would do it after they have cleared."""
+        for meta in self._ready.values():
+            meta.stores.clear()
+        stores, self._step.stores = self._step.stores, []
+        for step in (step for _, steps in stores for step in steps):
+            index.complete_store([step], {step.ref.prefix_key})
+            if step.write_behind:
+                del self._writes[step.ref.prefix_key]
+                index.complete_write(step.ref.prefix_key, stored=False)
 
-def _overlapping(refs: Iterable[ChunkRef], first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
-    """The chunks of a prefix that hold any of the blocks ``[first_block, end_block)``, each with its first block."""
-    begin = 0
-    for ref in refs:
+
+def _overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
+    """The chunks of a match that hold any of the blocks ``[first_block, end_block)``, each with its first block."""
+    begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
+    for ref in match.refs:
         if begin < end_block and begin + ref.num_blocks > first_block:
             yield ref, begin
         begin += ref.num_blocks

@@ -36,7 +36,7 @@ class StepPlan:
     Attributes:
         number: counts the steps, from 1.
         acked: the last step whose report the scheduler had taken in when it made this plan.
-        requests: the requests with something to move.
+        requests: the requests with something to move; where there is one, every rank reports the step.
         removals: chunks that must leave the disk, before anything else.
         clear: forget every chunk first.
     """
@@ -50,11 +50,23 @@ class StepPlan:
 
 @dataclass
 class StepResult:
-    """What failed in one step; everything else of its plan was done."""
+    """What failed in one step; everything else of its plan was done once every rank has ended it.
+
+    A rank may report a step in two parts: its loads with the forward pass, and its stores with the next one, where a
+    draft model runs in between.
+    """
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
     failed_stores: set[PrefixKey] = field(default_factory=set)
     lost_blocks: bool = False
+    ranks_ended: int = 0
+
+    def merge(self, other: StepResult) -> None:
+        """Add another part of the same step, of this rank or another: what failed on one rank failed."""
+        self.failed_loads |= other.failed_loads
+        self.failed_stores |= other.failed_stores
+        self.lost_blocks |= other.lost_blocks
+        self.ranks_ended += other.ranks_ended
 
     @property
     def is_poisoned(self) -> bool:
@@ -70,12 +82,9 @@ class StepReport:
     writes: list[tuple[ChunkRef, bool]] = field(default_factory=list)
 
     def merge(self, other: StepReport) -> None:
-        """Add another rank's report: what failed on one rank failed."""
+        """Add another rank's report."""
         for number, theirs in other.steps.items():
-            ours = self.steps.setdefault(number, StepResult())
-            ours.failed_loads |= theirs.failed_loads
-            ours.failed_stores |= theirs.failed_stores
-            ours.lost_blocks |= theirs.lost_blocks
+            self.steps.setdefault(number, StepResult()).merge(theirs)
         self.writes += other.writes
 
 

@@ -15,9 +15,12 @@ class RequestView(Protocol):
     """The parts of vLLM's ``Request`` that tracking needs; they change as the request proceeds."""
 
     request_id: str
-    all_token_ids: Sequence[int]
     num_computed_tokens: int
     num_prompt_tokens: int
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt and what was sampled."""
 
     @property
     def num_tokens(self) -> int:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 TESTED_VERSIONS = "0.32."
 ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
 CONNECTOR_FLAG = (
-    '--kv-transfer-config \'{"kv_connector":"KVStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+    "--kv-transfer-config "
+    '\'{"kv_connector":"KVStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
 )
 
 
@@ -45,14 +46,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
     """
     if not vllm.__version__.startswith(TESTED_VERSIONS) and os.environ.get(ALLOW_UNTESTED) != "1":
         raise ConfigError(
-            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VERSIONS}x has: install "
-            f"that, or set {ALLOW_UNTESTED}=1 to try"
+            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VERSIONS}x has: "
+            f"install that, or set {ALLOW_UNTESTED}=1 to try"
         )
     transfer = vllm_config.kv_transfer_config
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
-            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a chunk that cannot be loaded would end its '
-            f"request with an error. Start vLLM with {CONNECTOR_FLAG}"
+            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a chunk that cannot be loaded would end '
+            f"its request with an error. Start vLLM with {CONNECTOR_FLAG}"
         )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -64,8 +65,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
     block_tokens = block_tokens_of(kv_cache_config)
     if config.chunk_size % block_tokens:
         raise ConfigError(
-            f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_tokens}: set chunk_size to a "
-            f"multiple, or vLLM's --block-size to a divisor"
+            f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_tokens}: set chunk_size to "
+            f"a multiple, or vLLM's --block-size to a divisor"
         )
 
 
@@ -90,9 +91,7 @@ def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def scheduler_options(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
-) -> SchedulerOptions:
+def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> SchedulerOptions:
     """The scheduler side's part of the configuration."""
     transfer = vllm_config.kv_transfer_config
     return SchedulerOptions(
@@ -161,7 +160,7 @@ def namespace_of(
             "quantization": str(model.quantization),
             "kv_cache_dtype": str(cache.cache_dtype),
             "draft": str(getattr(speculative, "model", None)) if speculative else "none",
-            "layers": _digest(sorted(kv_cache_config.kv_cache_groups[0].layer_names)),
+            "layers": _digest(kv_cache_config.kv_cache_groups[0].layer_names),
             "shard": f"pp {pp_rank}/{parallel.pipeline_parallel_size} tp {tp_rank // replicas}/{tp_size // replicas}",
             "chunk_tokens": config.chunk_size,
             "layout": paged.layout.fingerprint,
@@ -199,7 +198,9 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def paged_kv_of(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int) -> PagedKV:
+def paged_kv_of(
+    kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int
+) -> PagedKV:
     """The registered caches as blocks, each layer once.
 
     Raises:

@@ -53,7 +53,8 @@ class StoreWorker:
             block_bytes=self._layout.block_bytes,
             disk_capacity_bytes=self._disk.capacity_bytes if self._disk else 0,
             stored_bytes=tuple(
-                self._disk.stored_bytes(count + 1) if self._disk else 0 for count in range(self._layout.blocks_per_chunk)
+                self._disk.stored_bytes(count + 1) if self._disk else 0
+                for count in range(self._layout.blocks_per_chunk)
             ),
             survivors=survivors,
         )
@@ -75,7 +76,7 @@ class StoreWorker:
                 self._load_request(plan, meta)
 
     def _load_request(self, plan: StepPlan, meta: ReqMeta) -> None:
-        result = self._report.steps.setdefault(plan.number, StepResult())
+        result = self._result_of(plan)
         failed = self._mover.load(meta.loads)
         result.failed_loads |= failed
         result.lost_blocks |= bool(meta.lost_block_ids)
@@ -92,14 +93,19 @@ class StoreWorker:
         plan, self._plan = self._plan, None
         if plan is None:
             return
-        # Blocks may hold garbage from a failed load until the scheduler, having heard of it, lets them be computed anew.
+        # Blocks may hold garbage from a failed load until the scheduler has heard of it and has them computed anew.
         trusted = plan.acked >= self._poisoned_step
+        if plan.requests:
+            self._result_of(plan).ranks_ended = 1
         for meta in plan.requests:
             if meta.stores:
-                result = self._report.steps.setdefault(plan.number, StepResult())
+                result = self._result_of(plan)
                 result.failed_stores |= self._mover.store(meta.stores) if trusted else self._mover.refuse(meta.stores)
             if meta.finished:
                 self._ended_requests.add(meta.req_id)
+
+    def _result_of(self, plan: StepPlan) -> StepResult:
+        return self._report.steps.setdefault(plan.number, StepResult())
 
     def take_ended_requests(self) -> set[str]:
         """Requests whose last store is done, so that vLLM may free their blocks."""

@@ -82,13 +82,7 @@ class DiskTier(Tier):
     name = "disk"
 
     def __init__(
-        self,
-        folder: Path,
-        namespace: Namespace,
-        layout: KVLayout,
-        capacity_bytes: int,
-        *,
-        direct: bool | None = None,
+        self, folder: Path, namespace: Namespace, layout: KVLayout, capacity_bytes: int, *, direct: bool | None = None
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
@@ -115,8 +109,8 @@ class DiskTier(Tier):
     def _open(self, direct: bool | None) -> None:
         if self.capacity_bytes < self._sizes[-1]:
             raise ConfigError(
-                f"a disk capacity of {self.capacity_bytes} bytes does not hold a single chunk, "
-                f"which takes {self._sizes[-1]} bytes ({self._sizes[-1] / _GIB:.4f} GiB): give it more"
+                f"max_local_disk_size of {self.capacity_bytes / _GIB:.4f} GiB does not hold a single chunk, "
+                f"which takes {self._sizes[-1] / _GIB:.4f} GiB: raise it"
             )
         _folder.make_folder(self._folder)
         self._lock = _folder.FolderLock(self._folder)
@@ -150,8 +144,8 @@ class DiskTier(Tier):
         room_bytes = free_bytes + _folder.held_bytes(self._folder)
         if self.capacity_bytes > room_bytes:
             raise ConfigError(
-                f"a disk capacity of {self.capacity_bytes / _GIB:.3f} GiB does not fit: the filesystem of "
-                f"{self._folder} has {room_bytes / _GIB:.3f} GiB for it; lower the capacity or name another folder"
+                f"max_local_disk_size of {self.capacity_bytes / _GIB:.3f} GiB does not fit: the filesystem of "
+                f"{self._folder} has {room_bytes / _GIB:.3f} GiB for it; lower it, or name another local_disk"
             )
 
     def scan(self) -> list[tuple[ChunkRef, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from kvstore import chunkfile
 from kvstore.chunkfile import Damage
 from kvstore.keys import ChunkKey, Namespace, PrefixHasher
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import ByteArray
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import ByteArray
 
 FORMAT_MD = Path(__file__).parents[2] / "docs" / "FORMAT.md"
 EVEN = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
@@ -194,5 +198,7 @@ def test_worked_example_of_the_document() -> None:
     assert block is not None
     documented = json.dumps(json.loads(block[1]), separators=(",", ":"))
     assert documented == header[8:].decode().rstrip()
+    hashed = "090000006b7673746f72652f3101000000 02000000 03000000 04000000"
+    assert hashlib.sha256(bytes.fromhex(hashed)).digest()[:16] == key.prefix_key
     for value in (namespace.to_json(), namespace.id.hex(), key.prefix_key.hex()):
         assert value in text

@@ -1,0 +1,46 @@
+# Every target makes or updates its virtual environment itself; VENV=folder puts it elsewhere, PYTHON=python3.12 starts
+# it from another interpreter.
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-unit demo test test-unit check format bench soak clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
+	@$(BIN)/kvstore demo
+
+test: venv  ## all tests, real vLLM included
+	@$(BIN)/pytest
+
+test-unit: venv-unit  ## tests of the engine: no vLLM, under 30 seconds
+	@$(BIN)/pytest tests/unit
+
+check: venv-unit  ## lint, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy -p kvstore
+	@$(BIN)/mypy tests tools/dev/vllm_cpu.py
+
+format: venv-unit  ## put the code into the format that check expects
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+
+bench: venv-unit  ## store and retrieve, measured against memcpy
+	@$(BIN)/kvstore bench
+
+soak: venv  ## the long tests
+	@$(BIN)/pytest --soak -m soak
+
+venv:  ## make or update the environment, with vLLM
+	@tools/dev/venv.sh full
+
+venv-unit:
+	@tools/dev/venv.sh unit
+
+clean:  ## remove caches, build output and .demo (the environment stays)
+	rm -rf build dist *.egg-info .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache bench-results
+	find . -path ./.git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""These need vLLM importable, but no model."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")

@@ -1,0 +1,134 @@
+"""The connector as vLLM sees it: found by name, complete, and called as the base class says."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvstore.adapters.vllm import connector, plugin
+from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata, blocks_behind
+from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.tiers.base import ChunkRef
+
+pytestmark = pytest.mark.vllm
+
+FACTS = WorkerFacts(4, 4096, 128, 0, (0, 0), [])
+HOOKS = sorted(
+    name
+    for name, member in vars(KVStoreConnector).items()
+    if not name.startswith("_") and hasattr(KVConnectorBase_V1, name) and not isinstance(member, property)
+)
+
+
+class _NothingConnected(KVStoreConnector):
+    """The scheduler side, without vLLM's configuration."""
+
+    def __init__(self) -> None:
+        self._role = KVConnectorRole.SCHEDULER
+        self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
+        self._worker = None
+        self._kv_cache_manager = None
+
+
+def test_registering_twice_is_fine() -> None:
+    plugin.register()
+    plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR_NAME) is KVStoreConnector
+    assert plugin.CONNECTOR_NAME == connector.CONNECTOR
+
+
+def test_nothing_abstract_is_left() -> None:
+    assert not inspect.isabstract(KVStoreConnector)
+    assert not issubclass(KVStoreConnector, SupportsHMA), "with it, models of several groups would reach us"
+
+
+def test_the_factory_finds_the_third_argument_by_name() -> None:
+    assert list(inspect.signature(KVStoreConnector.__init__).parameters)[1:] == [
+        "vllm_config",
+        "role",
+        "kv_cache_config",
+    ]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_take_what_the_base_class_takes(name: str) -> None:
+    ours, theirs = (inspect.signature(getattr(cls, name)).parameters for cls in (KVStoreConnector, KVConnectorBase_V1))
+    assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+
+
+def test_every_public_method_is_a_hook() -> None:
+    ours = {name for name in vars(KVStoreConnector) if not name.startswith("_")}
+    assert ours - set(HOOKS) == {"requires_kv_delivery"}
+
+
+def test_wrong_configuration_is_refused_before_the_model_loads() -> None:
+    with pytest.raises(ValueError, match="chunk_sizes"):
+        KVStoreConnector.requires_piecewise_for_cudagraph({"kvstore.chunk_sizes": 3})
+    assert KVStoreConnector.requires_piecewise_for_cudagraph({}) is False
+
+
+def test_facts_connect_in_the_order_of_ranks() -> None:
+    found = _NothingConnected()
+    refs = [ChunkRef(bytes([number]) * 16, 1) for number in range(2)]
+    ranks = {
+        (0, 1): FactsMetadata(WorkerFacts(4, 4096, 128, 0, (0, 0), [(refs[0], 1)])),
+        (0, 0): FactsMetadata(WorkerFacts(4, 4096, 128, 0, (0, 0), [(ref, 1) for ref in refs])),
+    }
+    found.set_xfer_handshake_metadata_pp_aware(ranks)
+    assert found._scheduling.index is not None
+    assert found._scheduling._num_ranks == 2
+
+
+def test_what_other_connectors_said_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
+    class Foreign(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM's classes are Any to mypy
+        pass
+
+    found = _NothingConnected()
+    found.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign(), (0, 1): FactsMetadata(FACTS)})
+    assert found._scheduling.index is None
+    assert "another connector spoke first" in caplog.text
+
+
+def test_reports_aggregate() -> None:
+    one, two = (ReportMetadata(StepReport({1: StepResult({key}, ranks_ended=1)})) for key in (b"a", b"b"))
+    merged = one.aggregate(two)
+    assert isinstance(merged, ReportMetadata)
+    assert merged.report.steps[1] == StepResult({b"a", b"b"}, ranks_ended=2)
+
+
+@pytest.mark.parametrize(
+    ("failed", "blocks", "behind"),
+    [({3}, [1, 3, 5], {3, 5}), ({9}, [1, 3], set()), ({1, 5}, [1, 3, 5], {1, 3, 5}), ({1}, [], set())],
+)
+def test_blocks_behind(failed: set[int], blocks: list[int], behind: set[int]) -> None:
+    assert blocks_behind(failed, blocks) == behind
+
+
+def test_spoilt_blocks_leave_vllms_prefix_cache() -> None:
+    evicted: list[set[int]] = []
+    found: Any = _NothingConnected()
+    found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
+    request = SimpleNamespace(request_id="one", all_token_ids=[1, 2], num_prompt_tokens=2, num_tokens=2)
+    found._scheduling.add_request(request, _no_extras())
+    found._kv_cache_manager = SimpleNamespace(get_block_ids=lambda _: ([4, 5, 6],), evict_blocks=evicted.append)
+    found.update_connector_output(KVConnectorOutput(invalid_block_ids={5, 9}))
+    assert evicted == [{5, 6, 9}]
+
+
+def _no_extras() -> Any:
+    from kvstore.keys import NO_EXTRAS
+
+    return NO_EXTRAS

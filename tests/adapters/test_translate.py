@@ -1,0 +1,175 @@
+"""Between vLLM's objects and ours: what is refused at start, and what goes into a request's key."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request
+
+from kvstore.adapters.vllm import translate
+from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.config.schema import StoreConfig
+from kvstore.errors import ConfigError, LayoutError
+from kvstore.keys import PrefixHasher
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 16
+PROMPT = list(range(4 * BLOCK))
+CONFIG = StoreConfig(chunk_size=4 * BLOCK)
+
+
+def spec(block_size: int = BLOCK) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
+    groups = groups or (KVCacheGroupSpec(["layer.0"], spec()),)
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(groups))
+
+
+def vllm_config(*, policy: str = "recompute", consumer: bool = True, dcp: int = 1, pcp: int = 1) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=consumer, is_kv_producer=True, kv_load_failure_policy=policy),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp),
+    )
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_supported_set_up_passes() -> None:
+    translate.check_supported(vllm_config(), cache_config(), CONFIG)
+
+
+def test_fail_policy_is_refused_with_the_flag_to_add() -> None:
+    with pytest.raises(ConfigError, match='"kv_load_failure_policy":"recompute"'):
+        translate.check_supported(vllm_config(policy="fail"), cache_config(), CONFIG)
+
+
+def test_a_producer_does_not_load_so_its_policy_does_not_matter() -> None:
+    translate.check_supported(vllm_config(policy="fail", consumer=False), cache_config(), CONFIG)
+
+
+@pytest.mark.parametrize(("dcp", "pcp"), [(2, 1), (1, 2)])
+def test_context_parallelism_is_refused(dcp: int, pcp: int) -> None:
+    with pytest.raises(ConfigError, match="context-parallel-size"):
+        translate.check_supported(vllm_config(dcp=dcp, pcp=pcp), cache_config(), CONFIG)
+
+
+def test_several_groups_are_refused() -> None:
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec()) for number in range(2)]
+    with pytest.raises(LayoutError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
+        translate.check_supported(vllm_config(), cache_config(*groups), CONFIG)
+
+
+def test_state_that_does_not_consist_of_tokens_is_refused() -> None:
+    mamba = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
+    with pytest.raises(LayoutError, match="MambaSpec"):
+        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba)), CONFIG)
+
+
+def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chunk_size 64 is not a multiple of vLLM's block size 48"):
+        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], spec(48))), CONFIG)
+
+
+def test_an_untested_version_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with pytest.raises(ConfigError, match=r"0\.99\.0.*0\.32.*KVSTORE_ALLOW_UNTESTED_VLLM=1"):
+        translate.check_supported(vllm_config(), cache_config(), CONFIG)
+    monkeypatch.setenv(translate.ALLOW_UNTESTED, "1")
+    translate.check_supported(vllm_config(), cache_config(), CONFIG)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def request(**fields: Any) -> Request:
+    defaults: dict[str, Any] = {
+        "request_id": "one",
+        "prompt_token_ids": list(PROMPT),
+        "sampling_params": SamplingParams(max_tokens=1),
+        "pooling_params": None,
+    }
+    return Request(**{**defaults, **fields})
+
+
+def keys(request: Request, adapters: AdapterFiles | None = None) -> list[bytes]:
+    extras = translate.key_extras(request, adapters or AdapterFiles())
+    assert extras is not None
+    hasher = PrefixHasher(4 * BLOCK, BLOCK, extras)
+    hasher.update(request.all_token_ids)
+    return hasher.block_keys(0)
+
+
+def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset=offset, length=BLOCK)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRARequest:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678")
+    return LoRARequest("style", 1, str(tmp_path))
+
+
+def test_equal_requests_share() -> None:
+    assert keys(request()) == keys(request(request_id="two"))
+
+
+def test_salts_keep_apart() -> None:
+    assert len({keys(request(cache_salt=salt))[0] for salt in (None, "a", "b")}) == 3
+
+
+def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> None:
+    plain, cat, dog, moved = (
+        keys(request(mm_features=features))
+        for features in ([], [image("cat", 2 * BLOCK)], [image("dog", 2 * BLOCK)], [image("cat", BLOCK)])
+    )
+    assert plain[:2] == cat[:2] == dog[:2]
+    assert len({plain[2], cat[2], dog[2], moved[2]}) == 4
+    assert len({plain[3], cat[3], dog[3], moved[3]}) == 4
+
+
+def test_lora_keeps_apart(lora: LoRARequest, tmp_path: Path) -> None:
+    adapters = AdapterFiles()
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in tmp_path.glob("adapter*"):
+        shutil.copy(path, other)  # not the times: so other weights, for all one can tell
+    found = {
+        keys(request(lora_request=adapter), adapters)[0]
+        for adapter in (None, lora, LoRARequest("style", 2, str(other)), LoRARequest("other", 3, lora.lora_path))
+    }
+    assert len(found) == 4
+
+
+def test_lora_loaded_in_place_is_not_shared(lora: LoRARequest) -> None:
+    lora.load_inplace = True
+    assert translate.key_extras(request(lora_request=lora), AdapterFiles()) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_token_ids": None, "prompt_embeds": torch.zeros(8, 4)},
+        {"prompt_embeds": torch.zeros(64, 4), "prompt_is_token_ids": [True] * 64},
+        {"sampling_params": None, "pooling_params": PoolingParams()},
+        {"resumable": True},
+    ],
+    ids=["embeddings", "mixed embeddings", "pooling", "session"],
+)
+def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
+    assert translate.key_extras(request(**fields), AdapterFiles()) is None

@@ -1,0 +1,35 @@
+"""Fixtures of the tests on real vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> None:
+    prepare_environment(two_processes=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose greedy outputs depend on every token of the prompt."""
+    from kvstore.tools.models import TINY, build_llama
+
+    return build_llama(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    """See ``make_prompts``."""
+    return make_prompts()
+
+
+@pytest.fixture(scope="session")
+def plain_outputs(tiny_model: Path, prompts: Sequence[Prompt]) -> list[Completion]:
+    """What plain vLLM answers, in float32."""
+    with Engine(tiny_model) as engine:
+        return engine.generate(prompts, logprobs=2)

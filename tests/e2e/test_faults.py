@@ -1,0 +1,178 @@
+"""What breaks becomes a miss: vLLM computes, outputs stay right, and nothing leaks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.vllm_engine import (
+    Completion,
+    Engine,
+    Prompt,
+    StoreSetup,
+    assert_same_outputs,
+    whole_blocks,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[random.Random(path.name).randrange(len(raw) // 2, len(raw) * 3 // 4)] ^= 0x10
+    path.write_bytes(raw)
+
+
+def flip_header(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[100] ^= 0x01
+    path.write_bytes(raw)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def bytes_on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not _is_bookkeeping(path))
+
+
+def _is_bookkeeping(path: Path) -> bool:
+    return path.name in {".lock", "namespace.json"}
+
+
+def test_damaged_files(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
+) -> None:
+    """Every third file is damaged after vLLM knows it: loads fail in the middle of requests, and are computed."""
+    store = StoreSetup(tmp_path / "disk")
+    with Engine(tiny_model, store) as engine:
+        engine.generate(prompts)
+        engine.settle()
+    with Engine(tiny_model, store) as engine:
+        damaged = chunk_files(tmp_path / "disk")[::3]
+        assert len(damaged) > 10
+        for path, damage in zip(damaged, itertools.cycle((cut, flip, flip_header, empty, missing)), strict=False):
+            damage(path)
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        assert engine.store_scheduler.index.counters.failed_loads > 0
+        engine.settle()
+        engine.forget_local()
+        again = engine.generate(prompts)  # what was lost has been computed, and stored again
+        assert_same_outputs(plain_outputs, again)
+        for prompt, output in zip(prompts, again, strict=True):
+            assert output.cached_tokens >= whole_blocks(len(prompt))
+        engine.assert_idle()
+        assert bytes_on_disk(tmp_path / "disk") == engine.store_worker._disk.used_bytes
+
+
+def test_the_whole_folder_disappears(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
+) -> None:
+    store = StoreSetup(tmp_path / "disk")
+    with Engine(tiny_model, store) as engine:
+        engine.generate(prompts)
+        engine.settle()
+    with Engine(tiny_model, store) as engine:
+        shutil.rmtree(tmp_path / "disk")
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        engine.assert_idle()
+
+
+def test_every_third_load_fails(
+    tiny_model: Path,
+    prompts: list[Prompt],
+    plain_outputs: list[Completion],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reads that fail at random, with requests sharing prefixes: the blocks are computed again, for all of them."""
+    from kvstore.tiers.base import Outcome
+    from kvstore.tiers.disk import DiskTier
+
+    store = StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False})
+    original = DiskTier.get
+    calls = 0
+
+    def failing(self: DiskTier, transfers: list[object]) -> list[Outcome]:
+        nonlocal calls
+        calls += 1
+        return [Outcome.FAILED] if calls % 3 == 0 else original(self, transfers)  # type: ignore[arg-type]
+
+    with Engine(tiny_model, store) as engine:
+        engine.generate(prompts)
+        engine.settle()
+        engine.forget_local()
+        monkeypatch.setattr(DiskTier, "get", failing)
+        for _ in range(3):
+            assert_same_outputs(plain_outputs, engine.generate(prompts))
+            engine.settle()
+            engine.forget_local()
+        assert engine.store_scheduler.index.counters.failed_loads > 10
+        engine.assert_idle()
+
+
+def test_killed_while_storing(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
+) -> None:
+    """kill -9 in the middle: the next start serves what was complete, sweeps the rest, and accounts every byte."""
+    folder = tmp_path / "disk"
+    script = (
+        "import json, sys; from pathlib import Path\n"
+        "from support.vllm_engine import Engine, StoreSetup, prepare_environment\n"
+        "prepare_environment(two_processes=False)\n"
+        "model, disk, prompts = json.load(sys.stdin)\n"
+        "with Engine(Path(model), StoreSetup(Path(disk))) as engine:\n"
+        "    print('STORING', flush=True)\n"
+        "    engine.generate(prompts)\n"
+        "    sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([str(tiny_model), str(folder), prompts]))
+        process.stdin.close()
+        deadline_s = time.monotonic() + 120
+        while len(chunk_files(folder)) < 8:  # some are complete, more are under way
+            assert time.monotonic() < deadline_s, "nothing was stored"
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    survivors = len(chunk_files(folder))
+    with Engine(tiny_model, StoreSetup(folder)) as engine:
+        disk = engine.store_worker._disk
+        assert len(engine.store_scheduler.index) == survivors
+        assert bytes_on_disk(folder) == disk.used_bytes == engine.store_scheduler.index.disk_used_bytes
+        outputs = engine.generate(prompts)
+        assert_same_outputs(plain_outputs, outputs)
+        assert engine.store_worker._mover.counters.chunks_loaded_from_disk > 0
+        engine.assert_idle()
+        assert bytes_on_disk(folder) == disk.used_bytes

@@ -1,0 +1,78 @@
+"""What cannot be served right is refused when vLLM starts, in words that say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.vllm_engine import Engine, StoreSetup
+
+from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+
+def refusal(model: Path, store: StoreSetup, **overrides: Any) -> str:
+    """The message with which an engine refuses to start."""
+    with pytest.raises(KVStoreError) as caught, Engine(model, store, **overrides):
+        pass
+    _forget_the_attempt()
+    return str(caught.value)
+
+
+def _forget_the_attempt() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (StoreSetup(policy="fail"), ["kv_load_failure_policy", '"recompute"', "--kv-transfer-config"]),
+        (StoreSetup(extra={"kvstore.chunk_size": 100}), ["chunk_size", "100", "32", "multiple"]),
+        (StoreSetup(extra={"kvstore.chunk_sise": 256}), ["chunk_sise", "256", "chunk_size"]),
+        (StoreSetup(cpu_gib=4000.0), ["max_local_cpu_size", "4000"]),
+        (StoreSetup(disk=Path("/proc/kvstore"), disk_gib=1.0), ["/proc/kvstore"]),
+        (StoreSetup(extra={"lmcache.max_local_cpu_size": "5GB", "kvstore.max_local_cpu_size": "5GB"}), ["5GB", "GiB"]),
+    ],
+    ids=["policy", "chunk size", "unknown key", "memory", "folder", "unit"],
+)
+def test_configuration(tiny_model: Path, store: StoreSetup, words: list[str]) -> None:
+    message = refusal(tiny_model, store)
+    for word in words:
+        assert word in message
+
+
+def test_more_disk_than_there_is(tiny_model: Path, tmp_path: Path) -> None:
+    assert "max_local_disk_size" in refusal(tiny_model, StoreSetup(tmp_path / "disk", disk_gib=900_000.0))
+
+
+def test_owned_folder(tiny_model: Path, tmp_path: Path) -> None:
+    from kvstore.keys import Namespace
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.disk import DiskTier
+
+    layout = KVLayout(page_bytes=(4096,), planes=1, block_tokens=32, chunk_tokens=256)
+    other = DiskTier(tmp_path / "disk", Namespace({"model": "other"}), layout, 1 << 24)
+    with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, StoreSetup(tmp_path / "disk")):
+        pass
+    _forget_the_attempt()
+    other.close()
+
+
+def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    message = refusal(tiny_model, StoreSetup())
+    assert "0.99.0" in message
+    assert "0.32" in message
+
+
+def test_dummy_weights_need_a_name(tiny_model: Path) -> None:
+    assert "model_id" in refusal(tiny_model, StoreSetup(), load_format="dummy")
+    assert issubclass(ConfigError, ValueError)

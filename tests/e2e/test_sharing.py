@@ -1,0 +1,105 @@
+"""Two requests that must not share KV do not, on real vLLM; those that may do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.vllm_engine import Engine, StoreSetup, assert_same_outputs, make_prompts, whole_blocks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+PROMPT = make_prompts()[18]  # 513 tokens
+
+
+def test_salts(tiny_model: Path, tmp_path: Path) -> None:
+    with Engine(tiny_model, StoreSetup(tmp_path / "disk")) as engine:
+        engine.generate([PROMPT], salts=["tenant a"])
+        for salt, shares in (("tenant b", False), (None, False), ("tenant a", True)):
+            engine.forget_local()
+            output = engine.generate([PROMPT], salts=[salt])[0]
+            assert (output.cached_tokens >= whole_blocks(len(PROMPT))) == shares, salt
+
+
+def test_lora_files_behind_one_name(tiny_model: Path, tmp_path: Path) -> None:
+    """An adapter's files replaced between two starts of vLLM: same name, same path, other KV."""
+    from kvstore.tools.models import TINY, build_lora
+    from vllm.lora.request import LoRARequest
+
+    adapter = tmp_path / "adapter"
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    outputs = []
+    for seed, cached in ((1, False), (1, True), (2, False)):
+        if not cached:
+            shutil.rmtree(adapter, ignore_errors=True)
+            build_lora(adapter, TINY, model_folder=tiny_model, seed=seed)
+        request = LoRARequest("tenant", 1, str(adapter))
+        with Engine(tiny_model, StoreSetup(tmp_path / "disk"), **settings) as engine:
+            with_adapter = engine.generate([PROMPT], lora=request)[0]
+            assert (with_adapter.cached_tokens > 0) == cached, seed
+            engine.forget_local()
+            outputs.append(engine.generate([PROMPT], lora=request)[0].token_ids)
+            base = engine.generate([PROMPT])[0].token_ids
+            assert base != outputs[-1]
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_prompt_embeddings_are_passed_by(tiny_model: Path, tmp_path: Path) -> None:
+    """Two different ones, which vLLM both shows as zero tokens."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    embeddings = [torch.randn(300, 256, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+
+    def outputs(engine: Engine) -> list[list[int]]:
+        found = []
+        for embedding in embeddings:
+            output: Any = engine.llm.generate([{"prompt_embeds": embedding}], params, use_tqdm=False)[0]
+            found.append(list(output.outputs[0].token_ids))
+            engine.forget_local()
+        return found
+
+    with Engine(tiny_model, enable_prompt_embeds=True) as engine:
+        plain = outputs(engine)
+    with Engine(tiny_model, StoreSetup(tmp_path / "disk"), enable_prompt_embeds=True) as engine:
+        assert outputs(engine) == plain
+        assert outputs(engine) == plain
+        assert engine.store_scheduler.index.counters.stored == 0
+    assert plain[0] != plain[1]
+
+
+def test_weights_replaced_in_the_same_folder(tmp_path: Path) -> None:
+    """A new model under an old path finds nothing; the old one's chunks leave when room is needed."""
+    from kvstore.tools.models import TINY, build_llama
+
+    model = tmp_path / "model"
+    for seed in (1, 2):
+        build_llama(model, TINY, seed=seed)
+        with Engine(model) as engine:
+            plain = engine.generate([PROMPT], logprobs=2)
+        with Engine(model, StoreSetup(tmp_path / "disk")) as engine:
+            cold = engine.generate([PROMPT])
+            assert cold[0].cached_tokens == 0
+            assert_same_outputs(plain, cold)
+        with Engine(model, StoreSetup(tmp_path / "disk")) as engine:
+            warm = engine.generate([PROMPT])
+            assert warm[0].cached_tokens == whole_blocks(len(PROMPT))
+            assert_same_outputs(plain, warm)
+
+
+def test_weights_changed_while_running(tiny_model: Path, tmp_path: Path) -> None:
+    """``reset_cache``, which weight updates call, makes everything older unreachable at once, and after a restart."""
+    store = StoreSetup(tmp_path / "disk")
+    with Engine(tiny_model, store) as engine:
+        engine.generate([PROMPT])
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.generate([PROMPT])[0].cached_tokens == 0
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        engine.generate([[1, 2, 3]])
+    with Engine(tiny_model, store) as engine:
+        assert engine.generate([PROMPT])[0].cached_tokens == 0

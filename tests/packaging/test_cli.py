@@ -1,0 +1,41 @@
+"""The command's surface: help with an example everywhere, JSON where programs read, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore.tools.cli import app
+
+RUNNER = CliRunner()
+EXAMPLES = Path(__file__).resolve().parents[2] / "config" / "examples"
+
+
+@pytest.mark.parametrize("command", [["version"], ["demo"], ["config", "check"]], ids=" ".join)
+def test_every_command_has_an_example(command: list[str]) -> None:
+    result = RUNNER.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert f"Example: kvstore {' '.join(command)}" in result.output
+
+
+def test_version_as_json() -> None:
+    result = RUNNER.invoke(app, ["version", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout).keys() == {"kvstore", "vllm", "torch"}
+
+
+def test_a_good_configuration() -> None:
+    result = RUNNER.invoke(app, ["config", "check", str(EXAMPLES / "cpu-and-disk.yaml"), "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["config"]["max_local_disk_size"] == 20.0
+
+
+def test_a_misspelt_key_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("chunk_sice: 256\n", encoding="utf-8")
+    result = RUNNER.invoke(app, ["config", "check", str(file)])
+    assert result.exit_code == 2
+    assert "chunk_size" in result.stderr

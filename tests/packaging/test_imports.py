@@ -1,0 +1,180 @@
+"""Imports point one way, and what may not be in the code is not in it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A module may import modules of lower levels only. A new module of the engine gets its line here.
+LEVELS = {
+    "kvstore": 0,
+    "kvstore.errors": 0,
+    "kvstore.tiers": 0,
+    "kvstore.hostlimits": 1,
+    "kvstore.keys": 1,
+    "kvstore.layout": 1,
+    "kvstore.chunkfile": 2,
+    "kvstore.policy": 2,
+    "kvstore.tiers.base": 2,
+    "kvstore.index": 3,
+    "kvstore.pages": 3,
+    "kvstore.slabs": 3,
+    "kvstore.tiers._folder": 3,
+    "kvstore.device": 4,
+    "kvstore.tiers.cpu": 4,
+    "kvstore.tiers.disk": 4,
+    "kvstore.binding": 5,
+    "kvstore.movers": 5,
+    "kvstore.engine": 6,
+    "kvstore.testing": 7,
+}
+# What the packages around the engine may import of this project, besides themselves.
+OUTER = {
+    "kvstore.config": ("kvstore",),
+    "kvstore.adapters": ("kvstore", "kvstore.config"),
+    "kvstore.tools": ("kvstore", "kvstore.config"),
+}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save"}
+
+
+class Module(NamedTuple):
+    name: str
+    path: Path
+
+    @property
+    def package(self) -> str:
+        """The outer package it belongs to, or ``kvstore`` for the engine."""
+        return next((outer for outer in OUTER if self.name == outer or self.name.startswith(f"{outer}.")), "kvstore")
+
+
+def all_modules() -> list[Module]:
+    folders = {"kvstore": ROOT / "kvstore", **{f"kvstore.{n}": ROOT / n for n in ("adapters", "config", "tools")}}
+    found = []
+    for prefix, folder in folders.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if prefix == "kvstore" and parts[0] in {"adapters", "config", "tools"}:
+                continue  # the links; their targets come under their own names
+            if parts[0] == "dev":
+                continue  # scripts, not a package
+            name = ".".join((prefix, *parts)).removesuffix(".__init__")
+            found.append(Module(name, path))
+    return found
+
+
+MODULES = all_modules()
+NAMES = {module.name for module in MODULES}
+by_name = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+
+
+def imported_names(module: Module) -> set[str]:
+    """Dotted names of all modules it imports anywhere, also inside functions and for type checking."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.path}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in NAMES else node.module)
+    return names
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name for name in names if name.split(".")[0] == "kvstore"}
+
+
+def python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_there_are_modules() -> None:
+    assert {"kvstore.keys", "kvstore.tools.cli", "kvstore.config", "kvstore.adapters"} <= NAMES
+
+
+@by_name
+def test_arrows_inside_the_engine(module: Module) -> None:
+    if module.package != "kvstore":
+        return
+    assert module.name in LEVELS, f"{module.name} is new: give it a level in {Path(__file__).name}"
+    for name in ours(imported_names(module)):
+        assert name in LEVELS, f"{module.name} imports {name}, which is no module of the engine"
+        assert LEVELS[name] < LEVELS[module.name], f"{module.name} imports {name}, which is not below it"
+
+
+@by_name
+def test_arrows_between_packages(module: Module) -> None:
+    if module.package == "kvstore":
+        return
+    allowed = {*OUTER[module.package], module.package}
+    for name in ours(imported_names(module)):
+        target = Module(name, module.path).package
+        assert target in allowed, f"{module.name} imports {name}: {module.package} may import {sorted(allowed)} only"
+
+
+@by_name
+def test_only_adapters_import_vllm(module: Module) -> None:
+    if module.package != "kvstore.adapters":
+        assert not {name for name in imported_names(module) if name.split(".")[0] == "vllm"}
+
+
+@by_name
+def test_nothing_that_runs_data_as_code(module: Module) -> None:
+    imported = {name.split(".")[0] for name in imported_names(module)}
+    assert not imported & FORBIDDEN_MODULES
+    for node in ast.walk(ast.parse(module.path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in FORBIDDEN_CALLS, f"{module.path}:{node.lineno}"
+
+
+def test_keys_need_neither_torch_nor_vllm() -> None:
+    code = "import sys, kvstore, kvstore.keys; print(sorted({'torch', 'vllm', 'numpy'} & sys.modules.keys()))"
+    assert python(code) == "[]"
+
+
+def test_the_command_starts_without_heavy_imports() -> None:
+    code = "import sys, kvstore.tools.cli; print(sorted({'torch', 'vllm', 'numpy'} & sys.modules.keys()))"
+    assert python(code) == "[]"
+
+
+def test_no_module_has_two_names() -> None:
+    code = (
+        "import sys, kvstore.adapters, kvstore.config, kvstore.tools.cli, kvstore.tools.models, kvstore.engine;"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'adapters', 'config', 'tools'}))"
+    )
+    assert python(code) == "[]"
+
+
+def test_no_file_names_a_machine() -> None:
+    words = [f"/{folder}/" for folder in ("work", "root", "home", "Users")]
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        lines = enumerate(text.splitlines(), start=1)
+        found += [f"{path.relative_to(ROOT)}:{n}" for n, line in lines if any(word in line for word in words)]
+    assert not found
+
+
+def tracked_files() -> list[Path]:
+    """Files that git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    paths = (ROOT / name for name in listing.stdout.decode().split("\0") if name)
+    return [path for path in paths if path.is_file()]

@@ -1,0 +1,1 @@
+"""What several tests share. On the path as `support` (see `pythonpath` in pyproject.toml)."""

@@ -1,0 +1,56 @@
+"""Invariants of the index and the engine, recomputed from their insides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.disk import DiskTier
+
+if TYPE_CHECKING:
+    from kvstore.engine import CacheEngine
+    from kvstore.index import ChunkIndex
+
+
+def check_index(index: ChunkIndex) -> None:
+    """Every counter and every list must agree with the chunks themselves."""
+    chunks = index._chunks
+    owned = [chunk.slot for chunk in chunks.values() if chunk.slot is not None]
+    assert sorted(owned + list(index._free_slots)) == list(range(index._num_slots)), "a slot is lost or owned twice"
+    assert index.slots_in_use == len(owned)
+    assert index._idle_slots == sum(chunk.in_memory and chunk.uses == 0 for chunk in chunks.values())
+    assert set(index._memory.oldest_first()) == {key for key, chunk in chunks.items() if chunk.slot is not None}
+    assert index._writes == sum(chunk.writing for chunk in chunks.values())
+    assert index._writes <= index._max_writes
+    assert index.uses == sum(chunk.uses for chunk in chunks.values())
+    for key, chunk in chunks.items():
+        assert chunk.ref.prefix_key == key
+        assert chunk.uses >= 0
+        assert chunk.slot is not None or chunk.disk_bytes, "a chunk that is nowhere"
+        assert chunk.uses or not (chunk.filling or chunk.writing or chunk.forgotten), "unfinished, and nobody at it"
+        assert index._keep_in_memory or chunk.uses or chunk.slot is None
+    if index._disk is None:
+        assert index.disk_used_bytes == 0
+    else:
+        assert index.disk_used_bytes == sum(chunk.disk_bytes for chunk in chunks.values())
+        assert index.disk_used_bytes <= index._disk.capacity_bytes
+        assert set(index._disk.order.oldest_first()) == {key for key, chunk in chunks.items() if chunk.disk_bytes}
+
+
+def check_idle(engine: CacheEngine) -> None:
+    """Nothing is in flight, nothing was leaked, and the tiers hold what the index says."""
+    assert engine.flush(30.0)
+    index, mover = engine._index, engine._mover
+    with engine._index_lock:
+        check_index(index)
+        assert index.uses == 0
+        for ref in index.take_removals():  # the next call would carry them out
+            mover.remove([ref])
+    assert not mover._writing
+    assert not mover._doomed
+    for chunk in index._chunks.values():
+        if chunk.slot is not None:
+            assert engine._cpu.read(chunk.slot, chunk.ref) is not None, "a slot that holds something else"
+    if isinstance(engine._disk, DiskTier):
+        held = dict(engine._disk.scan())
+        assert held == {chunk.ref: chunk.disk_bytes for chunk in index._chunks.values() if chunk.disk_bytes}
+        assert engine._disk.used_bytes <= engine._disk.capacity_bytes

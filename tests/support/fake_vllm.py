@@ -1,0 +1,604 @@
+"""Plays vLLM's scheduler and model runner around a `StoreScheduler` and real `StoreWorker`s, without vLLM.
+
+The KV of a token is a hash over all tokens up to it, written into real tensors. A step computes it only if all KV
+before it is right, as attention would, and garbage otherwise; so a wrong byte in any block, once used, is an error that
+names the request. Modelled because it is what goes wrong: blocks shared by prefix before they are loaded, freed blocks filled
+with garbage, steps planned before the last one's report, drafts that are rejected, preemption, aborts, new weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.steps import StepPlan, StepReport
+from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.adapters.vllm.worker import StoreWorker
+from kvstore.binding import bind_paged_kv
+from kvstore.engine import EngineOptions
+from kvstore.index import ChunkIndex
+from kvstore.keys import KeyExtras, Namespace
+
+BLOCK = 4
+CHUNK = 16
+LAYERS = 2
+CHUNK_SLOT_BYTES = 4096
+CHUNK_FILE_BYTES = 8192
+GARBAGE = 0x6B6B6B6B
+VOCABULARY = 50
+
+
+def kv_of(seed: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The KV of every token; ``seed`` is what besides the tokens decides it."""
+    value = zlib.crc32(seed.encode())
+    values = []
+    for token in tokens:
+        value = (value * 6364136223846793005 + token * 2 + 1442695040888963407) % (1 << 62)
+        values.append(value)
+    return np.array(values, np.int64)
+
+
+def sample(tokens: Sequence[int]) -> int:
+    """The token that the model says next."""
+    return zlib.crc32(bytes(tokens)) % VOCABULARY
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """Satisfies `RequestView`."""
+
+    request_id: str
+    all_token_ids: list[int]
+    max_tokens: int = 1
+    salt: str = ""
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    placeholders: int = 0
+    state: str = "waiting"  # running, preempted, finished
+    blocks: list[int] = field(default_factory=list)
+    on_gpu: int = 0  # tokens whose KV the runner has written; drafts rejected are not counted
+    stale: int = 0  # outputs on their way that belong to a time before the last preemption or failed load
+    drop_stale: bool = False
+    in_flight: int = 0
+    mixed: bool = False  # some of its KV belongs to weights that are gone
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+
+@dataclass
+class Scheduled:
+    """A request's part in a step, as the runner sees it."""
+
+    request: FakeRequest
+    start: int
+    count: int
+    drafts: int
+    blocks: list[int]
+    samples: bool
+
+
+@dataclass
+class Step:
+    """A step on its way."""
+
+    plan: bytes
+    work: list[Scheduled]
+    has_loads: bool
+    failed_blocks: set[int] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    report: StepReport | None = None
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to build a `FakeVllm`."""
+
+    folder: Path | None = None
+    ranks: int = 1
+    gpu_blocks: int = 64
+    slots: int = 16
+    disk_chunks: int = 64
+    local_cpu: bool = True
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = False
+    save_tails: bool = True
+    min_retrieve_tokens: int = 0
+    max_write_queue: int | None = None
+    run_ahead: int = 0  # steps planned before the report of the first of them
+    drafts: int = 0
+    budget: int = 64
+    max_running: int = 8
+    defer_stores: bool = False  # a draft model: the report leaves before the stores are done
+    seed: int = 0
+
+
+class FakeVllm:
+    """One engine: scheduler side, `ranks` workers, and everything of vLLM between them."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.random = random.Random(setup.seed)
+        self.scheduler = StoreScheduler(
+            SchedulerOptions(
+                SaveRules(BLOCK, CHUNK, setup.save_decode, setup.save_tails),
+                loads=setup.loads,
+                saves=setup.saves,
+                local_cpu=setup.local_cpu,
+                min_retrieve_tokens=setup.min_retrieve_tokens,
+                max_write_queue=setup.max_write_queue,
+            )
+        )
+        self.weights = 0
+        self.caches = [
+            [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(LAYERS)] for _ in range(setup.ranks)
+        ]
+        self.workers = [self._worker(rank) for rank in range(setup.ranks)]
+        self.scheduler.connect([worker.facts() for worker in self.workers])
+        self.free: deque[int] = deque(range(1, setup.gpu_blocks))  # vLLM keeps block 0 for itself
+        self.uses = dict.fromkeys(range(setup.gpu_blocks), 0)
+        self.hashes: OrderedDict[tuple[str, tuple[int, ...]], int] = OrderedDict()  # the local prefix cache
+        self.hash_of: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.waiting: deque[FakeRequest] = deque()
+        self.running: list[FakeRequest] = []
+        self.kept: dict[str, tuple[FakeRequest, int]] = {}  # ended, blocks kept until so many ranks have reported
+        self.deferred_frees: list[tuple[int, list[int]]] = []
+        self.in_flight: deque[Step] = deque()
+        self.planned = self.processed = 0
+        self.loaded_tokens: dict[str, int] = {}
+        self.take: Callable[[int], int] = lambda offered: offered  # how many external tokens vLLM makes use of
+        self.recovered = 0  # requests set back by failed loads
+
+    def _worker(self, rank: int) -> StoreWorker:
+        setup = self.setup
+        layers = {f"layer.{number}": torch.from_numpy(cache) for number, cache in enumerate(self.caches[rank])}
+        paged = bind_paged_kv(layers, num_blocks=setup.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK)
+        options = EngineOptions(
+            max_local_cpu_bytes=setup.slots * CHUNK_SLOT_BYTES,
+            local_cpu=setup.local_cpu,
+            local_disk=setup.folder / f"rank-{rank}" if setup.folder else None,
+            max_local_disk_bytes=setup.disk_chunks * CHUNK_FILE_BYTES,
+            use_odirect=False,
+            disk_io_threads=2,
+        )
+        return StoreWorker(paged, Namespace({"model": "fake", "rank": rank}), options)
+
+    @property
+    def index(self) -> ChunkIndex:
+        """The scheduler's catalog."""
+        assert self.scheduler.index is not None
+        return self.scheduler.index
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
+
+    # -- what a client does -----------------------------------------------------------------------------------------
+
+    def add(self, name: str, tokens: Iterable[int], *, max_tokens: int = 1, salt: str = "") -> FakeRequest:
+        """A new request."""
+        request = FakeRequest(name, list(tokens), max_tokens, salt)
+        self.scheduler.add_request(request, KeyExtras(cache_salt=salt))
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: FakeRequest) -> None:
+        """The client went away."""
+        if request.state != "finished":
+            self._finish(request)
+
+    def run(self, *, max_steps: int = 400) -> None:
+        """Work until nothing is left to do."""
+        for _ in range(max_steps):
+            if not (self.waiting or self.running or self.kept or self.in_flight):
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
+
+    def ask(self, name: str, tokens: Iterable[int], *, max_tokens: int = 1, salt: str = "") -> FakeRequest:
+        """Add a request and work until all are done."""
+        request = self.add(name, tokens, max_tokens=max_tokens, salt=salt)
+        self.run()
+        return request
+
+    def forget_local(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self.hashes.clear()
+        self.hash_of.clear()
+
+    def reset(self, *, preempt: bool) -> None:
+        """Change the weights, and forget all KV."""
+        self.weights += 1
+        for request in reversed(list(self.running)):
+            request.mixed = not preempt
+            if preempt:
+                self.preempt(request)
+                request.drop_stale = True
+        self.forget_local()
+        self.scheduler.reset_cache()
+
+    def settle(self) -> None:
+        """Work until idle, with every write reported."""
+        self.run()
+        for _ in range(2):  # the second takes along removals that the first one's report brought up
+            for worker in self.workers:
+                assert worker._mover.flush(10)
+            self.step()
+            self.run()
+
+    def preempt(self, request: FakeRequest) -> None:
+        """Take a running request's blocks away."""
+        self.running.remove(request)
+        self._free_request(request)
+        request.state = "preempted"
+        request.num_computed_tokens = request.placeholders = 0
+        request.stale, request.drop_stale = request.in_flight, False
+        self.waiting.appendleft(request)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Plan and carry out one step; take in a report once enough steps are under way."""
+        self.in_flight.append(self._schedule())
+        self._execute(self.in_flight[-1])
+        idle = not self.in_flight[-1].work
+        while self.in_flight and (len(self.in_flight) > self.setup.run_ahead or idle):
+            self._process(self.in_flight.popleft())
+
+    def _schedule(self) -> Step:
+        work: list[Scheduled] = []
+        budget = self.setup.budget
+        preempted = False
+        for request in list(self.running):
+            if request not in self.running or budget <= 0:
+                continue
+            drafts = self._drafts(request)
+            count = min(request.num_tokens + request.placeholders - request.num_computed_tokens + drafts, budget)
+            if request.placeholders and request.num_outputs + request.placeholders >= request.max_tokens:
+                continue  # vLLM sees that this request will have all its tokens
+            if count <= 0:
+                continue
+            while not (fits := self._grow(request, request.num_computed_tokens + count)):
+                victim = self.running[-1]
+                if victim.in_flight:
+                    break  # its blocks would come too late
+                preempted = True
+                self.preempt(victim)
+                if victim is request:
+                    break
+            if not fits:
+                break
+            work.append(self._part(request, count, drafts))
+            budget -= count
+        has_loads = False
+        skipped: list[FakeRequest] = []
+        while self.waiting and not preempted and budget > 0 and len(self.running) < self.setup.max_running:
+            request = self.waiting.popleft()
+            if request.stale and not request.drop_stale:
+                skipped.append(request)
+                continue
+            local = self._local_hit(request)
+            external = self.scheduler.num_new_matched_tokens(request, len(local) * BLOCK)
+            if external is None:
+                skipped.append(request)
+                continue
+            assert external == 0 or (external >= self.setup.min_retrieve_tokens and self.setup.loads)
+            external = self.take(external)
+            known = len(local) * BLOCK + external
+            assert known < request.num_tokens
+            count = min(request.num_tokens - known, budget)
+            request.blocks = list(local)
+            for block in local:
+                self._use(block)
+            if not self._grow(request, known + count):
+                self._free_request(request)
+                self.waiting.appendleft(request)
+                break
+            self.scheduler.allocated(request.request_id, request.blocks, external)
+            split = self.scheduler.hit_split(request.request_id, external)
+            assert sum(split) == external
+            assert min(split) >= 0
+            self.loaded_tokens[request.request_id] = external
+            has_loads |= external > 0
+            request.state = "running"
+            request.num_computed_tokens = request.on_gpu = known
+            self.running.append(request)
+            work.append(self._part(request, count, 0))
+            budget -= count
+        self.waiting.extendleft(reversed(skipped))
+        blocks = {part.request.request_id: part.request.blocks for part in work}
+        plan = self.scheduler.plan_step({part.request.request_id: part.count for part in work}, blocks.__getitem__)
+        for part in work:
+            self._after_schedule(part)
+        self.planned += 1
+        return Step(pickle.dumps(plan), work, has_loads)
+
+    def _drafts(self, request: FakeRequest) -> int:
+        decodes = request.num_tokens + request.placeholders - request.num_computed_tokens == 1
+        return self.random.randint(0, self.setup.drafts) if decodes and request.num_outputs else 0
+
+    def _part(self, request: FakeRequest, count: int, drafts: int) -> Scheduled:
+        samples = request.num_computed_tokens + count >= request.num_tokens + request.placeholders
+        for number in range(
+            0 if request.mixed else min(request.num_tokens, request.num_computed_tokens + count) // BLOCK
+        ):
+            self._cache(request, number)
+        return Scheduled(request, request.num_computed_tokens, count, drafts, list(request.blocks), samples)
+
+    def _after_schedule(self, part: Scheduled) -> None:
+        request = part.request
+        request.num_computed_tokens += part.count
+        request.in_flight += 1
+        if part.samples:
+            request.placeholders += 1 + part.drafts
+
+    def _execute(self, step: Step) -> None:
+        plans: list[StepPlan] = [pickle.loads(step.plan) for _ in self.workers]
+        for worker, plan in zip(self.workers, plans, strict=True):
+            worker.begin_step(plan)
+            if step.has_loads:
+                worker.load()
+                step.failed_blocks |= worker.take_failed_block_ids()
+        for part in step.work:
+            self._compute(step, part)
+        merged: StepReport | None = None
+        for worker in self.workers:
+            if not step.has_loads:
+                worker.load()
+            if not self.setup.defer_stores:
+                worker.store()
+            report = pickle.loads(pickle.dumps(worker.take_report()))
+            for req_id in worker.take_ended_requests():
+                self._rank_ended(step, req_id)
+            assert not worker.take_failed_block_ids()
+            if merged is None:
+                merged = report
+            elif report is not None:
+                merged.merge(report)
+            if self.setup.defer_stores:
+                worker.store()
+        step.report = merged
+
+    def _rank_ended(self, step: Step, req_id: str) -> None:
+        request, ranks = self.kept[req_id]
+        self.kept[req_id] = (request, ranks - 1)
+        if ranks == 1:
+            step.ended.add(req_id)
+
+    def _compute(self, step: Step, part: Scheduled) -> None:
+        request = part.request
+        tokens = list(request.all_token_ids)
+        start = request.on_gpu
+        end = start + part.count - part.drafts
+        while len(tokens) < end:  # sampled by a step whose output nobody has seen yet
+            tokens.append(sample(tokens))
+        accepted = 0
+        if part.samples:
+            accepted = self.random.randint(0, part.drafts)
+            for _ in range(accepted + 1):
+                tokens.append(sample(tokens))
+            step.outputs[request.request_id] = tokens[end : end + accepted + 1]
+            step.rejected[request.request_id] = part.drafts - accepted
+        self._write(step, part, tokens, start, end + accepted)
+        for position in range(end + accepted, end + part.drafts):  # rejected drafts leave their KV behind
+            self._put(part.blocks, position, GARBAGE + position)
+        request.on_gpu = end + accepted
+
+    def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int, end: int) -> None:
+        """Compute the KV of ``[start, end)``, from what stands before it."""
+        request = part.request
+        values = kv_of(f"{self.weights} {request.salt}", tokens[:end])
+        right = not request.mixed and self._holds(part.blocks, values[:start])
+        if not right and not request.mixed:
+            unheard = [*self.in_flight, step]
+            assert any(not earlier.failed_blocks.isdisjoint(part.blocks) for earlier in unheard), (
+                f"{request.request_id}: wrong bytes before token {start}"
+            )
+        for position in range(start, end):
+            self._put(part.blocks, position, int(values[position]) if right else -position)
+
+    def _put(self, blocks: list[int], position: int, value: int) -> None:
+        block, offset = blocks[position // BLOCK], position % BLOCK
+        for rank, layers in enumerate(self.caches):
+            for number, layer in enumerate(layers):
+                layer[block, offset] = value + number + 16 * rank
+
+    def _holds(self, blocks: list[int], values: npt.NDArray[np.int64]) -> bool:
+        """Whether the blocks begin with this KV, in every layer of every rank."""
+        return all(
+            bool((layer[blocks].reshape(-1)[: len(values)] == values + number + 16 * rank).all())
+            for rank, layers in enumerate(self.caches)
+            for number, layer in enumerate(layers)
+        )
+
+    def _process(self, step: Step) -> None:
+        """Take in a step's outputs and report, in vLLM's order."""
+        self.processed += 1
+        self._drain_deferred_frees()
+        failed = self._set_back(step.failed_blocks, {part.request.request_id: part.count for part in step.work})
+        for part in step.work:
+            request = part.request
+            request.in_flight -= 1
+            stale = request.stale > 0
+            request.stale -= stale
+            if request.state == "finished" or request in failed or (stale and request.drop_stale):
+                continue
+            self._deliver(step, request, stale=stale)
+        if step.failed_blocks:
+            self._evict_garbage(step.failed_blocks)
+        if step.report is not None:
+            self.scheduler.complete(step.report)
+        for req_id in step.ended:
+            request, ranks_left = self.kept.pop(req_id)
+            assert ranks_left == 0
+            self._free_request(request)
+
+    def _deliver(self, step: Step, request: FakeRequest, *, stale: bool) -> None:
+        fresh = step.outputs.get(request.request_id, [])
+        if fresh and not stale:
+            request.num_computed_tokens -= step.rejected[request.request_id]
+            request.placeholders -= step.rejected[request.request_id] + len(fresh)
+            assert request.placeholders >= 0
+        for token in fresh:
+            request.all_token_ids.append(token)
+            if request.num_outputs >= request.max_tokens:
+                self._finish(request)
+                break
+
+    def _set_back(self, failed_blocks: set[int], scheduled: dict[str, int]) -> list[FakeRequest]:
+        """Let requests compute again what could not be loaded for them."""
+        failed: list[FakeRequest] = []
+        marked: set[int] = set()
+        for request in self.running if failed_blocks else ():
+            computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+            blocks = request.blocks[: -(-computed // BLOCK)]
+            hits = [number for number, block in enumerate(blocks) if block in failed_blocks]
+            if not hits:
+                continue
+            first = next((number for number in hits if blocks[number] not in marked), None)
+            marked |= {blocks[number] for number in hits}
+            request.num_computed_tokens = computed if first is None else first * BLOCK
+            request.on_gpu = request.num_computed_tokens
+            # vLLM 0.32 does without these two: where it runs ahead, it delivers a token made from garbage.
+            request.placeholders = 0
+            request.stale, request.drop_stale = request.in_flight, True
+            failed.append(request)
+        self.recovered += len(failed)
+        return failed
+
+    def _finish(self, request: FakeRequest) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        computed = request.blocks[: -(-request.num_computed_tokens // BLOCK)]
+        request.state = "finished"
+        if self.scheduler.finish_request(request.request_id, computed):
+            self.kept[request.request_id] = (request, self.setup.ranks)
+        else:
+            self._free_request(request)
+
+    # -- vLLM's blocks ----------------------------------------------------------------------------------------------
+
+    def _local_hit(self, request: FakeRequest) -> list[int]:
+        blocks = []
+        for number in range((request.num_tokens - 1) // BLOCK):
+            block = self.hashes.get((request.salt, tuple(request.all_token_ids[: (number + 1) * BLOCK])))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _cache(self, request: FakeRequest, number: int) -> None:
+        key = (request.salt, tuple(request.all_token_ids[: (number + 1) * BLOCK]))
+        block = request.blocks[number]
+        if block not in self.hash_of and key not in self.hashes:
+            self.hashes[key] = block
+            self.hash_of[block] = key
+
+    def _uncache(self, block: int) -> None:
+        key = self.hash_of.pop(block, None)
+        if key is not None:
+            del self.hashes[key]
+
+    def _evict_garbage(self, failed_blocks: set[int]) -> None:
+        """The adapter's part in vLLM's prefix cache; see `connector.blocks_behind`."""
+        for req_id in self.scheduler.tracked_requests():
+            request = next(r for r in (*self.running, *self.waiting) if r.request_id == req_id)
+            hit = next((n for n, block in enumerate(request.blocks) if block in failed_blocks), len(request.blocks))
+            for block in request.blocks[hit:]:
+                self._uncache(block)
+        for block in failed_blocks:
+            self._uncache(block)
+
+    def _use(self, block: int) -> None:
+        if self.uses[block] == 0 and block in self.free:
+            self.free.remove(block)
+        self.uses[block] += 1
+
+    def _grow(self, request: FakeRequest, num_tokens: int) -> bool:
+        missing = -(-num_tokens // BLOCK) - len(request.blocks)
+        if missing > len(self.free):
+            return False
+        for _ in range(missing):
+            block = self.free.popleft()
+            self._uncache(block)
+            self.uses[block] = 1
+            request.blocks.append(block)
+            self._scramble(block)
+        return True
+
+    def _scramble(self, block: int) -> None:
+        for layers in self.caches:
+            for layer in layers:
+                layer[block] = GARBAGE
+
+    def _free_request(self, request: FakeRequest) -> None:
+        blocks, request.blocks = request.blocks, []
+        if request.in_flight:  # a step under way may still write them
+            self.deferred_frees.append((self.planned, blocks))
+        else:
+            self._release(blocks)
+
+    def _drain_deferred_frees(self) -> None:
+        while self.deferred_frees and self.deferred_frees[0][0] <= self.processed:
+            self._release(self.deferred_frees.pop(0)[1])
+
+    def _release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.uses[block] -= 1
+            if self.uses[block] == 0:
+                self.free.append(block)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def chunk_files(self, rank: int = 0) -> list[Path]:
+        """The files of the chunks on one rank's disk."""
+        assert self.setup.folder is not None
+        home = self.setup.folder / f"rank-{rank}"
+        return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
+
+    def assert_nothing_leaked(self) -> None:
+        """After `settle`: no lease, plan, write, slot or block is left."""
+        scheduler = self.scheduler
+        assert self.index.uses == 0
+        assert not scheduler._in_flight
+        assert not scheduler._writes
+        assert not scheduler._ready
+        assert not scheduler._trackers
+        assert not [*scheduler._step.loads, *scheduler._step.stores, *scheduler._stray]
+        chunks = self.index._chunks.values()
+        slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
+        assert len(slots) == len(set(slots)) == self.index.slots_in_use
+        assert not self.deferred_frees
+        assert not any(self.uses.values())
+        assert sorted(self.free) == list(range(1, self.setup.gpu_blocks))
+        if self.setup.folder is not None:
+            known = {chunk.ref.prefix_key.hex() for chunk in chunks if chunk.on_disk}
+            for rank in range(self.setup.ranks):
+                for path in self.chunk_files(rank):
+                    assert any(key in path.name for key in known), f"rank {rank}: {path.name} is not in the index"

@@ -1,0 +1,178 @@
+"""A small paged KV cache whose content follows from the tokens, engines over it, and a tier that can be broken."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvstore import engine as engine_module
+from kvstore.binding import bind_paged_kv
+from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.keys import Namespace
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import pytest
+
+BLOCK = 4
+CHUNK = 16
+BLOCKS_PER_CHUNK = CHUNK // BLOCK
+SLOT_BYTES = 4096
+FILE_BYTES = 8192  # of a full chunk: header and payload
+NAMESPACE = Namespace({"model": "rig"})
+POISON = 0xA5
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    """``count`` tokens; a longer sequence of the same seed begins with the shorter one."""
+    rng = random.Random(seed)
+    return [rng.randrange(50_000) for _ in range(count)]
+
+
+class Rig:
+    """Two layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. What is in a block follows from all tokens up to its end."""
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        self.num_blocks = num_blocks
+        self.caches = {f"layer.{n}": torch.zeros((num_blocks, 2, BLOCK, 8), dtype=torch.uint8) for n in range(2)}
+        self.paged = bind_paged_kv(self.caches, num_blocks=num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK)
+        self.layout = self.paged.layout
+        self.poison()
+
+    def open(self, *, slots: int = 8, **options: Any) -> CacheEngine:
+        """An engine with a pool of ``slots``; a disk has room for 64 chunks, its queue for all writes."""
+        options.setdefault("max_write_queue", max(slots, 8))
+        options.setdefault("max_local_disk_bytes", 64 * FILE_BYTES if "local_disk" in options else 0)
+        return CacheEngine(self.paged, NAMESPACE, EngineOptions(max_local_cpu_bytes=slots * SLOT_BYTES, **options))
+
+    def poison(self) -> None:
+        for cache in self.caches.values():
+            cache.fill_(POISON)
+
+    def blocks(self, num_tokens: int, seed: int = 0, among: Sequence[int] | None = None) -> list[int]:
+        """Shuffled block ids for that many tokens."""
+        ids = list(range(self.num_blocks) if among is None else among)
+        random.Random(seed).shuffle(ids)
+        return ids[: -(-num_tokens // BLOCK)]
+
+    def slot_mapping(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        return [block_ids[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_tokens)]
+
+    def expected(self, tokens: Sequence[int], block: int) -> ByteArray:
+        """What the block number ``block`` of a sequence must hold, over both layers."""
+        seed = zlib.crc32(array("Q", tokens[: (block + 1) * BLOCK]).tobytes())
+        return np.random.default_rng(seed).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
+
+    def held(self, block_id: int) -> ByteArray:
+        parts = [cache[block_id].contiguous().reshape(-1).numpy() for cache in self.caches.values()]
+        return np.concatenate(parts)
+
+    def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+        """Fill the whole blocks of a sequence as a model would; returns the slot mapping."""
+        for block in range(len(tokens) // BLOCK):
+            parts = np.split(self.expected(tokens, block), len(self.caches))
+            for cache, part in zip(self.caches.values(), parts, strict=True):
+                cache[block_ids[block]] = torch.from_numpy(part).view(cache.shape[1:])
+        return self.slot_mapping(block_ids, len(tokens))
+
+    def store(self, engine: CacheEngine, tokens: Sequence[int], **keywords: Any) -> int:
+        """Compute a sequence somewhere, store it, and poison the cache."""
+        mapping = self.compute(tokens, self.blocks(len(tokens), seed=len(tokens)))
+        stored = engine.store(tokens, slot_mapping=mapping, **keywords)
+        self.poison()
+        return stored
+
+    def retrieve(self, engine: CacheEngine, tokens: Sequence[int], skip: int = 0, **keywords: Any) -> int:
+        """Retrieve into other blocks; all that was loaded must be right, and blocks without a say untouched.
+
+        Returns the number of tokens loaded, which lie between ``skip`` and the end of the known prefix.
+        """
+        self.poison()
+        block_ids = self.blocks(len(tokens), seed=len(tokens) + 1)
+        mask = [position >= skip for position in range(len(tokens))] if skip else None
+        loaded = engine.retrieve(tokens, mask, slot_mapping=self.slot_mapping(block_ids, len(tokens)), **keywords)
+        assert loaded.dtype is torch.bool
+        assert loaded.shape == (len(tokens),)
+        count = int(loaded.sum())
+        assert bool(loaded[skip : skip + count].all())
+        self.check(tokens, block_ids, skip, skip + count)
+        touched = {block_ids[n] for n in range(skip // BLOCK, len(tokens) // BLOCK)}
+        assert all((self.held(b) == POISON).all() for b in range(self.num_blocks) if b not in touched)
+        return count
+
+    def check(self, tokens: Sequence[int], block_ids: Sequence[int], begin: int, end: int) -> None:
+        assert end % BLOCK == 0
+        for block in range(begin // BLOCK, end // BLOCK):
+            assert np.array_equal(self.held(block_ids[block]), self.expected(tokens, block)), f"block {block} is wrong"
+
+
+class FakeTier(Tier):
+    """A tier in a dictionary. ``before_get`` and ``before_put`` may raise, or block."""
+
+    name = "fake"
+
+    def __init__(self, capacity_bytes: int = 64 * FILE_BYTES) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.counters = TierCounters()
+        self.chunks: dict[ChunkRef, bytes] = {}
+        self.before_get: Callable[[], object] = lambda: None
+        self.before_put: Callable[[], object] = lambda: None
+        self.put_outcome = Outcome.STORED
+        self.is_closed = False
+        self._lock = Lock()
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        return [(ref, self.stored_bytes(ref.num_blocks)) for ref in self.chunks]
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        return [ref in self.chunks for ref in refs]
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        self.before_get()
+        outcomes = []
+        for ref, buffer in transfers:
+            payload = self.chunks.get(ref)
+            outcomes.append(Outcome.MISS if payload is None else Outcome.HIT)
+            if payload is not None:
+                buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
+        return outcomes
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        self.before_put()
+        if self.put_outcome is Outcome.STORED:
+            with self._lock:
+                self.chunks.update((ref, buffer.tobytes()) for ref, buffer in transfers)
+                assert self.used_bytes <= self.capacity_bytes, "the index let more in than fits"
+        return [self.put_outcome] * len(transfers)
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        with self._lock:
+            for ref in refs:
+                self.chunks.pop(ref, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self.chunks.clear()
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        return FILE_BYTES if num_blocks == BLOCKS_PER_CHUNK else FILE_BYTES - 1
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.stored_bytes(ref.num_blocks) for ref in self.chunks)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def install(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
+    """Let engines opened from now on use ``tier`` as their disk."""
+    monkeypatch.setattr(engine_module, "DiskTier", lambda *_args, **_keywords: tier)

@@ -1,0 +1,203 @@
+"""One real vLLM engine for a test, small enough that a few of them fit into one process one after the other."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+BLOCK_TOKENS = 32
+CHUNK_TOKENS = 256
+VOCAB = 1024
+TIE_GAP = 1e-4  # two best logprobs closer than this may change places between two plain runs, too
+
+Prompt = list[int]
+
+
+def prepare_environment(*, two_processes: bool) -> None:
+    """Settings that vLLM reads when an engine is made."""
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        VLLM_ENABLE_V1_MULTIPROCESSING="1" if two_processes else "0",
+    )
+
+
+class Completion(NamedTuple):
+    """What a prompt led to."""
+
+    token_ids: list[int]
+    cached_tokens: int  # not computed: vLLM's own prefix cache and ours together
+    tie_at: int | None  # the first position whose two best logprobs are a tie, if logprobs were asked for
+
+
+@dataclass
+class StoreSetup:
+    """The connector's part of an engine."""
+
+    disk: Path | None = None
+    cpu_gib: float = 0.25
+    disk_gib: float = 1.0
+    role: str = "kv_both"
+    policy: str = "recompute"
+    by_module_path: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def transfer_config(self) -> dict[str, Any]:
+        """The value of vLLM's ``--kv-transfer-config``."""
+        extra = {"kvstore.max_local_cpu_size": self.cpu_gib, **self.extra}
+        if self.disk is not None:
+            extra |= {"kvstore.local_disk": str(self.disk), "kvstore.max_local_disk_size": self.disk_gib}
+        config = {
+            "kv_connector": "KVStoreConnector",
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": extra,
+        }
+        if self.by_module_path:
+            config["kv_connector_module_path"] = "kvstore.adapters.vllm.connector"
+        return config
+
+
+class Engine:
+    """A context manager around ``vllm.LLM``; leaves nothing behind in the process."""
+
+    def __init__(self, model: Path, store: StoreSetup | None = None, **overrides: Any) -> None:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "enforce_eager": True,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if store is not None:
+            settings["kv_transfer_config"] = store.transfer_config()
+        self.llm = LLM(model=str(model), **(settings | overrides))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Shut down as vLLM does, and free its process-wide state."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 12,
+        salts: Sequence[str | None] | None = None,
+        lora: Any = None,
+        logprobs: int | None = None,
+    ) -> list[Completion]:
+        """Greedy completions of token prompts."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for request, salt in zip(inputs, salts or [None] * len(inputs), strict=True):
+            if salt is not None:
+                request["cache_salt"] = salt
+        outputs = self.llm.generate(inputs, params, lora_request=lora, use_tqdm=False)
+        return [_completion(output) for output in outputs]
+
+    def generate_one_by_one(self, prompts: Sequence[Prompt], *, max_tokens: int = 12) -> list[Completion]:
+        """The same, each prompt alone in its batch."""
+        return [self.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
+
+    def forget_local(self) -> None:
+        """Empty vLLM's own prefix cache, so that hits can only come from the store."""
+        assert self.llm.reset_prefix_cache()
+
+    @property
+    def core_scheduler(self) -> Any:
+        """vLLM's scheduler; only with the engine in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def store_scheduler(self) -> Any:
+        """Our scheduler side."""
+        return self.core_scheduler.connector._scheduler
+
+    @property
+    def store_worker(self) -> Any:
+        """Our worker side."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def settle(self) -> None:
+        """Wait until everything stored is on disk and known to be there."""
+        assert self.store_worker._mover.flush(30.0)
+        self.generate([[1, 2, 3]], max_tokens=1)  # reports of ended writes travel with a step
+
+    def assert_idle(self) -> None:
+        """Nothing of ours is under way, and vLLM has all its blocks back."""
+        self.settle()
+        scheduler = self.store_scheduler
+        assert scheduler.index.uses == 0
+        assert not scheduler._in_flight
+        assert not scheduler._trackers
+        assert not scheduler._writes
+        pool = self.core_scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
+
+
+def _completion(output: Any) -> Completion:
+    best = output.outputs[0]
+    tie_at = None
+    for position, ranked in enumerate(best.logprobs or []):
+        values = sorted((entry.logprob for entry in ranked.values()), reverse=True)
+        if len(values) > 1 and values[0] - values[1] < TIE_GAP:
+            tie_at = position
+            break
+    return Completion(list(best.token_ids), output.num_cached_tokens or 0, tie_at)
+
+
+def assert_same_outputs(plain: Sequence[Completion], ours: Sequence[Completion]) -> None:
+    """Equal token ids, up to the first position where plain vLLM itself had a tie."""
+    assert len(plain) == len(ours)
+    for number, (expected, got) in enumerate(zip(plain, ours, strict=True)):
+        end = expected.tie_at if expected.tie_at is not None else len(expected.token_ids)
+        assert got.token_ids[:end] == expected.token_ids[:end], f"prompt {number} differs from plain vLLM"
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """Tokens that a full hit of a prompt this long takes from the store: whole blocks, one token left to compute."""
+    return min(num_tokens - num_tokens % BLOCK_TOKENS, num_tokens - 1)
+
+
+def make_prompts(seed: int = 0) -> list[Prompt]:
+    """44 prompts of 1 to 1,500 tokens; half of them share prefixes of different lengths."""
+    rng = random.Random(seed)
+
+    def words(count: int) -> Prompt:
+        return [rng.randrange(5, VOCAB - 8) for _ in range(count)]
+
+    lengths = [1, 2, 31, 32, 33, 63, 64, 65, 100, 200, 255, 256, 257, 288, 300, 400, 511, 512, 513, 700, 1000, 1500]
+    alone = [words(length) for length in lengths]
+    system, document = words(300), words(520)
+    shared = [system + words(length) for length in (1, 20, 84, 211, 212, 213, 400, 40, 40, 700, 3)]
+    shared += [document + words(length) for length in (1, 8, 9, 100, 248, 249, 500, 30, 30, 60, 980)]
+    return alone + shared

@@ -1,0 +1,260 @@
+"""The index against a model: random plans, in any order, some of them failing, with a pretended pool and disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from support.checks import check_index
+
+from kvstore.engine import chunk_refs, superseded_tails
+from kvstore.index import ChunkIndex, LoadStep, StoreStep
+from kvstore.keys import PrefixHasher, PrefixKey
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import ChunkRef
+
+BLOCK, CHUNK = 2, 6
+COMMON = list(range(100, 118))
+FAMILIES = [COMMON + list(range(10, 30)), COMMON[:6] + list(range(30, 60)), list(range(60, 90))]
+
+
+def stored_bytes(num_blocks: int) -> int:
+    return 10 + 30 * num_blocks
+
+
+@dataclass
+class Store:
+    hasher: PrefixHasher
+    steps: list[StoreStep]
+
+
+@dataclass
+class World:
+    """What a mover and its disk would hold."""
+
+    slots: dict[int, ChunkRef] = field(default_factory=dict)
+    disk: set[ChunkRef] = field(default_factory=set)
+    stores: list[Store] = field(default_factory=list)
+    loads: list[list[LoadStep]] = field(default_factory=list)
+    writes: dict[ChunkRef, int] = field(default_factory=dict)  # started, by slot
+    doomed: set[ChunkRef] = field(default_factory=set)
+
+    def busy_slots(self) -> set[int]:
+        steps = [step for store in self.stores for step in store.steps]
+        reads = [step for load in self.loads for step in load]
+        return {step.slot for step in steps} | {step.slot for step in reads} | set(self.writes.values())
+
+
+class IndexMachine(RuleBasedStateMachine):
+    @initialize(
+        num_slots=st.integers(1, 7),
+        capacity=st.integers(0, 9),
+        keep=st.booleans(),
+        max_writes=st.none() | st.integers(1, 4),
+        survivors=st.integers(0, 4),
+    )
+    def start(self, num_slots: int, capacity: int, keep: bool, max_writes: int | None, survivors: int) -> None:
+        capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
+        self.has_disk = capacity_bytes > 0
+        self.capacity_bytes = capacity_bytes
+        self.world = World()
+        self.stored: set[PrefixKey] = set()  # completed, and not removed since: whatever else is found is wrong
+        self.index = ChunkIndex(
+            num_slots,
+            keep_in_memory=keep,
+            disk_capacity_bytes=capacity_bytes,
+            stored_bytes=stored_bytes if capacity_bytes else None,
+            max_writes=max_writes,
+        )
+        adopted = chunk_refs(self.hasher(2, CHUNK * min(survivors, capacity)), CHUNK // BLOCK, with_tail=True)
+        if self.has_disk:
+            self.index.adopt((ref, stored_bytes(ref.num_blocks)) for ref in adopted)
+            self.world.disk.update(adopted)
+            self.stored.update(ref.prefix_key for ref in adopted)
+
+    def hasher(self, family: int, length: int) -> PrefixHasher:
+        hasher = PrefixHasher(CHUNK, BLOCK)
+        hasher.update(FAMILIES[family][:length])
+        return hasher
+
+    def carry_out_removals(self) -> None:
+        for ref in self.index.take_removals():
+            if ref in self.world.writes:
+                self.world.doomed.add(ref)
+            else:
+                self.world.disk.discard(ref)
+
+    def forget(self, keys: list[PrefixKey]) -> None:
+        self.stored.difference_update(keys)
+        self.carry_out_removals()
+
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), first=st.integers(0, 3), with_tail=st.booleans())
+    def prepare_store(self, family: int, length: int, first: int, with_tail: bool) -> None:
+        hasher = self.hasher(family, length)
+        refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=with_tail)
+        busy = self.world.busy_slots()
+        before = self.index.lookup(hasher).refs
+        steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first])
+        kept = self.index._chunks
+        assert all(ref.prefix_key in kept for ref in before if ref in refs), "a store displaced its own prefix"
+        assert [step.ref for step in steps] == [r for r in refs[first:] if r in {step.ref for step in steps}]
+        for step in steps:
+            assert step.slot not in busy, "a slot in use was given away"
+            busy.add(step.slot)
+            assert not step.write_behind or self.has_disk
+            assert not self.index.in_memory(step.ref.prefix_key), "readable before it was complete"
+            self.world.slots.pop(step.slot, None)
+        self.stored.difference_update(step.ref.prefix_key for step in steps)
+        self.carry_out_removals()
+        if steps:
+            self.world.stores.append(Store(hasher, steps))
+
+    @precondition(lambda self: self.world.stores)
+    @rule(data=st.data(), early=st.booleans())
+    def complete_store(self, data: st.DataObject, early: bool) -> None:
+        store = self.world.stores.pop(data.draw(st.integers(0, len(self.world.stores) - 1)))
+        failed = {step.ref.prefix_key for step in store.steps if data.draw(st.integers(0, 4)) == 0}
+        for step in store.steps:
+            if step.ref.prefix_key not in failed:
+                self.world.slots[step.slot] = step.ref
+                if step.write_behind:
+                    self.world.writes[step.ref] = step.slot
+            elif step.write_behind and early:
+                self.index.complete_write(step.ref.prefix_key, stored=False)
+        if early and self.world.writes:
+            self.end_write(data)
+        alive = [s.ref.prefix_key for s in store.steps if not self.index._chunks[s.ref.prefix_key].forgotten]
+        self.index.complete_store(store.steps, failed)
+        self.stored.update(key for key in alive if key not in failed)
+        for step in store.steps:
+            if step.ref.prefix_key in failed and step.write_behind and not early:
+                self.index.complete_write(step.ref.prefix_key, stored=False)
+        tails = superseded_tails(store.hasher, {step.ref.prefix_key for step in store.steps} - failed)
+        self.index.supersede(tails)
+        self.forget(tails)
+
+    @precondition(lambda self: self.world.writes)
+    @rule(data=st.data())
+    def end_write(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(sorted(self.world.writes)))
+        slot = self.world.writes.pop(ref)
+        assert self.world.slots[slot] == ref, "the slot changed while it was being written"
+        stored = data.draw(st.integers(0, 3)) > 0 and ref not in self.world.doomed
+        self.world.doomed.discard(ref)
+        if stored:
+            self.world.disk.add(ref)
+        self.index.complete_write(ref.prefix_key, stored=stored)
+        self.carry_out_removals()
+
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
+    def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
+        skip_tokens = skip_blocks * BLOCK
+        match = self.index.lookup(self.hasher(family, length), skip_tokens)
+        end = match.first_chunk * CHUNK + sum(ref.num_blocks for ref in match.refs) * BLOCK
+        assert end == match.num_tokens <= length
+        assert match.num_tokens > skip_tokens or not match.refs
+        for ref in match.refs:
+            assert ref.prefix_key in self.stored, "found what was never stored, or was removed"
+        busy = self.world.busy_slots()
+        steps = self.index.prepare_load(match.refs)
+        if steps:
+            self.world.loads.append(steps)
+        assert [step.ref for step in steps] == list(match.refs), "lookup promised more than can be loaded"
+        coming = {step.slot: step.ref for load in self.world.loads[:-1] for step in load if step.from_disk}
+        for step in steps:
+            if step.from_disk:
+                assert step.ref in self.world.disk
+                assert step.slot not in busy, "a slot in use was given away"
+                self.world.slots.pop(step.slot, None)
+            else:
+                assert {**self.world.slots, **coming}[step.slot] == step.ref
+
+    @precondition(lambda self: self.world.loads)
+    @rule(data=st.data())
+    def complete_load(self, data: st.DataObject) -> None:
+        steps = self.world.loads.pop(0)  # loads are carried out in the order in which they were planned
+        failed = set()
+        for step in steps:
+            there = step.ref in self.world.disk if step.from_disk else self.world.slots.get(step.slot) == step.ref
+            if not there or data.draw(st.integers(0, 5)) == 0:
+                failed.add(step.ref.prefix_key)
+            elif step.from_disk:
+                self.world.slots[step.slot] = step.ref
+        self.index.complete_load(steps, failed)
+        self.forget(list(failed))
+
+    @rule(family=st.integers(0, 2), chunk=st.integers(0, 5))
+    def remove(self, family: int, chunk: int) -> None:
+        keys = self.hasher(family, 36).block_keys(chunk)
+        assume(keys)
+        assert self.index.remove(keys) <= len(keys)
+        self.forget(keys)
+
+    @precondition(lambda self: self.stored)
+    @rule(chance=st.integers(0, 3))
+    def clear(self, chance: int) -> None:
+        assume(chance == 0)
+        self.index.clear()
+        assert not self.index.take_removals()
+        self.world.disk.clear()
+        self.world.doomed.update(self.world.writes)
+        self.stored.clear()
+
+    @invariant()
+    def consistent(self) -> None:
+        check_index(self.index)
+        held = sum(stored_bytes(ref.num_blocks) for ref in self.world.disk | set(self.world.writes))
+        assert held <= self.capacity_bytes, "more on disk than fits"
+        on_disk = {chunk.ref for chunk in self.index._chunks.values() if chunk.on_disk and not chunk.forgotten}
+        assert on_disk <= self.world.disk, "the index believes in a file that is not there"
+        for chunk in self.index._chunks.values():
+            if chunk.in_memory and not chunk.forgotten:
+                assert chunk.slot is not None
+                assert self.world.slots[chunk.slot] == chunk.ref
+        pending = [*self.world.stores, *self.world.loads, *self.world.writes]
+        assert bool(self.index.uses) == bool(pending)
+        if not pending:
+            assert on_disk == self.world.disk, "files that nobody knows of"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for load in self.world.loads:
+            self.index.complete_load(load, {step.ref.prefix_key for step in load})
+        for store in self.world.stores:
+            self.index.complete_store(store.steps, {step.ref.prefix_key for step in store.steps})
+            for step in store.steps:
+                if step.write_behind:
+                    self.index.complete_write(step.ref.prefix_key, stored=False)
+        self.carry_out_removals()
+        for ref in self.world.writes:
+            self.index.complete_write(ref.prefix_key, stored=False)
+        self.world = World(self.world.slots, self.world.disk)
+        self.carry_out_removals()
+        self.consistent()
+
+
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def test_index_against_a_model() -> None:
+    profile = settings(max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=QUIET)
+    run_state_machine_as_test(IndexMachine, settings=profile)
+
+
+@pytest.mark.soak
+def test_index_against_a_model_for_long() -> None:
+    profile = settings(max_examples=1500, stateful_step_count=60, deadline=None, suppress_health_check=QUIET)
+    run_state_machine_as_test(IndexMachine, settings=profile)

@@ -1,0 +1,219 @@
+"""The mover by itself: what it reports of each plan, and that every write is reported exactly once."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
+
+from kvstore.errors import TierError
+from kvstore.index import LoadStep, StoreStep
+from kvstore.movers import WRITE_THREADS, LoadJob, Mover, StoreJob, as_block_ids
+from kvstore.slabs import SlabPool
+from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.cpu import CpuTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HANG_GUARD_S = 30.0
+
+
+class Bench:
+    """A mover over a cache whose block ``b`` is filled with ``b``, with its reports of writes."""
+
+    def __init__(self, tier: FakeTier | None, read_timeout_s: float = 10.0) -> None:
+        self.rig = Rig()
+        for cache in self.rig.caches.values():
+            for block in range(self.rig.num_blocks):
+                cache[block] = block
+        self.cpu = CpuTier(SlabPool(8, SLOT_BYTES))
+        self.written: list[tuple[ChunkRef, bool]] = []
+        self.tier = tier
+        self.mover = Mover(
+            self.rig.paged,
+            self.cpu,
+            tier,
+            lambda ref, stored: self.written.append((ref, stored)),
+            read_timeout_s=read_timeout_s,
+        )
+
+    def store(self, *numbers: int, write: bool = True) -> set[bytes]:
+        """Store chunk n, of the blocks 4n ..., in slot n."""
+        return self.mover.store([self.store_job(number, write=write) for number in numbers])
+
+    def store_job(self, number: int, *, write: bool = True) -> StoreJob:
+        return StoreJob(StoreStep(ref_of(number), number, write), as_block_ids(range(4 * number, 4 * number + 4)))
+
+    def load(self, *numbers: int, from_disk: bool = False, first_block: int = 0) -> set[bytes]:
+        """Load chunk n through slot n to the blocks 60, 59, ..."""
+        ids = as_block_ids(range(60, 60 - BLOCKS_PER_CHUNK + first_block, -1))
+        return self.mover.load([LoadJob(LoadStep(ref_of(n), n, from_disk), ids, first_block) for n in numbers])
+
+    def held(self) -> list[int]:
+        """What fills the blocks 60, 59, 58, 57."""
+        return [int(self.rig.held(block)[0]) for block in range(60, 56, -1)]
+
+
+def ref_of(number: int) -> ChunkRef:
+    return ChunkRef(bytes([number]) * 16, BLOCKS_PER_CHUNK)
+
+
+def key_of(number: int) -> bytes:
+    return ref_of(number).prefix_key
+
+
+@pytest.fixture
+def tier() -> FakeTier:
+    return FakeTier()
+
+
+@pytest.fixture
+def bench(tier: FakeTier) -> Iterator[Bench]:
+    bench = Bench(tier)
+    yield bench
+    bench.mover.close(HANG_GUARD_S)
+
+
+def test_there_and_back(bench: Bench) -> None:
+    assert bench.store(1, 2, 3) == set()
+    assert bench.load(2) == set()
+    assert bench.held() == [8, 9, 10, 11]
+    assert bench.load(3, first_block=1) == set()
+    assert bench.held() == [13, 14, 15, 11]
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(n), True) for n in (1, 2, 3)]
+    counters = bench.mover.counters
+    assert (counters.chunks_stored, counters.chunks_loaded, counters.chunks_loaded_from_disk) == (3, 2, 0)
+    block_bytes = bench.rig.layout.block_bytes
+    assert (counters.bytes_gathered, counters.bytes_scattered) == (12 * block_bytes, 7 * block_bytes)
+
+
+def test_from_disk(bench: Bench) -> None:
+    bench.store(1, 2)
+    bench.mover.flush(HANG_GUARD_S)
+    bench.cpu.clear()
+    assert bench.load(1) == {key_of(1)}  # not in memory
+    assert bench.load(1, 5, 2, from_disk=True) == {key_of(5)}
+    assert bench.held() == [8, 9, 10, 11]
+    assert bench.load(2) == set()
+    assert bench.mover.counters.mislabelled_slots == 1
+    assert bench.mover.counters.chunks_loaded_from_disk == 2
+
+
+def test_without_a_disk() -> None:
+    bench = Bench(None)
+    assert bench.store(1, write=False) == set()
+    assert bench.load(1) == set()
+    assert bench.load(2, from_disk=True) == {key_of(2)}
+    bench.mover.remove([ref_of(1)])
+    bench.mover.clear()
+    assert bench.load(1) == {key_of(1)}
+    assert bench.mover.close(HANG_GUARD_S)
+    assert bench.written == []
+
+
+def test_refused_stores_are_reported_like_others(bench: Bench) -> None:
+    jobs = [bench.store_job(1), bench.store_job(2, write=False)]
+    assert bench.mover.refuse(jobs) == {key_of(1), key_of(2)}
+    assert bench.written == [(ref_of(1), False)]
+
+
+def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
+    bad = StoreJob(StoreStep(ref_of(2), 2, True), as_block_ids([999]))
+    with pytest.raises(ValueError, match="999"):
+        bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False), (ref_of(3), False)]
+
+
+def test_removed_while_being_written(bench: Bench, tier: FakeTier) -> None:
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    bench.store(1, 2)
+    bench.mover.remove([ref_of(1), ref_of(7)])
+    gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(1), False), (ref_of(2), True)]
+    assert list(tier.chunks) == [ref_of(2)]
+    bench.mover.remove([ref_of(2)])
+    assert tier.chunks == {}
+
+
+def test_cleared_while_being_written(bench: Bench, tier: FakeTier) -> None:
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    bench.store(1, 2, 3, 4)
+    bench.mover.clear()
+    assert bench.load(1) == {key_of(1)}
+    gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(n), False) for n in (1, 2, 3, 4)]
+    assert tier.chunks == {}
+
+
+def test_a_tier_that_cannot_remove_or_clear(bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object) -> None:
+        raise TierError("broken")
+
+    bench.store(1)
+    bench.mover.flush(HANG_GUARD_S)
+    monkeypatch.setattr(tier, "remove", broken)
+    monkeypatch.setattr(tier, "clear", broken)
+    bench.mover.remove([ref_of(1)])
+    bench.mover.clear()
+    assert bench.load(1) == {key_of(1)}
+
+
+def test_writes_given_up_by_close_are_reported(tier: FakeTier) -> None:
+    bench = Bench(tier)
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        bench.store(1, 2, 3, 4, 5, 6)
+        assert not bench.mover.close(0.05)
+        given_up = 6 - WRITE_THREADS
+        assert [stored for _, stored in bench.written] == [False] * given_up
+    finally:
+        gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(ref for ref, _ in bench.written) == [ref_of(n) for n in range(1, 7)]
+
+
+def test_flush_ends_even_if_a_report_fails(tier: FakeTier) -> None:
+    bench = Bench(tier)
+    bench.mover._on_written = lambda *_: 1 / 0  # type: ignore[assignment]
+    bench.store(1)
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
+    bench = Bench(tier, read_timeout_s=0.05)
+    gate = threading.Event()
+    bench.store(1)
+    bench.mover.flush(HANG_GUARD_S)
+    tier.before_get = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        assert bench.load(1, from_disk=True) == {key_of(1)}
+        before = np.array(bench.cpu._pool.slot(1))
+        assert bench.store(1, 2) == {key_of(1)}
+        assert bench.load(1, from_disk=True) == {key_of(1)}  # at once: no second read into that slot
+        assert np.array_equal(before, bench.cpu._pool.slot(1))
+        assert (ref_of(1), False) in bench.written
+        read = bench.mover._stuck[1]
+    finally:
+        gate.set()
+    assert read.result(HANG_GUARD_S)
+    assert bench.load(1) == {key_of(1)}  # what came too late is not readable
+    assert bench.store(1) == set()
+    assert bench.load(1) == set()
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+def test_block_ids() -> None:
+    assert as_block_ids([3, 1]).dtype == np.int64
+    assert as_block_ids([]).shape == (0,)

@@ -1,0 +1,125 @@
+"""Random schedules against a model that knows what every block must hold: no wrong byte, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
+
+HEADER = 4096
+
+SETUPS = st.builds(
+    Setup,
+    ranks=st.sampled_from([1, 1, 2]),
+    gpu_blocks=st.sampled_from([24, 40, 80]),
+    slots=st.sampled_from([2, 5, 12, 30]),
+    disk_chunks=st.sampled_from([3, 10, 60]),
+    local_cpu=st.booleans(),
+    save_decode=st.booleans(),
+    save_tails=st.booleans(),
+    min_retrieve_tokens=st.sampled_from([0, 0, 10]),
+    max_write_queue=st.sampled_from([None, 1]),
+    run_ahead=st.sampled_from([0, 1, 2]),
+    drafts=st.sampled_from([0, 0, 3]),
+    budget=st.sampled_from([10, 32, 100]),
+    defer_stores=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+
+
+class _Client:
+    """Does at random what clients, operators and disks do."""
+
+    def __init__(self, vllm: FakeVllm, *, with_faults: bool) -> None:
+        self.vllm = vllm
+        self.random = vllm.random
+        self.with_faults = with_faults
+        self.requests: list[FakeRequest] = []
+        stems = [[self.random.randrange(50) for _ in range(60)] for _ in range(2)]
+        self.prompts = [[*stem[: self.random.randrange(1, 60)], self.random.randrange(50)] for stem in stems * 4]
+
+    def act(self) -> None:
+        """One random event."""
+        chance = self.random.random()
+        alive = [request for request in self.requests if request.state != "finished"]
+        if chance < 0.35 and len(alive) < 6:
+            self.send()
+        elif chance < 0.40 and alive:
+            self.vllm.abort(self.random.choice(alive))
+        elif chance < 0.44 and self.vllm.running:
+            victim = self.random.choice(self.vllm.running)
+            self.vllm.preempt(victim)
+        elif chance < 0.48:
+            self.vllm.forget_local()
+        elif chance < 0.49:
+            self.vllm.reset(preempt=self.random.random() < 0.5)
+        elif chance < 0.55 and self.with_faults:
+            self.break_a_file()
+        else:
+            self.vllm.step()
+
+    def send(self) -> None:
+        done = [request for request in self.requests if request.state == "finished"]
+        tokens = list(self.random.choice(self.prompts))
+        if done and self.random.random() < 0.3:  # the next turn of a chat
+            tokens = [*self.random.choice(done).all_token_ids, *tokens][:70]
+        name = f"request {len(self.requests)}"
+        salt = self.random.choice(["", "", "salt"])
+        self.requests.append(self.vllm.add(name, tokens, max_tokens=self.random.randint(1, 12), salt=salt))
+
+    def break_a_file(self) -> None:
+        files = self.vllm.chunk_files(self.random.randrange(self.vllm.setup.ranks))
+        if files:
+            break_file(self.random.choice(files), self.random)
+
+
+def break_file(path: Path, chooser: random.Random) -> None:
+    """Delete, cut or flip a chunk's file."""
+    try:
+        content = bytearray(path.read_bytes())
+        how = chooser.randrange(3)
+        if how == 0:
+            path.unlink()
+        elif how == 1 or len(content) <= HEADER:
+            path.write_bytes(content[: len(content) // 2])
+        else:
+            content[HEADER + chooser.randrange(BLOCK * 8 * LAYERS)] ^= 0x40
+            path.write_bytes(content)
+    except FileNotFoundError:
+        return  # it was evicted meanwhile
+
+
+def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
+    vllm = FakeVllm(setup)
+    try:
+        client = _Client(vllm, with_faults=with_faults)
+        vllm.take = lambda offered: offered if vllm.random.random() < 0.8 else vllm.random.randint(0, offered)
+        for _ in range(events):
+            client.act()
+        vllm.settle()
+        vllm.assert_nothing_leaked()
+        for prompt in client.prompts:  # all that is stored must still be right
+            vllm.forget_local()
+            vllm.ask("again", prompt)
+        vllm.settle()
+        vllm.assert_nothing_leaked()
+    finally:
+        vllm.close()
+    return vllm
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(setup=SETUPS)
+def test_any_schedule_in_memory(setup: Setup) -> None:
+    _play(setup, with_faults=False)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(setup=SETUPS, with_faults=st.booleans())
+def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _play(Setup(**{**vars(setup), "folder": Path(folder)}), with_faults=with_faults)

@@ -1,0 +1,154 @@
+"""The worker side alone: what it does with plans, and in which order hooks may come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult
+from kvstore.adapters.vllm.worker import StoreWorker
+from kvstore.binding import bind_paged_kv
+from kvstore.engine import EngineOptions
+from kvstore.index import LoadStep, StoreStep
+from kvstore.keys import Namespace
+from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.tiers.base import ChunkRef
+
+REF = ChunkRef(b"k" * 16, 2)
+OTHER = ChunkRef(b"o" * 16, 2)
+
+
+@pytest.fixture
+def cache() -> torch.Tensor:
+    return torch.arange(16 * 8, dtype=torch.int64).reshape(16, 1, 4, 2)
+
+
+@pytest.fixture
+def worker(cache: torch.Tensor, tmp_path: Path) -> Iterator[StoreWorker]:
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+    worker = StoreWorker(paged, Namespace({"model": "one"}), options)
+    worker.facts()
+    yield worker
+    worker.close()
+
+
+def store(ref: ChunkRef, slot: int, blocks: list[int], *, write_behind: bool = False) -> ReqMeta:
+    return ReqMeta("store", stores=[StoreJob(StoreStep(ref, slot, write_behind), as_block_ids(blocks))])
+
+
+def load(ref: ChunkRef, slot: int, blocks: list[int], *, from_disk: bool = False) -> ReqMeta:
+    return ReqMeta("load", loads=[LoadJob(LoadStep(ref, slot, from_disk), as_block_ids(blocks), 0)])
+
+
+def carry_out(worker: StoreWorker, plan: StepPlan) -> StepReport | None:
+    worker.begin_step(plan)
+    worker.load()
+    worker.store()
+    return worker.take_report()
+
+
+def result_of(report: StepReport | None, number: int) -> StepResult:
+    assert report is not None
+    return report.steps[number]
+
+
+def test_stores_then_loads(worker: StoreWorker, cache: torch.Tensor) -> None:
+    wanted = cache[[1, 2]].clone()
+    assert result_of(carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2])])), 1) == StepResult(ranks_ended=1)
+    assert result_of(carry_out(worker, StepPlan(2, 1, [load(REF, 0, [7, 5])])), 2) == StepResult(ranks_ended=1)
+    assert torch.equal(cache[[7, 5]], wanted)
+    assert not worker.take_failed_block_ids()
+
+
+def test_loads_may_start_twice_or_after_the_forward_pass(worker: StoreWorker, cache: torch.Tensor) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2])]))
+    worker.begin_step(StepPlan(2, 1, [load(REF, 0, [7, 5])]))
+    worker.load()
+    cache[[7, 5]] = 0
+    worker.load()
+    assert not cache[[7, 5]].any(), "a second call must not overwrite what was computed"
+
+
+def test_hooks_outside_a_step_do_nothing(worker: StoreWorker) -> None:
+    worker.load()
+    worker.store()
+    assert worker.take_report() is None
+
+
+def test_an_empty_plan_reports_nothing(worker: StoreWorker) -> None:
+    assert carry_out(worker, StepPlan(1, 0)) is None
+
+
+def test_a_missing_chunk_fails_and_names_its_blocks(worker: StoreWorker) -> None:
+    report = carry_out(worker, StepPlan(1, 0, [load(REF, 0, [7, 5])]))
+    assert result_of(report, 1).failed_loads == {REF.prefix_key}
+    assert worker.take_failed_block_ids() == {5, 7}
+    assert worker.take_failed_block_ids() == set()
+
+
+def test_lost_blocks_are_reported_as_failed(worker: StoreWorker) -> None:
+    report = carry_out(worker, StepPlan(1, 0, [ReqMeta("one", lost_block_ids=[3])]))
+    assert result_of(report, 1).is_poisoned
+    assert worker.take_failed_block_ids() == {3}
+
+
+def test_stores_are_refused_until_the_failure_is_known(worker: StoreWorker) -> None:
+    carry_out(worker, StepPlan(1, 0, [load(OTHER, 3, [9, 8])]))
+    for number, acked, refused in ((2, 0, True), (3, 0, True), (4, 1, False)):
+        report = carry_out(worker, StepPlan(number, acked, [store(REF, 0, [1, 2], write_behind=refused)]))
+        assert (result_of(report, number).failed_stores == {REF.prefix_key}) is refused
+        assert report is not None
+        assert report.writes == ([(REF, False)] if refused else [])
+
+
+def test_ended_requests_are_reported_once_even_without_stores(worker: StoreWorker) -> None:
+    report = carry_out(worker, StepPlan(1, 0, [ReqMeta("done", finished=True)]))
+    assert result_of(report, 1).ranks_ended == 1
+    assert worker.take_ended_requests() == {"done"}
+    assert worker.take_ended_requests() == set()
+
+
+def test_clear_forgets_memory_and_disk(worker: StoreWorker) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    assert worker._mover.flush(10)
+    for number, from_disk in ((2, False), (3, True)):
+        report = carry_out(
+            worker, StepPlan(number, number, [load(REF, 0, [7, 5], from_disk=from_disk)], clear=number == 2)
+        )
+        assert result_of(report, number).failed_loads == {REF.prefix_key}
+
+
+def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    assert worker._mover.flush(10)
+    report = carry_out(worker, StepPlan(2, 1, [load(REF, 1, [7, 5], from_disk=True)], removals=[REF]))
+    assert result_of(report, 2).failed_loads == {REF.prefix_key}
+
+
+def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
+    report = StepReport({1: StepResult(failed_loads={b"a"})}, [(REF, True)])
+    report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
+    report.merge(StepReport({2: StepResult(ranks_ended=1)}, [(REF, False)]))
+    assert report == StepReport(
+        {
+            1: StepResult({b"a"}, {b"b"}, lost_blocks=False, ranks_ended=1),
+            2: StepResult(lost_blocks=True, ranks_ended=1),
+        },
+        [(REF, True), (REF, False)],
+    )
+
+
+def test_facts_tell_what_a_restart_finds(worker: StoreWorker, cache: torch.Tensor, tmp_path: Path) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    worker.close()
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+    reopened = StoreWorker(paged, Namespace({"model": "one"}), options)
+    facts = reopened.facts()
+    reopened.close()
+    assert facts.survivors == [(REF, facts.stored_bytes[1])]
+    assert (facts.num_slots, facts.slot_bytes, facts.disk_capacity_bytes) == (4, 4096, 1 << 20)

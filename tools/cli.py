@@ -1,0 +1,138 @@
+"""The ``kvstore`` command. Every subcommand imports what it needs itself, so that ``--help`` answers at once.
+
+Exit codes, for all subcommands: 0 success; 1 the check or demonstration failed; 2 wrong usage, or a configuration that
+cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+import kvstore
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvstore.tools.demo.server import DemoError
+
+FAILED = 1
+WRONG_USAGE = 2
+
+app = typer.Typer(
+    help="Tiered KV-cache offload for vLLM.",
+    epilog="Exit codes: 0 success, 1 failure, 2 wrong usage or configuration.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+config_app = typer.Typer(help="Work with configuration files.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command(epilog="Example: kvstore version --json")
+def version(as_json: AsJson = False) -> None:
+    """Print the versions of kvstore and of what it runs on."""
+    from importlib import metadata  # noqa: PLC0415
+
+    versions: dict[str, str | None] = {"kvstore": kvstore.__version__}
+    for name in ("vllm", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    if as_json:
+        print(json.dumps(versions))
+        return
+    for name, found in versions.items():
+        print(f"{name} {found or 'not installed'}")
+
+
+@app.command(epilog="Example: kvstore demo --folder /tmp/kvstore-demo")
+def demo(
+    folder: Annotated[Path, typer.Option(help="Working folder: the model is kept there between runs.")] = Path(".demo"),
+    as_json: AsJson = False,
+) -> None:
+    """Run vLLM, store a long prompt's KV, restart vLLM and load it from disk.
+
+    Exits with 1 if the outputs differ or not every whole chunk of the prompt was loaded.
+    """
+    from kvstore.tools.demo.report import result_table, stage_progress  # noqa: PLC0415
+    from kvstore.tools.demo.run import STAGES, run_demo  # noqa: PLC0415
+    from kvstore.tools.demo.server import DemoError  # noqa: PLC0415
+
+    console = Console(stderr=as_json)
+    try:
+        with stage_progress(console, STAGES) as report:
+            result = run_demo(folder, report=report)
+    except DemoError as error:
+        _explain(error)
+        raise typer.Exit(FAILED) from error
+    problems = result.problems()
+    if as_json:
+        print(json.dumps({**asdict(result), "ratio": result.ratio, "problems": problems}))
+    else:
+        console.print(result_table(result))
+    for problem in problems:
+        _errors().print(f"failed: {problem} (logs are in {folder})")
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+@config_app.command(epilog="Example: kvstore config check kvstore.yaml")
+def check(
+    file: Annotated[Path, typer.Argument(help="YAML file, as KVSTORE_CONFIG_FILE names it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check a configuration file as vLLM's start would, and show the settings that result.
+
+    Exits with 2 if the file cannot be used.
+    """
+    from kvstore.config import load_config  # noqa: PLC0415
+
+    try:
+        loaded = load_config(path=file, log_warnings=False)
+    except ConfigError as error:
+        _errors().print(f"error: {error}")
+        raise typer.Exit(WRONG_USAGE) from error
+    settings = loaded.config.model_dump(mode="json")
+    origins = {name: str(origin) for name, origin in loaded.origins.items()}
+    if as_json:
+        print(json.dumps({"config": settings, "origins": origins, "warnings": list(loaded.warnings)}))
+        return
+    for warning in loaded.warnings:
+        print(f"warning: {warning}")
+    for name, value in settings.items():
+        print(f"{name}: {json.dumps(value)}  # {origins[name].removeprefix(f'file {file}, ')}")
+
+
+def _explain(error: DemoError) -> None:
+    """Print an error of the demonstration, under the end of the server's log."""
+    from kvstore.tools.demo.report import log_excerpt  # noqa: PLC0415
+
+    errors = _errors()
+    if error.log is not None:
+        errors.print(log_excerpt(error.log))
+        errors.print(f"(end of {error.log})")
+    errors.print(f"error: {error}")
+
+
+def _errors() -> Console:
+    """Standard error, printing what it gets as it is."""
+    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command; the entry point of the distribution."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

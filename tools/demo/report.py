@@ -1,0 +1,70 @@
+"""How the demonstration shows itself: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from kvstore.tools.demo.run import DemoResult
+
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+
+
+@contextlib.contextmanager
+def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], None]]:
+    """A function to call with the text of each stage as it begins."""
+    begin = time.monotonic()
+    if not console.is_terminal:
+        yield lambda text: console.print(f"[{time.monotonic() - begin:6.1f} s] {text}", markup=False, highlight=False)
+        return
+    columns = (
+        SpinnerColumn(),
+        MofNCompleteColumn(),
+        BarColumn(20),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=stages)
+        begun = 0
+
+        def show(text: str) -> None:
+            nonlocal begun
+            progress.update(task, completed=begun, description=text)
+            begun += 1
+
+        yield show
+
+
+def result_table(result: DemoResult) -> Table:
+    """The measurements, one a row."""
+    table = Table(title="One prompt, before and after a restart", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("prompt tokens", f"{result.prompt_tokens:,}")
+    table.add_row("cold TTFT", f"{result.cold_ttft_s:.3f} s")
+    table.add_row("warm TTFT after restart", f"{result.warm_ttft_s:.3f} s")
+    table.add_row("warm / cold", f"{result.ratio:.3f}")
+    table.add_row("tokens loaded (vLLM's count)", f"{result.loaded_tokens:,}")
+    table.add_row("bytes on disk", f"{result.disk_bytes:,}")
+    table.add_row(f"outputs identical ({result.output_tokens} tokens)", "yes" if result.outputs_identical else "NO")
+    return table
+
+
+def log_excerpt(log: Path, lines: int = 20) -> str:
+    """The end of a server's log, below the errors further up: vLLM reports a cause first, its effects last."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    above, end = text.splitlines()[:-lines], text.splitlines()[-lines:]
+    causes = [line for line in above if _ERROR.search(line) and " WARNING " not in line][:5]
+    return "\n".join([*causes, "..." if causes else "", *end]).strip()
