@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from kvstore.device import DevicePagedKV
 from kvstore.errors import LayoutError
 from kvstore.layout import KVLayout

@@ -1,8 +1,8 @@
 """Whole blocks between a paged KV cache on a device and slab slots in host memory.
 
-The same interface as ``pages.HostPagedKV``. Blocks of a layer are gathered into one dense staging buffer on the device and
-leave it in one copy: on PCIe the size of a copy decides its speed. Everything runs on the current stream, so a gather waits
-for the kernels that write the blocks, and kernels launched after a scatter see it.
+The same interface as ``pages.HostPagedKV``. Blocks of a layer are gathered into one dense staging buffer on the device
+and leave it in one copy: on PCIe the size of a copy decides its speed. Everything runs on the current stream, so a
+gather waits for the kernels that write the blocks, and kernels launched after a scatter see it.
 """
 
 from __future__ import annotations

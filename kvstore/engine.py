@@ -1,7 +1,7 @@
 """The cache engine for use without a serving engine: index and mover in one process, behind LMCache-like calls.
 
     paged = bind_paged_kv(kv_caches, num_blocks=..., block_tokens=16, chunk_tokens=256)
-    with CacheEngine(paged, Namespace({"model": "llama-8b@main"}), EngineOptions(max_local_cpu_bytes=4 << 30)) as engine:
+    with CacheEngine(paged, Namespace({"model": "llama-8b"}), EngineOptions(max_local_cpu_bytes=4 << 30)) as engine:
         engine.store(tokens, slot_mapping=slots)
         known_tokens = engine.lookup(tokens)
         loaded = engine.retrieve(tokens, slot_mapping=slots)  # bool [num_tokens]
@@ -169,8 +169,8 @@ class CacheEngine:
     ) -> int:
         """Store the KV of the tokens not masked out, in whole chunks and, if the options say so, the tail.
 
-        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored; those already
-        known, or without room, do not count. The copy is done when this returns; the disk is written behind.
+        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored; those
+        already known, or without room, do not count. The copy is done when this returns; the disk is written behind.
 
         Raises:
             InvalidCallError: mask or slots break the rules above; the message names the first bad one.
@@ -207,8 +207,8 @@ class CacheEngine:
     ) -> torch.Tensor:
         """Load the KV of the longest known prefix, except what is masked out, into its slots.
 
-        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. It ends at the first chunk that could
-        not be loaded: what lies behind is False, even where blocks were written.
+        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. It ends at the first chunk that
+        could not be loaded: what lies behind is False, even where blocks were written.
 
         Raises:
             InvalidCallError: mask or slots break the rules above; the message names the first bad one.
@@ -229,9 +229,7 @@ class CacheEngine:
             for step in steps:
                 first_block = max(0, skip_blocks - begin)
                 start = begin + first_block - skip_blocks
-                jobs.append(
-                    LoadJob(step, blocks[start : start + step.ref.num_blocks - first_block], first_block)
-                )
+                jobs.append(LoadJob(step, blocks[start : start + step.ref.num_blocks - first_block], first_block))
                 begin += step.ref.num_blocks
             failed = {step.ref.prefix_key for step in steps if step.from_disk}  # should scattering raise
             try:
@@ -294,7 +292,7 @@ class CacheEngine:
             self._closed = True
             return self._mover.close(self._options.io_timeout_s if timeout_s is None else timeout_s)
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -327,12 +325,11 @@ class CacheEngine:
             raise InvalidCallError(f"the mask has shape {flags.shape}, but there are {num_tokens} tokens")
         skip_tokens = int(flags.argmax()) if flags.any() else num_tokens
         if not flags[skip_tokens:].all():
-            raise InvalidCallError(
-                f"the mask must be F...FT...T, but token {skip_tokens + int(flags[skip_tokens:].argmin())} is False again"
-            )
+            again = skip_tokens + int(flags[skip_tokens:].argmin())
+            raise InvalidCallError(f"the mask must be F...FT...T, but token {again} is False again")
         if skip_tokens % self.layout.block_tokens and skip_tokens != num_tokens:
             raise InvalidCallError(
-                f"the mask skips {skip_tokens} tokens, which is not a multiple of the block size {self.layout.block_tokens}"
+                f"the mask skips {skip_tokens} tokens, not a multiple of the block size {self.layout.block_tokens}"
             )
         return skip_tokens
 

@@ -3,8 +3,8 @@
 No I/O, no threads, no clock. Invariants:
 
 1. A chunk can be found only after ``complete_store`` or ``complete_load`` said that its bytes are there.
-2. A slot belongs to at most one chunk, and is given away only while nothing is *using* it: a plan being carried out, or a
-   write to disk in flight, counts as a use.
+2. A slot belongs to at most one chunk, and is given away only while nothing is *using* it: a plan being carried out, or
+   a write to disk in flight, counts as a use.
 3. The chunks on disk, those being written included, never exceed the disk's capacity.
 4. What leaves the disk is announced by ``take_removals`` before anything that needs its room.
 
@@ -173,10 +173,10 @@ class ChunkIndex:
             self._disk.used_bytes += stored_bytes
             self._disk.order.add(ref.prefix_key)
 
-    # -- lookup ---------------------------------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------------------------
 
     def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Match:
-        """The longest prefix of the hasher's tokens that could be loaded now, for a caller who has ``skip_tokens`` of it.
+        """The longest prefix of the hasher's tokens that could be loaded now, by one who has its ``skip_tokens``.
 
         Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
         missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would.
@@ -199,7 +199,7 @@ class ChunkIndex:
                 break
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
 
-    # -- load -----------------------------------------------------------------------------------------------------------
+    # -- load --------------------------------------------------------------------------------------------------------
 
     def prepare_load(self, refs: Sequence[ChunkRef]) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
@@ -240,7 +240,7 @@ class ChunkIndex:
                 chunk.filling = chunk.loading = False
             self._end_use(chunk)
 
-    # -- store ----------------------------------------------------------------------------------------------------------
+    # -- store -------------------------------------------------------------------------------------------------------
 
     def prepare_store(self, refs: Sequence[ChunkRef], prefix: Sequence[PrefixKey] = ()) -> list[StoreStep]:
         """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
@@ -317,7 +317,7 @@ class ChunkIndex:
                 self.counters.superseded_tails += 1
                 self._discard(chunk)
 
-    # -- removal --------------------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Iterable[PrefixKey]) -> int:
         """Forget chunks by key and return how many were known."""
@@ -343,7 +343,7 @@ class ChunkIndex:
         removals, self._removals = self._removals, []
         return removals
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _is_known(self, key: PrefixKey) -> bool:
         chunk = self._chunks.get(key)

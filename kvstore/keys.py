@@ -1,7 +1,7 @@
 """Names of chunks: equal for equal content, in every process, on every machine.
 
-A *prefix key* is the first 16 bytes of a sha256 over a request's seed and all tokens from position 0 to the chunk's end,
-taken as running snapshots of one hash. A *namespace* is everything that must be equal for KV to be interchangeable
+A *prefix key* is the first 16 bytes of a sha256 over a request's seed and all tokens from position 0 to the chunk's
+end, taken as running snapshots of one hash. A *namespace* is everything that must be equal for KV to be interchangeable
 between two engines; its 8-byte id stands beside the prefix key. Neither uses Python's ``hash`` nor anything else that
 differs between processes.
 
@@ -9,8 +9,8 @@ What goes into the hash, all little-endian:
 
 - the seed: ``kvstore/1``, then per request LoRA, cache salt and tags, each domain-tagged and length-prefixed;
 - the tokens as uint32;
-- after the tokens of a block, one record for every multimodal feature that overlaps it: the word ``0xFFFFFFFF`` (which is
-  no token id), the identifier with its length, and the feature's offset in the prompt.
+- after the tokens of a block, one record for every multimodal feature that overlaps it: the word ``0xFFFFFFFF`` (which
+  is no token id), the identifier with its length, and the feature's offset in the prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from kvstore.errors import InvalidCallError
 
@@ -152,7 +154,7 @@ class PrefixHasher:
             fresh = array("I", tokens[known:])
         except (OverflowError, TypeError) as error:
             raise InvalidCallError(f"token ids must be integers in 0..{_MAX_TOKEN_ID}: {error}") from error
-        if 0xFFFFFFFF in fresh:
+        if np.frombuffer(fresh, np.uint32).max() > _MAX_TOKEN_ID:
             raise InvalidCallError(f"token id {0xFFFFFFFF} is reserved: ids must be in 0..{_MAX_TOKEN_ID}")
         self._tokens.extend(fresh)
         self._absorb_whole_chunks()

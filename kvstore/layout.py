@@ -1,8 +1,8 @@
 """How a chunk's payload is laid out: the geometry of one worker's KV, in bytes.
 
-A payload is layer-major, ``[layer][plane][block][page bytes]``: each block of each layer is copied as opaque bytes in the
-physical order the attention backend uses. A *plane* is one dense region a block occupies in a layer: one where K and V
-share a block, two where they lie apart. Nothing here knows tensors; ``pages.py`` derives a layout from them.
+A payload is layer-major, ``[layer][plane][block][page bytes]``: each block of each layer is copied as opaque bytes in
+the physical order the attention backend uses. A *plane* is one dense region a block occupies in a layer: one where K
+and V share a block, two where they lie apart. Nothing here knows tensors; ``pages.py`` derives a layout from them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whole blocks between a paged KV cache and slab slots, as opaque bytes.
 
-A backend may pack a block in any way it likes (vLLM's CPU backend transposes K inside it), so nothing here looks inside: a
-block is the dense region of bytes its strides span, found once when the caches are registered. Copies are numpy's: on the
-machine this was written on, ``take`` into a prepared buffer reached 0.86 and fancy assignment 1.0 of memcpy, both
-without an allocation, where torch's indexing reached 0.2 to 0.5.
+A backend may pack a block in any way it likes (vLLM's CPU backend transposes K inside it), so nothing here looks
+inside: a block is the dense region of bytes its strides span, found once when the caches are registered. Copies are
+numpy's: on the machine this was written on, ``take`` into a prepared buffer reached 0.86 and fancy assignment 1.0 of
+memcpy, both without an allocation, where torch's indexing reached 0.2 to 0.5.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 class PagedKV(Protocol):
     """The paged KV cache of one worker, addressed by block ids.
 
-    ``payload`` below is a uint8 array of ``layout.payload_bytes(n)`` bytes in the order of ``layout``; ``block_ids`` are
-    int64, each in ``[0, num_blocks)``. Not thread-safe against a running model: call between forward passes.
+    ``payload`` below is a uint8 array of ``layout.payload_bytes(n)`` bytes in the order of ``layout``; ``block_ids``
+    are int64, each in ``[0, num_blocks)``. Not thread-safe against a running model: call between forward passes.
     """
 
     layout: KVLayout
@@ -59,7 +59,8 @@ def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows
     """The dense regions that hold a block of layer ``name``.
 
     Understands blocks in dimension 0 with any order behind it (vLLM's ``[B, H, N, C]``, ``[B, 2, N, H, D]``, MLA's
-    ``[B, N, C]``), K/V in front (``[2, B, N, H, D]``), a (key, value) pair of tensors, and kernel blocks that divide a block.
+    ``[B, N, C]``), K/V in front (``[2, B, N, H, D]``), a (key, value) pair of tensors, and kernel blocks that divide a
+    block.
 
     Raises:
         LayoutError: anything else, with the shape and the strides.
@@ -98,8 +99,8 @@ def _rows(name: str, plane: torch.Tensor, num_blocks: int) -> PlaneRows:
     kernel_blocks = plane.shape[0] // num_blocks  # kernels may use smaller blocks than the block manager
     if plane.stride(0) < page_elements or (kernel_blocks > 1 and plane.stride(0) != page_elements):
         raise LayoutError(
-            f"layer {name}: blocks {plane.stride(0)} elements apart, {page_elements} long, {kernel_blocks} to a block of "
-            "the block manager: this layout is not supported"
+            f"layer {name}: blocks {plane.stride(0)} elements apart, {page_elements} long, {kernel_blocks} to a block "
+            "of the block manager: this layout is not supported"
         )
     item_bytes = plane.element_size()
     page_bytes = page_elements * kernel_blocks * item_bytes

@@ -1,8 +1,8 @@
 """A pool of memory cut into equal slots, touched before it is needed.
 
 Fresh pages cost about ten times a copy, so the pool is mapped once, asks for huge pages, and is populated by a
-background thread; a slot used before the thread reaches it works, only slower. Slots start at page boundaries, as direct
-I/O wants. Who owns which slot is the index's business, not the pool's.
+background thread; a slot used before the thread reaches it works, only slower. Slots start at page boundaries, as
+direct I/O wants. Who owns which slot is the index's business, not the pool's.
 """
 
 from __future__ import annotations

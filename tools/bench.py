@@ -18,18 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvstore import chunkfile
 from kvstore.engine import CacheEngine, EngineOptions
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.hostlimits import require_memory
 from kvstore.index import ChunkIndex
 from kvstore.keys import Namespace, PrefixHasher
@@ -47,7 +46,6 @@ MAX_BATCH_CHUNKS = 64  # as many files as the disk tier keeps for reuse
 LOOKUP_CHUNKS = 128
 LOOKUP_ROUNDS = 300
 DISK_TIMEOUT_S = 120.0
-DISK_FOLDER = Path("/var/tmp")  # noqa: S108 - on a disk where /tmp may be memory; the folder made in it is private
 _MIB = 1 << 20
 _NAMESPACE = Namespace({"model": "bench"})
 _TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # looking up does not depend on how large chunks are
@@ -425,28 +423,19 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def bench_command(
-    *,
-    geometry: Annotated[str, typer.Option(help=f"Whose KV: {', '.join(GEOMETRIES)}.")] = "llama-8b",
-    batch_mib: Annotated[int, typer.Option(help="Moved by one call; about eight times as much memory is used.")] = 256,
-    rounds: Annotated[int, typer.Option(min=MIN_ROUNDS, help="Samples of each line.")] = 15,
-    folder: Annotated[Path, typer.Option(help="The disk to measure.", exists=True, file_okay=False)] = DISK_FOLDER,
-    disk: Annotated[bool, typer.Option(help="Measure the disk too.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-) -> None:
-    """Measure every path against the limit of this machine, in one run.
+def measure_and_print(
+    *, geometry: str, batch_mib: int, rounds: int, folder: Path | None, as_json: bool = False
+) -> bool:
+    """Run the bench and print its table, or one JSON object. False if a line is below its floor.
 
-    Exits with 1 if a fraction is below its recorded floor, or a path lost a byte.
+    Raises:
+        ConfigError: an unknown geometry, or too little memory.
+        BenchError: a path lost a byte.
     """
     console = Console(stderr=True)
-    try:
-        if geometry not in GEOMETRIES:
-            raise ConfigError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
-        options = BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder if disk else None)
-        report = _run_shown(options, console)
-    except KVStoreError as error:
-        console.print(f"kvstore bench: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+    if geometry not in GEOMETRIES:
+        raise ConfigError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
+    report = _run_shown(BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder), console)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
@@ -457,8 +446,7 @@ def bench_command(
             style="red",
             highlight=False,
         )
-    if report.failed:
-        raise typer.Exit(1)
+    return not report.failed
 
 
 def _run_shown(options: BenchOptions, console: Console) -> BenchReport:
@@ -472,7 +460,3 @@ def _run_shown(options: BenchOptions, console: Console) -> BenchReport:
             progress.advance(task)
 
         return run_bench(options, tick)
-
-
-if __name__ == "__main__":
-    typer.run(bench_command)

@@ -6,10 +6,8 @@ step is over when its stores have been gathered; only writes to disk go on behin
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -212,24 +210,13 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what the workers did."""
-        if connector_output.invalid_block_ids:
-            self._evict_garbage(connector_output.invalid_block_ids)
+        failed_block_ids = connector_output.invalid_block_ids
+        if failed_block_ids and self._kv_cache_manager is not None:
+            # vLLM leaves them in its prefix cache to be computed anew; but another request may find them first.
+            self._kv_cache_manager.evict_blocks(self._scheduling.spoilt_blocks(failed_block_ids))
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, ReportMetadata):
             self._scheduling.complete(reported.report)
-
-    def _evict_garbage(self, failed_block_ids: set[int]) -> None:
-        """Take what a failed load spoilt out of vLLM's prefix cache.
-
-        vLLM leaves it there to be computed anew, but another request may find it first, or its owner may be aborted.
-        """
-        manager = self._kv_cache_manager
-        if manager is None:
-            return
-        garbage = set(failed_block_ids)
-        for req_id in self._scheduling.tracked_requests():
-            garbage |= blocks_behind(failed_block_ids, manager.get_block_ids(req_id)[0])
-        manager.evict_blocks(garbage)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store."""
@@ -252,8 +239,3 @@ class KVStoreConnector(KVConnectorBase_V1):
         """No layer hook is used. vLLM asks before it loads the model: a good moment to refuse a wrong configuration."""
         load_config(extra_config, log_warnings=False)
         return False
-
-
-def blocks_behind(failed_block_ids: AbstractSet[int], block_ids: Sequence[int]) -> set[int]:
-    """The first failed block of a request and all that follow, as they were computed from it; empty if none failed."""
-    return set(itertools.dropwhile(lambda block_id: block_id not in failed_block_ids, block_ids))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,11 +39,21 @@ class HitSplit(NamedTuple):
     disk_tokens: int
 
 
-class _Unverified(NamedTuple):
-    """The first block of a load that may yet fail: its position in the request, and the key of its end."""
+@dataclass
+class _Unverified:
+    """A load that may yet fail.
 
+    Attributes:
+        req_id: the request it is for.
+        block: position of its first block in the request.
+        key: the key of that block's end.
+        block_ids: that block and all behind it, those computed since included.
+    """
+
+    req_id: str
     block: int
     key: PrefixKey
+    block_ids: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -118,10 +129,6 @@ class StoreScheduler:
             len(facts),
         )
 
-    def tracked_requests(self) -> list[str]:
-        """The ids of the requests whose KV may be shared."""
-        return list(self._trackers)
-
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(self, request: RequestView, extras: KeyExtras) -> None:
@@ -177,16 +184,25 @@ class StoreScheduler:
         meta.lost_block_ids += block_ids[loaded_end:end_block]
         self._step.loads += steps
         if meta.lost_block_ids or any(step.from_disk for step in steps):
-            self._step.unverified.append(_Unverified(first_block, self._block_key(tracker.hasher, first_block)))
+            key = self._block_key(tracker.hasher, first_block)
+            self._step.unverified.append(_Unverified(request_id, first_block, key))
 
     def _rests_on_unverified(self, hasher: PrefixHasher, num_local_tokens: int) -> bool:
         """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
         num_local_blocks = num_local_tokens // self._rules.block_tokens
         return any(
-            first.block < num_local_blocks and self._block_key(hasher, first.block) == first.key
-            for step in (self._step, *self._in_flight.values())
-            for first in step.unverified
+            load.block < num_local_blocks and self._block_key(hasher, load.block) == load.key
+            for load in self._unverified()
         )
+
+    def _unverified(self) -> Iterator[_Unverified]:
+        for step in (self._step, *self._in_flight.values()):
+            yield from step.unverified
+
+    def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
+        """The blocks that could not be loaded, and those computed from them. To be asked before ``complete``."""
+        behind = (load.block_ids for load in self._unverified() if not load.block_ids.isdisjoint(failed_block_ids))
+        return set(failed_block_ids).union(*behind)
 
     def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:
         chunk, inside = divmod(block, self._rules.chunk_tokens // self._rules.block_tokens)
@@ -224,6 +240,9 @@ class StoreScheduler:
                 save = tracker.take_save(num_tokens)
                 if save is not None:
                     self._plan_save(req_id, tracker, save, block_ids_of(req_id))
+        for load in self._unverified():
+            if load.req_id in num_scheduled_tokens:
+                load.block_ids.update(block_ids_of(load.req_id)[load.block :])
         return self._emit()
 
     def _emit(self) -> StepPlan:

@@ -3,10 +3,10 @@
 What every tier promises:
 
 - *Batch first.* Each call takes several chunks and answers each with an ``Outcome``, in order.
-- *Misses and "full" are values.* ``TierError`` means that the tier as a whole is broken; what it held counts as missing.
+- *Misses and "full" are values.* ``TierError`` means that the whole tier is broken; what it held counts as missing.
 - *Never a wrong byte.* ``get`` answers ``HIT`` only after key, length and checksums agreed. Bytes that do not agree are
   removed, counted, and answered as ``CORRUPT``. After anything but ``HIT`` the buffer's content is undefined.
-- *All or nothing.* A chunk can be seen by ``get`` and ``scan`` only once ``put`` wrote all of it, also across ``kill -9``.
+- *All or nothing.* ``get`` and ``scan`` see a chunk only once ``put`` wrote all of it, also across ``kill -9``.
 - *Bounded.* ``used_bytes`` never exceeds ``capacity_bytes`` and equals what the storage really holds.
 - *Thread-safe.* Any method may be called from any thread; no lock is held during I/O.
 

@@ -1,7 +1,7 @@
 """The CPU tier: chunks in a pool of host memory, which is also the passage to every slower tier.
 
-The index says which slot a chunk gets. This end only remembers what each slot really holds, and a load of a chunk from a
-slot that holds something else fails: should index and pool ever disagree, the answer is a miss and not another's KV.
+The index says which slot a chunk gets. This end only remembers what each slot really holds, and a load of a chunk from
+a slot that holds something else fails: should index and pool ever disagree, the answer is a miss and not another's KV.
 """
 
 from __future__ import annotations

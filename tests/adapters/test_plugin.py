@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvstore.adapters.vllm import connector, plugin
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata, blocks_behind
+from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
@@ -109,26 +109,12 @@ def test_reports_aggregate() -> None:
     assert merged.report.steps[1] == StepResult({b"a", b"b"}, ranks_ended=2)
 
 
-@pytest.mark.parametrize(
-    ("failed", "blocks", "behind"),
-    [({3}, [1, 3, 5], {3, 5}), ({9}, [1, 3], set()), ({1, 5}, [1, 3, 5], {1, 3, 5}), ({1}, [], set())],
-)
-def test_blocks_behind(failed: set[int], blocks: list[int], behind: set[int]) -> None:
-    assert blocks_behind(failed, blocks) == behind
-
-
 def test_spoilt_blocks_leave_vllms_prefix_cache() -> None:
     evicted: list[set[int]] = []
     found: Any = _NothingConnected()
     found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
-    request = SimpleNamespace(request_id="one", all_token_ids=[1, 2], num_prompt_tokens=2, num_tokens=2)
-    found._scheduling.add_request(request, _no_extras())
-    found._kv_cache_manager = SimpleNamespace(get_block_ids=lambda _: ([4, 5, 6],), evict_blocks=evicted.append)
     found.update_connector_output(KVConnectorOutput(invalid_block_ids={5, 9}))
-    assert evicted == [{5, 6, 9}]
-
-
-def _no_extras() -> Any:
-    from kvstore.keys import NO_EXTRAS
-
-    return NO_EXTRAS
+    found._kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
+    found.update_connector_output(KVConnectorOutput())
+    found.update_connector_output(KVConnectorOutput(invalid_block_ids={5, 9}))
+    assert evicted == [{5, 9}]

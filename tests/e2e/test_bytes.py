@@ -49,7 +49,7 @@ def test_low_precision(tiny_model: Path, tmp_path: Path, kv_cache_dtype: str) ->
     """bf16, page by page: bytes read back equal bytes stored; outputs equal vLLM's own hit at the same boundary."""
     if kv_cache_dtype == "fp8" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("vLLM's CPU backend keeps fp8 KV only with AVX-512")
-    settings = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
     prompts = [prompt for prompt in make_prompts(seed=3) if len(prompt) in {65, 257, 320, 512}]
     store = StoreSetup(tmp_path / "disk")
     with Engine(tiny_model, **settings) as engine:

@@ -26,9 +26,7 @@ def assert_all_from_store(prompts: Sequence[Prompt], outputs: Sequence[Completio
         assert output.cached_tokens >= whole_blocks(len(prompt)), len(prompt)
 
 
-def test_one_process(
-    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
-) -> None:
+def test_one_process(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
     """Chunked prefill (512 tokens a step), cold, then from CPU memory, then from disk after a restart."""
     store = StoreSetup(tmp_path / "disk")
     with Engine(tiny_model, store) as engine:
@@ -129,9 +127,7 @@ def test_without_vllms_prefix_cache(
         engine.assert_idle()
 
 
-def test_small_pools(
-    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
-) -> None:
+def test_small_pools(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
     """Pools smaller than the longest request: evictions everywhere, fewer hits, right outputs."""
     chunk_gib = 256 * 4 * 2 * 2 * 64 * 4 / 2**30  # tokens, layers, K and V, heads, head size, float32
     store = StoreSetup(tmp_path / "disk", cpu_gib=4.5 * chunk_gib, disk_gib=12 * chunk_gib)

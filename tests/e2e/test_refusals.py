@@ -58,7 +58,8 @@ def test_owned_folder(tiny_model: Path, tmp_path: Path) -> None:
 
     layout = KVLayout(page_bytes=(4096,), planes=1, block_tokens=32, chunk_tokens=256)
     other = DiskTier(tmp_path / "disk", Namespace({"model": "other"}), layout, 1 << 24)
-    with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, StoreSetup(tmp_path / "disk")):
+    store = StoreSetup(tmp_path / "disk")
+    with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, store):
         pass
     _forget_the_attempt()
     other.close()

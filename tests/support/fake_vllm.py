@@ -2,8 +2,8 @@
 
 The KV of a token is a hash over all tokens up to it, written into real tensors. A step computes it only if all KV
 before it is right, as attention would, and garbage otherwise; so a wrong byte in any block, once used, is an error that
-names the request. Modelled because it is what goes wrong: blocks shared by prefix before they are loaded, freed blocks filled
-with garbage, steps planned before the last one's report, drafts that are rejected, preemption, aborts, new weights.
+names the request. Modelled, because it is what goes wrong: blocks shared by prefix before they are loaded, freed blocks
+filled with garbage, steps planned before the last one's report, rejected drafts, preemption, aborts, new weights.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class FakeVllm:
         for request in list(self.running):
             if request not in self.running or budget <= 0:
                 continue
-            drafts = self._drafts(request)
+            drafts = min(self._drafts(request), budget - 1)
             count = min(request.num_tokens + request.placeholders - request.num_computed_tokens + drafts, budget)
             if request.placeholders and request.num_outputs + request.placeholders >= request.max_tokens:
                 continue  # vLLM sees that this request will have all its tokens
@@ -449,7 +449,8 @@ class FakeVllm:
                 continue
             self._deliver(step, request, stale=stale)
         if step.failed_blocks:
-            self._evict_garbage(step.failed_blocks)
+            for block in self.scheduler.spoilt_blocks(step.failed_blocks):
+                self._uncache(block)
         if step.report is not None:
             self.scheduler.complete(step.report)
         for req_id in step.ended:
@@ -524,16 +525,6 @@ class FakeVllm:
         key = self.hash_of.pop(block, None)
         if key is not None:
             del self.hashes[key]
-
-    def _evict_garbage(self, failed_blocks: set[int]) -> None:
-        """The adapter's part in vLLM's prefix cache; see `connector.blocks_behind`."""
-        for req_id in self.scheduler.tracked_requests():
-            request = next(r for r in (*self.running, *self.waiting) if r.request_id == req_id)
-            hit = next((n for n, block in enumerate(request.blocks) if block in failed_blocks), len(request.blocks))
-            for block in request.blocks[hit:]:
-                self._uncache(block)
-        for block in failed_blocks:
-            self._uncache(block)
 
     def _use(self, block: int) -> None:
         if self.uses[block] == 0 and block in self.free:

@@ -34,7 +34,7 @@ def run_elsewhere(job: dict[str, Any], *, timeout_s: float = 300.0) -> list[list
         check=False,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    assert done.returncode == 0 and results, f"the runner failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert results, f"the runner failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return [
         [[Completion(*completion) for completion in a_round] for a_round in engine]
         for engine in json.loads(results[0][len(_MARK) :])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from kvstore.engine import CacheEngine, EngineOptions
@@ -18,6 +17,7 @@ from kvstore.tiers import _folder
 from kvstore.tools import bench, bench_work
 from kvstore.tools.bench import BenchOptions, BenchReport, Bound, Line, run_bench
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, Workbench, paired
+from kvstore.tools.cli import app
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,13 +42,6 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     monkeypatch.setattr(bench, "LOOKUP_BOUND", Bound(0.0, 0.0))
     monkeypatch.setattr(bench, "LOOKUP_ROUNDS", 3)
     return TOY
-
-
-@pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    app.command()(bench.bench_command)
-    return app
 
 
 def test_geometries_have_the_sizes_their_models_have() -> None:
@@ -196,9 +189,9 @@ def test_options_that_make_no_sense(batch_bytes: int, rounds: int, message: str)
         BenchOptions(TOY, batch_bytes, rounds)
 
 
-def test_json_holds_every_sample(toy: Geometry, command: typer.Typer) -> None:
+def test_json_holds_every_sample(toy: Geometry) -> None:
     result = CliRunner().invoke(
-        command, ["--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk", "--json"]
+        app, ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk", "--json"]
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -208,16 +201,16 @@ def test_json_holds_every_sample(toy: Geometry, command: typer.Typer) -> None:
     assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 3, 3]
 
 
-def test_below_the_floor_is_exit_code_1(toy: Geometry, command: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.BOUNDS["toy"], "CPU store", Bound(1e9, 1e9))
-    result = CliRunner().invoke(command, ["--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk"])
+    result = CliRunner().invoke(app, ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk"])
     assert result.exit_code == 1
     assert "BELOW FLOOR" in result.stdout
     assert re.search(r"CPU store: \d+\.\d\d of memcpy is below the floor", result.stderr)
 
 
-def test_an_unknown_geometry_is_exit_code_2(command: typer.Typer) -> None:
-    result = CliRunner().invoke(command, ["--geometry", "gpt-9"])
+def test_an_unknown_geometry_is_exit_code_2() -> None:
+    result = CliRunner().invoke(app, ["bench", "--geometry", "gpt-9"])
     assert result.exit_code == 2
     assert "llama-8b, qwen-0.5b" in result.stderr
 

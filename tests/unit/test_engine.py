@@ -210,7 +210,7 @@ def test_slots_of_masked_and_unfinished_blocks_do_not_matter(rig: Rig) -> None:
         ([True] * 19, "shape"),
         ([True] * 8 + [False] * 12, "token 8 is False again"),
         ([False] * 4 + [True] * 4 + [False] * 4 + [True] * 8, "token 8 is False again"),
-        ([False] * 3 + [True] * 17, "3 tokens, which is not a multiple of the block size 4"),
+        ([False] * 3 + [True] * 17, "3 tokens, not a multiple of the block size 4"),
     ],
 )
 def test_masks_that_are_refused(rig: Rig, mask: list[bool], message: str) -> None:
