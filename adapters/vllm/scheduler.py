@@ -183,7 +183,8 @@ class StoreScheduler:
             loaded_end = stop
         meta.lost_block_ids += block_ids[loaded_end:end_block]
         self._step.loads += steps
-        if meta.lost_block_ids or any(step.from_disk for step in steps):
+        # A slot that another load is filling counts too: what fails there fails here.
+        if meta.lost_block_ids or not all(self._index.in_memory(step.ref.prefix_key) for step in steps):
             key = self._block_key(tracker.hasher, first_block)
             self._step.unverified.append(_Unverified(request_id, first_block, key))
 

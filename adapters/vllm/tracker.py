@@ -112,13 +112,14 @@ class RequestTracker:
         """Whole chunks below ``limit_tokens`` not yet taken, and the tail that ends at ``tail_tokens``, if any."""
         rules = self.rules
         self.hasher.update(self.request.all_token_ids)
-        first, last = self.num_saved_chunks, limit_tokens // rules.chunk_tokens
+        last = limit_tokens // rules.chunk_tokens
+        first = min(self.num_saved_chunks, last)  # a resumed request may have less than it had before
         blocks_per_chunk = rules.chunk_tokens // rules.block_tokens
         refs = [ChunkRef(key, blocks_per_chunk) for key in self.hasher.chunk_keys()[first:last]]
         tail_blocks = (tail_tokens - last * rules.chunk_tokens) // rules.block_tokens
         if rules.save_tails and tail_blocks > 0:
             refs.append(ChunkRef(self.hasher.block_keys(last)[tail_blocks - 1], tail_blocks))
-        self.num_saved_chunks = max(first, last)
+        self.num_saved_chunks = max(self.num_saved_chunks, last)
         if not refs:
             return None
         return SaveSpec(refs, self.hasher.chunk_keys()[:first], first * blocks_per_chunk)

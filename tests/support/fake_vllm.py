@@ -234,10 +234,9 @@ class FakeVllm:
         """Change the weights, and forget all KV."""
         self.weights += 1
         for request in reversed(list(self.running)):
-            request.mixed = not preempt
+            request.mixed |= not preempt and request.num_computed_tokens > 0
             if preempt:
-                self.preempt(request)
-                request.drop_stale = True
+                self.preempt(request, drop_stale=True)
         self.forget_local()
         self.scheduler.reset_cache()
 
@@ -250,13 +249,14 @@ class FakeVllm:
             self.step()
             self.run()
 
-    def preempt(self, request: FakeRequest) -> None:
-        """Take a running request's blocks away."""
+    def preempt(self, request: FakeRequest, *, drop_stale: bool = False) -> None:
+        """Take a running request's blocks away; its outputs on their way still count, unless dropped."""
         self.running.remove(request)
         self._free_request(request)
         request.state = "preempted"
         request.num_computed_tokens = request.placeholders = 0
-        request.stale, request.drop_stale = request.in_flight, False
+        request.drop_stale = drop_stale or (request.drop_stale and request.stale > 0)
+        request.stale = request.in_flight
         self.waiting.appendleft(request)
 
     # -- a step -----------------------------------------------------------------------------------------------------

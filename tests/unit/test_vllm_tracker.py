@@ -67,6 +67,16 @@ def test_final_save_ends_where_known_and_computed_meet() -> None:
     assert sizes(tracker.take_final_save()) == [2]
 
 
+def test_final_save_of_a_resumed_request_that_has_less_than_before() -> None:
+    request, tracker = tracker_of(3 * CHUNK + 1, decode=True)
+    tracker.take_save(3 * CHUNK + 1)
+    request.num_computed_tokens = CHUNK + 2 * BLOCK  # preempted, resumed, aborted
+    save = tracker.take_final_save()
+    assert save is not None
+    assert (sizes(save), save.first_block) == ([2], CHUNK // BLOCK)
+    assert tracker.num_saved_chunks == 3
+
+
 def test_without_decode_saving_nothing_is_left_at_the_end() -> None:
     request, tracker = tracker_of(CHUNK)
     request.num_computed_tokens = CHUNK
