@@ -326,11 +326,13 @@ class StoreScheduler:
     def reset_cache(self) -> None:
         """Forget everything: the weights have changed.
 
+        The disk's namespace names the weights that vLLM was started with, so nothing is written there from now on.
         Requests that have computed something hold KV of the old weights until they end, and are tracked no longer.
         """
         if self._index is not None:
             self._cancel_ready_stores(self._index)
             self._index.clear()
+            self._index.stop_writing()
         self._clear = True
         self._trackers = {
             req_id: tracker for req_id, tracker in self._trackers.items() if not tracker.request.num_computed_tokens

@@ -74,6 +74,20 @@ def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "0.32" in message
 
 
+def test_asynchronous_scheduling_with_a_disk(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM on a CPU never schedules asynchronously; on a GPU it does by default."""
+    from kvstore.adapters.vllm import translate
+
+    original = translate.check_supported
+
+    def on_a_gpu(vllm_config: Any, *rest: Any) -> None:
+        vllm_config.scheduler_config.async_scheduling = True
+        original(vllm_config, *rest)
+
+    monkeypatch.setattr(translate, "check_supported", on_a_gpu)
+    assert "--no-async-scheduling" in refusal(tiny_model, StoreSetup(tmp_path / "disk"))
+
+
 def test_dummy_weights_need_a_name(tiny_model: Path) -> None:
     assert "model_id" in refusal(tiny_model, StoreSetup(), load_format="dummy")
     assert issubclass(ConfigError, ValueError)
