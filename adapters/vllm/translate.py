@@ -57,8 +57,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
         )
     if config.local_disk and transfer.is_kv_consumer and vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
-            "local_disk is set, and vLLM schedules asynchronously: vLLM 0.32 would deliver a token that it computed before "
-            "it learned that a chunk could not be read. Start vLLM with --no-async-scheduling, or do without local_disk"
+            "local_disk is set, and vLLM schedules asynchronously: vLLM 0.32 would deliver a token that it computed "
+            "before it learned that a chunk could not be read. Start vLLM with --no-async-scheduling, or do without "
+            "local_disk"
         )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
