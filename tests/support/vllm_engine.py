@@ -149,8 +149,9 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until everything stored is on disk and known to be there."""
+        self.generate([[1, 2, 3]], max_tokens=1)  # the last stores of ended requests are carried out with a step
         assert self.store_worker._mover.flush(30.0)
-        self.generate([[1, 2, 3]], max_tokens=1)  # reports of ended writes travel with a step
+        self.generate([[1, 2, 3]], max_tokens=1)  # and the reports of ended writes travel with the next
 
     def assert_idle(self) -> None:
         """Nothing of ours is under way, and vLLM has all its blocks back."""
