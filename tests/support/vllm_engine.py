@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Sequence
@@ -101,6 +102,9 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        ours = logging.getLogger("kvstore")  # as it was before the connector joined it to vLLM's
+        ours.handlers.clear()
+        ours.propagate = True
 
     def generate(
         self,

@@ -17,6 +17,7 @@ def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in pair]
     pair[0].handlers[:] = [logging.NullHandler()]
     pair[1].handlers.clear()
+    pair[1].propagate = True  # pytest gives loggers that do not propagate a handler of its own
     yield pair
     for logger, (handlers, level, propagate) in zip(pair, before, strict=True):
         logger.handlers[:] = handlers
