@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 3000
 WARMUP_TOKENS = 24  # less than one block with its output: nothing of it is stored
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 STAGES = 7
 
 _CONFIG = """\
@@ -101,7 +101,9 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
         report("dropping the page cache")
         drop_page_cache(cache)
         report("starting vLLM again, in a new process")
-        warm, loaded = _ask(VllmServer(model, config, folder / "warm.log"), prompt, "loading the prompt", report)
+        warm, loaded = _ask(
+            VllmServer(model, config, folder / "warm.log", drains=False), prompt, "loading the prompt", report
+        )
     return DemoResult(
         prompt_tokens=prompt_tokens,
         output_tokens=OUTPUT_TOKENS,

@@ -78,11 +78,13 @@ class VllmServer:
         model: folder of the model.
         config: the YAML file of the connector.
         log: file that takes what vLLM prints.
+        drains: end as an operator would, so that nothing on its way to the disk is lost; else just end.
     """
 
     model: Path
     config: Path
     log: Path
+    drains: bool = True
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -124,7 +126,7 @@ class VllmServer:
     ) -> None:
         if self._process is None:
             return
-        if exception_type is None:
+        if exception_type is None and self.drains:
             self.stop()
         self._kill_group(self._process)
 
