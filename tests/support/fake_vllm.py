@@ -8,7 +8,7 @@ filled with garbage, steps planned before the last one's report, rejected drafts
 
 from __future__ import annotations
 
-import pickle
+import copy
 import random
 import zlib
 from collections import OrderedDict, deque
@@ -102,7 +102,7 @@ class Scheduled:
 class Step:
     """A step on its way."""
 
-    plan: bytes
+    plan: StepPlan
     work: list[Scheduled]
     has_loads: bool
     failed_blocks: set[int] = field(default_factory=set)
@@ -335,7 +335,7 @@ class FakeVllm:
         for part in work:
             self._after_schedule(part)
         self.planned += 1
-        return Step(pickle.dumps(plan), work, has_loads)
+        return Step(copy.deepcopy(plan), work, has_loads)
 
     def _drafts(self, request: FakeRequest) -> int:
         decodes = request.num_tokens + request.placeholders - request.num_computed_tokens == 1
@@ -357,7 +357,7 @@ class FakeVllm:
             request.placeholders += 1 + part.drafts
 
     def _execute(self, step: Step) -> None:
-        plans: list[StepPlan] = [pickle.loads(step.plan) for _ in self.workers]
+        plans = [copy.deepcopy(step.plan) for _ in self.workers]  # each rank gets its own, as over a wire
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.begin_step(plan)
             if step.has_loads:
@@ -371,7 +371,7 @@ class FakeVllm:
                 worker.load()
             if not self.setup.defer_stores:
                 worker.store()
-            report = pickle.loads(pickle.dumps(worker.take_report()))
+            report = copy.deepcopy(worker.take_report())
             for req_id in worker.take_ended_requests():
                 self._rank_ended(step, req_id)
             assert not worker.take_failed_block_ids()
