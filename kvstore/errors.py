@@ -5,12 +5,20 @@
     ├── LayoutError            a KV cache that cannot be stored as opaque blocks
     ├── InvalidCallError       an argument of a public call breaks its contract
     ├── TierError              a tier is broken: it may work again later
-    │   └── FolderOwnedError   the disk folder belongs to another live process
+    │   ├── FolderOwnedError   the disk folder belongs to another live process
+    │   └── TierTimeoutError   a call took too long, and may still be using the caller's buffers
     └── ClosedError            the engine was closed before the call
 
 A miss and a full tier are values, never exceptions. Errors of other libraries are translated where they enter
 (``raise ... from error``), so a caller catches this tree and nothing else.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class KVStoreError(Exception):
@@ -35,6 +43,22 @@ class TierError(KVStoreError):
 
 class FolderOwnedError(TierError):
     """The folder of a disk tier is locked by another process."""
+
+
+class TierTimeoutError(TierError):
+    """A call to a tier did not end in time.
+
+    The buffers given to the call are not the caller's again before ``pending.done()``: until then a read may still
+    write to them, and a write may still read from them.
+
+    Attributes:
+        pending: the call given up. It is done at once if the call had not begun, and then never will. Otherwise it is
+            done when the call ends, with what it returned or raised: a late ``put`` may well have stored its chunks.
+    """
+
+    def __init__(self, message: str, pending: Future[Any]) -> None:
+        super().__init__(message)
+        self.pending = pending
 
 
 class ClosedError(KVStoreError):

@@ -1,0 +1,83 @@
+"""Wrappers: tiers around tiers, each for one concern, to be combined.
+
+disk = guarded(DiskTier(...), GuardOptions(timeout_s=10.0))
+breaker = find(disk, CircuitBreaker)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.striped import StripedTier
+from kvstore.wrappers.base import TierWrapper, find, layers
+from kvstore.wrappers.breaker import BreakerState, BreakerStats, CircuitBreaker
+from kvstore.wrappers.deadline import Deadline
+from kvstore.wrappers.faults import Call, Fault, FaultInjector, FaultKind
+from kvstore.wrappers.latency import Latency
+from kvstore.wrappers.stats import LatencyHistogram, OperationStats, Statistics, TierStats
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import Tier
+
+__all__ = [
+    "BreakerState",
+    "BreakerStats",
+    "Call",
+    "CircuitBreaker",
+    "Deadline",
+    "Fault",
+    "FaultInjector",
+    "FaultKind",
+    "GuardOptions",
+    "Latency",
+    "LatencyHistogram",
+    "OperationStats",
+    "Statistics",
+    "TierStats",
+    "TierWrapper",
+    "disk_answers",
+    "find",
+    "guarded",
+    "layers",
+]
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """How a tier is guarded.
+
+    Attributes:
+        timeout_s: the deadline of a call about chunks.
+        slow_timeout_s: the deadline of ``scan``, ``clear`` and ``close``.
+        threads: calls at the same time; more than the callers' threads.
+        failures: failures in a row after which the tier is left out.
+        probe_interval_s: how often a tier that is left out is tried again.
+    """
+
+    timeout_s: float = 10.0
+    slow_timeout_s: float = 60.0
+    threads: int = 8
+    failures: int = 5
+    probe_interval_s: float = 10.0
+
+
+def disk_answers(tier: Tier) -> bool:
+    """Whether any part of a tier answers: False while the breakers of all its folders are open."""
+    parts = tier.parts if isinstance(tier, StripedTier) else (tier,)
+    breakers = [find(part, CircuitBreaker) for part in parts]
+    return any(breaker is None or not breaker.is_open for breaker in breakers)
+
+
+def guarded(tier: Tier, options: GuardOptions) -> Statistics:
+    """``Statistics(CircuitBreaker(Deadline(tier)))``: what a tier that may break needs.
+
+    The order has reasons. The deadline is inside the breaker, so that a time-out counts as a failure, a probe cannot
+    hang, and a call that the breaker answers takes no thread. The statistics are outside, so that they show what the
+    caller gets: the wait for a thread, and the calls that were answered without the tier.
+
+    Raises:
+        InvalidCallError: an option is out of range.
+    """
+    deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s)
+    return Statistics(CircuitBreaker(deadline, options.failures, options.probe_interval_s))

@@ -1,0 +1,84 @@
+"""A tier around a tier: forwards everything, for wrappers that change one thing.
+
+The idea, that every cross-cutting concern is a small store around a store and keeps the same contract, is taken from
+py-key-value (``key_value/aio/wrappers``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+SomeTier = TypeVar("SomeTier", bound=Tier)
+
+
+class TierWrapper(Tier):
+    """Forwards every call to ``inner``, whose name, capacity and counters it shares. Closing it closes ``inner``."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capacity_bytes = inner.capacity_bytes
+        self.counters = inner.counters
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Forward."""
+        return self.inner.scan()
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Forward."""
+        return self.inner.contains(refs)
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward."""
+        return self.inner.get(transfers)
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward."""
+        return self.inner.put(transfers)
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Forward."""
+        self.inner.remove(refs)
+
+    def clear(self) -> None:
+        """Forward."""
+        self.inner.clear()
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        """Forward."""
+        return self.inner.stored_bytes(num_blocks)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Forward."""
+        return self.inner.usable_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Forward."""
+        return self.inner.used_bytes
+
+    def close(self) -> None:
+        """Forward."""
+        self.inner.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+def layers(tier: Tier) -> Iterator[Tier]:
+    """The wrappers around a tier, the outermost first, and last the tier itself."""
+    while isinstance(tier, TierWrapper):
+        yield tier
+        tier = tier.inner
+    yield tier
+
+
+def find(tier: Tier, kind: type[SomeTier]) -> SomeTier | None:
+    """The outermost layer of a kind, or None."""
+    return next((layer for layer in layers(tier) if isinstance(layer, kind)), None)

@@ -1,0 +1,209 @@
+"""A deadline for every call: a disk that hangs is a broken tier, not a hung engine.
+
+A system call that hangs cannot be cancelled, only left behind. So calls run on threads of this wrapper, which may be
+lost to them. Whoever waits for longer than the deadline gets ``TierTimeoutError``, whose ``pending`` tells when the
+call has ended at last and its buffers are free again. Nothing is copied for that: the good path costs one hand-over
+between threads (tens of microseconds), and the caller of a call that timed out keeps its buffers aside.
+
+The threads are daemons and not those of ``concurrent.futures``, which the interpreter joins at exit: a stuck call must
+not keep a process from ending.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.wrappers.base import TierWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Work = tuple["Future[Any]", "Callable[[], Any]"]
+
+
+class Deadline(TierWrapper):
+    """Lets no call wait longer than its deadline, waiting for a thread included.
+
+    A call that timed out before it began is withdrawn. One that had begun goes on: a late ``put``, ``remove`` or
+    ``clear`` still takes effect. Once all threads are stuck in such calls, every call fails at once with ``TierError``,
+    until one of them comes back. Callbacks of ``pending`` run on the thread that came back. ``used_bytes``,
+    ``stored_bytes`` and ``counters`` answer from memory, on the caller's thread.
+
+    Args:
+        inner: the tier to guard.
+        timeout_s: the deadline of ``contains``, ``get``, ``put`` and ``remove``, whatever the size of the batch.
+        threads: calls at the same time. More than the callers have threads, or a few stuck calls slow down the rest.
+        slow_timeout_s: the deadline of ``scan``, ``clear`` and ``close``, which may touch every file of a tier.
+        max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
+
+    Raises:
+        InvalidCallError: a time or a count that is not positive.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        timeout_s: float,
+        threads: int = 8,
+        *,
+        slow_timeout_s: float = 60.0,
+        max_waiting: int = 64,
+    ) -> None:
+        super().__init__(inner)
+        if not (timeout_s > 0 and slow_timeout_s > 0 and threads > 0 and max_waiting > 0):
+            given = f"{timeout_s=} {threads=} {slow_timeout_s=} {max_waiting=}"
+            raise InvalidCallError(f"a deadline needs positive times and counts, not {given}")
+        self._timeout_s = timeout_s
+        self._slow_timeout_s = slow_timeout_s
+        self._threads = threads
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._stuck: set[Future[Any]] = set()
+        self._timeouts = 0
+        self._closed = False
+        for number in range(threads):
+            _start(f"kvstore-{inner.name}-{number}", self._work)
+
+    @property
+    def stuck_calls(self) -> int:
+        """Calls that timed out and have not ended yet."""
+        return len(self._stuck)
+
+    @property
+    def timeouts(self) -> int:
+        """Calls that timed out so far."""
+        return self._timeouts
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Forward within the slow deadline."""
+        return self._call("scan", self.inner.scan, self._slow_timeout_s)
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Forward within the deadline.
+
+        Raises:
+            TierError: timed out, or no thread is left.
+        """
+        return self._call("contains", lambda: self.inner.contains(refs), self._timeout_s)
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward within the deadline.
+
+        Raises:
+            TierTimeoutError: timed out; until its ``pending`` is done the buffers may still be written to.
+            TierError: no thread is left, or the tier is broken.
+        """
+        return self._call("get", lambda: self.inner.get(transfers), self._timeout_s)
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward within the deadline.
+
+        Raises:
+            TierTimeoutError: timed out; until its ``pending`` is done the buffers may still be read, and must not
+                change. Its result says whether the chunks were stored after all.
+            TierError: no thread is left, or the tier is broken.
+        """
+        return self._call("put", lambda: self.inner.put(transfers), self._timeout_s)
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Forward within the deadline.
+
+        Raises:
+            TierError: timed out (it may yet take effect), or no thread is left.
+        """
+        fixed = tuple(refs)  # an iterator of the caller's must not run on another thread
+        self._call("remove", lambda: self.inner.remove(fixed), self._timeout_s)
+
+    def clear(self) -> None:
+        """Forward within the slow deadline.
+
+        Raises:
+            TierError: timed out (it may yet take effect), no thread is left, or the tier refused.
+        """
+        self._call("clear", self.inner.clear, self._slow_timeout_s)
+
+    def close(self) -> None:
+        """Close the tier within the slow deadline; beyond it a daemon thread goes on, and a warning says so."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in range(self._threads):
+                self._work.put(None)
+        closing: Future[Any] = Future()
+        last: SimpleQueue[Work | None] = SimpleQueue()  # a thread of its own: the others may all be stuck
+        last.put((closing, self.inner.close))
+        last.put(None)
+        _start(f"kvstore-{self.name}-close", last)
+        try:
+            closing.result(self._slow_timeout_s)
+        except TimeoutError:
+            logger.warning("the %s tier does not close within %s s; it is left behind", self.name, self._slow_timeout_s)
+
+    def _call(self, operation: str, action: Callable[[], Result], timeout_s: float) -> Result:
+        future = self._submit(operation, action)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            if not future.cancel() and future.done():  # it came at the last moment, or raised this very exception
+                return future.result()
+            self._give_up(future)
+            message = f"{operation} of the {self.name} tier took longer than {timeout_s} s"
+            raise TierTimeoutError(message, future) from error
+
+    def _submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the {self.name} tier was closed")
+            if len(self._stuck) >= self._threads:
+                raise TierError(
+                    f"{operation} of the {self.name} tier: all {self._threads} threads hang in earlier calls"
+                )
+            if self._work.qsize() >= self._max_waiting:
+                raise TierError(f"{operation} of the {self.name} tier: {self._max_waiting} calls wait already")
+            self._work.put((future, action))
+        return future
+
+    def _give_up(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._timeouts += 1
+            if not future.cancelled():
+                self._stuck.add(future)
+        future.add_done_callback(self._come_back)  # runs here and now if it has just ended
+
+    def _come_back(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._stuck.discard(future)
+
+
+def _start(name: str, work: SimpleQueue[Work | None]) -> None:
+    threading.Thread(target=_serve, args=(work,), name=name, daemon=True).start()
+
+
+def _serve(work: SimpleQueue[Work | None]) -> None:
+    """A thread's life: calls in order, until None."""
+    while item := work.get():
+        _carry_out(*item)
+        del item  # or the last call's buffers would be kept alive until the next one
+
+
+def _carry_out(future: Future[Any], action: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = action()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's thread raises it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
