@@ -16,15 +16,17 @@ A tier decides nothing: the index says what goes in and what goes out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.keys import PrefixKey
+from kvstore.errors import ConfigError, InvalidCallError
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -72,6 +74,74 @@ class TierCounters:
     bytes_read: int = 0
     bytes_written: int = 0
 
+    def count(self, outcome: Outcome, num_bytes: int) -> None:
+        """Count what became of one chunk, and its bytes if they moved. Not atomic: needs the tier's lock."""
+        name = _COUNTER_OF[outcome]
+        setattr(self, name, getattr(self, name) + 1)
+        if outcome is Outcome.HIT:
+            self.bytes_read += num_bytes
+        elif outcome is Outcome.STORED:
+            self.bytes_written += num_bytes
+
+
+_COUNTER_OF = {
+    Outcome.HIT: "hits",
+    Outcome.MISS: "misses",
+    Outcome.CORRUPT: "corrupt",
+    Outcome.STORED: "stored",
+    Outcome.FULL: "full",
+    Outcome.FAILED: "failed",
+}
+
+
+@dataclass(frozen=True)
+class TierSetup:
+    """What a tier is opened with: the arguments of every factory in the registry ``kvstore.tiers``.
+
+    Attributes:
+        namespace: whose chunks the tier holds.
+        layout: the geometry of the chunks.
+        capacity_bytes: never exceeded.
+        options: what only this kind of tier has, such as a folder.
+    """
+
+    namespace: Namespace
+    layout: KVLayout
+    capacity_bytes: int
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def require_known_options(self, *known: str) -> None:
+        """Turn down options that the tier does not have.
+
+        Raises:
+            ConfigError: names the first such option, and those that there are.
+        """
+        unknown = next((name for name in self.options if name not in known), None)
+        if unknown is not None:
+            raise ConfigError(f"a tier has no option {unknown!r}: it knows {', '.join(known) or 'none'}")
+
+
+def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
+    """The part of a transfer's buffer that is the payload.
+
+    Raises:
+        InvalidCallError: the chunk has no such key or length, or the buffer does not hold it.
+    """
+    ref, buffer = transfer
+    if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks <= layout.blocks_per_chunk:
+        raise InvalidCallError(
+            f"a chunk has a key of {PREFIX_KEY_BYTES} bytes and 1 to {layout.blocks_per_chunk} blocks, "
+            f"not {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
+        )
+    payload_bytes = layout.payload_bytes(ref.num_blocks)
+    need_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or len(buffer) < need_bytes:
+        raise InvalidCallError(
+            f"a buffer for {ref.num_blocks} blocks is a contiguous row of at least {need_bytes} uint8, "
+            f"not {buffer.dtype}{list(buffer.shape)}"
+        )
+    return buffer[:payload_bytes]
+
 
 class Tier(ABC):
     """A storage tier for the chunks of one namespace. See the module's docstring for what it promises."""
@@ -82,7 +152,10 @@ class Tier(ABC):
 
     @abstractmethod
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, with its stored bytes, the longest untouched first. Called once, before any other use."""
+        """Every chunk held, with its stored bytes, the longest untouched first.
+
+        Called before any other use, as it may have to look through the storage; later calls are allowed.
+        """
 
     @abstractmethod
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -93,6 +166,7 @@ class Tier(ABC):
         """Read chunks into their buffers: HIT, MISS, CORRUPT or FAILED each.
 
         Raises:
+            InvalidCallError: a chunk or a buffer breaks the contract; nothing was moved.
             TierError: the tier as a whole is broken.
         """
 
@@ -101,6 +175,7 @@ class Tier(ABC):
         """Store chunks from their buffers, replacing equal ones: STORED, FULL or FAILED each.
 
         Raises:
+            InvalidCallError: a chunk or a buffer breaks the contract; nothing was moved.
             TierError: the tier as a whole is broken.
         """
 
@@ -115,6 +190,11 @@ class Tier(ABC):
     @abstractmethod
     def stored_bytes(self, num_blocks: int) -> int:
         """What a chunk of that many blocks will occupy, by which the index keeps the tier within its bound."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What an index may fill: less than the capacity only where storage in several parts wastes some."""
+        return self.capacity_bytes
 
     @property
     @abstractmethod

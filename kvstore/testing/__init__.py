@@ -1,0 +1,29 @@
+"""Tests for tiers of other packages, and for ours: one suite that every tier and every wrapper of a tier must pass.
+
+A tier's test is a class that says how to open the tier and how to reach its storage behind its back::
+
+    class TestMyTier(TierConformance):
+        def open_tier(self, setup: TierSetup) -> Tier: ...
+        def raw_read(self, ref: ChunkRef) -> bytes | None: ...
+        def raw_used_bytes(self) -> int: ...
+
+Needs pytest and hypothesis: ``pip install 'vllm-kvstore[testing]'``. ``docs/tiers.md`` has a whole example.
+"""
+
+from __future__ import annotations
+
+try:
+    import hypothesis  # noqa: F401 - asked for here, so that the error says what to install
+    import pytest
+except ImportError as error:
+    raise ImportError(f"kvstore.testing needs {error.name}: pip install 'vllm-kvstore[testing]'") from error
+
+_PARTS = ("bounds", "buffers", "contents", "damage", "harness", "machine", "restart", "threads")
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
+
+# After the line above, or a failed assertion would not show its values.
+from kvstore.testing.conformance import TierConformance  # noqa: E402
+from kvstore.testing.harness import MINE, TierHarness  # noqa: E402
+from kvstore.testing.machine import TierMachine  # noqa: E402
+
+__all__ = ["MINE", "TierConformance", "TierHarness", "TierMachine"]

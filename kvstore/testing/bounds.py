@@ -1,0 +1,144 @@
+"""A tier keeps to its bound, counts its bytes and its events, and ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.errors import ClosedError
+from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_ref, make_transfer
+from kvstore.tiers.base import Outcome
+
+A, B, C = make_ref(1), make_ref(2), make_ref(3)
+
+
+class BoundsTests(TierHarness):
+    """Capacity, accounting, counters, close."""
+
+    @pytest.mark.parametrize("geometry", LAYOUTS)
+    def test_stored_bytes_cover_the_payload(self, geometry: str) -> None:
+        """And do not shrink with the length."""
+        layout = LAYOUTS[geometry]
+        tier = self.start(layout)
+        sizes = [tier.stored_bytes(blocks) for blocks in range(1, layout.blocks_per_chunk + 1)]
+        assert all(size >= layout.payload_bytes(blocks) for blocks, size in enumerate(sizes, start=1))
+        assert sizes == sorted(sizes)
+
+    def test_used_bytes_are_the_sum_of_stored_bytes(self) -> None:
+        """To the byte, while nothing was removed."""
+        tier = self.start()
+        for number in range(12):
+            self.put(make_ref(number, 1 + number % 4))
+            assert tier.used_bytes == sum(size for _, size in tier.scan()) == self.raw_used_bytes()
+
+    def test_full_is_an_answer(self) -> None:
+        """The first chunks are stored, the rest is refused, each on its own."""
+        self.start(chunks=3)
+        outcomes = self.put(*(make_ref(number) for number in range(5)))
+        assert outcomes == [Outcome.STORED] * 3 + [Outcome.FULL] * 2
+        self.check_bytes()
+
+    def test_full_writes_nothing(self) -> None:
+        """What was refused is nowhere, and what was there is unharmed."""
+        tier = self.start(chunks=2)
+        self.put(A, B)
+        used_bytes = tier.used_bytes
+        assert self.put(C) == [Outcome.FULL]
+        assert self.raw_read(C) is None
+        assert tier.contains([A, B, C]) == [True, True, False]
+        assert self.get(A, B, C) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+        assert tier.used_bytes == used_bytes == self.raw_used_bytes()
+
+    def test_a_full_tier_can_replace(self) -> None:
+        """Without room for two of them, the new one takes the place of the old."""
+        self.start(chunks=2)
+        self.put(A, B)
+        assert self.put(A, B, version=1) == [Outcome.STORED, Outcome.STORED]
+        assert self.get(A, B, version=1) == [Outcome.HIT, Outcome.HIT]
+        self.check_bytes()
+
+    def test_what_is_removed_makes_room(self) -> None:
+        """At once, for as many chunks as were removed."""
+        tier = self.start(chunks=3)
+        self.put(A, B, C)
+        tier.remove([A, B])
+        assert self.put(make_ref(4), make_ref(5), make_ref(6)) == [Outcome.STORED, Outcome.STORED, Outcome.FULL]
+        assert self.held() == {C, make_ref(4), make_ref(5)}
+        self.check_bytes()
+
+    def test_room_of_one_length_serves_another(self) -> None:
+        """Chunks of other lengths can take what a removed one gave back."""
+        tier = self.start(chunks=2)
+        self.put(A, B)
+        tier.remove([A])
+        assert self.put(make_ref(4, 1)) == [Outcome.STORED]
+        tier.remove([make_ref(4, 1)])
+        assert self.put(A) == [Outcome.STORED]
+        self.check_bytes()
+
+    def test_clear_makes_room(self) -> None:
+        """For all that fits."""
+        tier = self.start(chunks=3)
+        for version in range(3):
+            assert self.put(A, B, C, version=version) == [Outcome.STORED] * 3
+            tier.clear()
+            self.check_bytes()
+
+    def test_no_byte_is_lost_over_many_rounds(self) -> None:
+        """Storing and removing again and again, in a tier that is nearly full."""
+        tier = self.start(chunks=4)
+        for number in range(60):
+            assert self.put(make_ref(number, 1 + number % 4)) == [Outcome.STORED]
+            tier.remove([make_ref(number - 3, 1 + (number - 3) % 4)] if number >= 3 else [])
+            self.check_bytes()
+
+    def test_counters_add_up(self) -> None:
+        """One event for every chunk asked for, whatever its batch."""
+        tier = self.start(chunks=2)
+        self.put(A, B, C)
+        self.put(A)
+        self.get(A, B, C, C)
+        self.get(C)
+        found = tier.counters
+        assert (found.stored, found.full, found.hits, found.misses) == (3, 1, 2, 3)
+        assert (found.corrupt, found.failed) == (0, 0)
+
+    def test_bytes_moved_are_counted(self) -> None:
+        """At least the payloads, and none for what did not move."""
+        tier = self.start()
+        self.put(A, make_ref(2, 1))
+        self.get(A, C)
+        found = tier.counters
+        assert EVEN.payload_bytes(5) <= found.bytes_written <= tier.used_bytes
+        assert EVEN.payload_bytes(4) <= found.bytes_read <= tier.stored_bytes(4)
+
+    def test_looking_is_not_counted(self) -> None:
+        """Neither ``contains`` nor ``scan`` is a hit or a miss."""
+        tier = self.start()
+        self.put(A)
+        tier.contains([A, B])
+        tier.scan()
+        assert (tier.counters.hits, tier.counters.misses) == (0, 0)
+
+    def test_close_may_be_repeated(self) -> None:
+        """Also for a tier that was never used."""
+        tier = self.start()
+        tier.close()
+        tier.close()
+
+    def test_calls_after_close_are_refused(self) -> None:
+        """Every method, with the exception made for it."""
+        tier = self.start()
+        self.put(A)
+        tier.close()
+        transfers = [make_transfer(EVEN, A)]
+        calls = (
+            lambda: tier.get(transfers),
+            lambda: tier.put(transfers),
+            lambda: tier.contains([A]),
+            lambda: tier.remove([A]),
+            tier.clear,
+            tier.scan,
+        )
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call()

@@ -1,0 +1,15 @@
+"""The whole suite in one class."""
+
+from __future__ import annotations
+
+from kvstore.testing.bounds import BoundsTests
+from kvstore.testing.buffers import BufferTests
+from kvstore.testing.contents import ContentTests
+from kvstore.testing.damage import DamageTests
+from kvstore.testing.machine import MachineTests
+from kvstore.testing.restart import RestartTests
+from kvstore.testing.threads import ThreadTests
+
+
+class TierConformance(ContentTests, BufferTests, BoundsTests, DamageTests, RestartTests, ThreadTests, MachineTests):
+    """What every tier must pass. Subclass it under a name that begins with ``Test``, and fill in the hooks."""

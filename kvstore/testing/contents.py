@@ -1,0 +1,184 @@
+"""What was put can be got, until it is replaced, removed or cleared."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_ref, make_transfer
+from kvstore.tiers.base import ChunkRef, Outcome, TierCounters
+
+A, B, C = make_ref(1), make_ref(2), make_ref(3)
+
+
+class ContentTests(TierHarness):
+    """Round trips, batches, and the calls that forget."""
+
+    def test_an_empty_tier_holds_nothing(self) -> None:
+        """Right after opening there are no chunks, bytes or events."""
+        tier = self.start()
+        assert tier.scan() == []
+        assert tier.used_bytes == 0
+        assert tier.counters == TierCounters()
+
+    def test_it_has_a_name_and_keeps_to_its_bound(self) -> None:
+        """Both are told to people; the bound may be rounded down, never up."""
+        tier = self.start(chunks=5)
+        assert tier.name
+        assert tier.capacity_bytes == 5 * tier.stored_bytes(EVEN.blocks_per_chunk)
+
+    def test_get_of_an_unknown_chunk_is_a_miss(self) -> None:
+        """A miss is a value, in an empty tier as in a full one."""
+        self.start()
+        assert self.get(A) == [Outcome.MISS]
+        self.put(A)
+        assert self.get(B) == [Outcome.MISS]
+
+    def test_contains(self) -> None:
+        """Answers in the order of the question, and says what get would."""
+        tier = self.start()
+        self.put(A, C)
+        assert tier.contains([A, B, C, A]) == [True, False, True, True]
+
+    def test_batches_of_nothing(self) -> None:
+        """Nothing asked, nothing answered."""
+        tier = self.start()
+        assert [*tier.get([]), *tier.put([]), *tier.contains([])] == []
+        tier.remove([])
+        assert tier.counters == TierCounters()
+
+    @pytest.mark.parametrize("geometry", LAYOUTS)
+    def test_round_trip_of_every_length(self, geometry: str) -> None:
+        """Full chunks and tails, of even, odd, large and tiny pages, with one plane and two."""
+        layout = LAYOUTS[geometry]
+        self.start(layout)
+        refs = [make_ref(blocks, blocks) for blocks in range(1, layout.blocks_per_chunk + 1)]
+        assert self.put(*refs) == [Outcome.STORED] * len(refs)
+        assert self.get(*refs) == [Outcome.HIT] * len(refs)
+        self.check_bytes()
+
+    def test_lengths_under_one_key_are_different_chunks(self) -> None:
+        """A tail and a full chunk do not answer for each other."""
+        tier = self.start()
+        self.put(make_ref(1, 4), make_ref(1, 2))
+        assert self.get(make_ref(1, 4), make_ref(1, 3), make_ref(1, 2)) == [Outcome.HIT, Outcome.MISS, Outcome.HIT]
+        tier.remove([make_ref(1, 4)])
+        assert self.get(make_ref(1, 4), make_ref(1, 2)) == [Outcome.MISS, Outcome.HIT]
+
+    def test_keys_are_any_bytes(self) -> None:
+        """Keys of zeros, of separators, in upper and lower case, and keys that differ in one bit."""
+        keys = [
+            bytes(16),
+            b"\xff" * 16,
+            b"/../../../../../",
+            b"abcdefghijklmnop",
+            b"ABCDEFGHIJKLMNOP",
+            b"%s\n:{}*? " * 2,
+        ]
+        keys += [bytes(15) + b"\1", b"\1" + bytes(15)]
+        refs = [ChunkRef(key[:16], 4) for key in keys]
+        self.start()
+        assert self.put(*refs) == [Outcome.STORED] * len(refs)
+        assert self.get(*refs) == [Outcome.HIT] * len(refs)
+        assert self.held() == set(refs)
+
+    def test_many_chunks_in_one_batch(self) -> None:
+        """A batch may be as large as the tier."""
+        self.start()
+        refs = [make_ref(number, 1 + number % 4) for number in range(60)]
+        assert self.put(*refs) == [Outcome.STORED] * 60
+        assert self.get(*reversed(refs)) == [Outcome.HIT] * 60
+        assert self.held() == set(refs)
+
+    def test_answers_come_in_the_order_of_the_batch(self) -> None:
+        """Hits and misses mixed, each with its own bytes."""
+        self.start()
+        self.put(A, C)
+        assert self.get(B, C, B, A) == [Outcome.MISS, Outcome.HIT, Outcome.MISS, Outcome.HIT]
+
+    def test_one_chunk_twice_in_a_batch_of_gets(self) -> None:
+        """Both buffers are filled."""
+        self.start()
+        self.put(A)
+        assert self.get(A, A) == [Outcome.HIT, Outcome.HIT]
+
+    def test_one_chunk_twice_in_a_batch_of_puts(self) -> None:
+        """It is held once, with the bytes of one of the two."""
+        tier = self.start()
+        transfer = make_transfer(self.layout, A)
+        assert tier.put([transfer, make_transfer(self.layout, A)]) == [Outcome.STORED, Outcome.STORED]
+        assert self.get(A) == [Outcome.HIT]
+        assert tier.scan() == [(A, tier.stored_bytes(4))]
+        self.check_bytes()
+
+    def test_replacing_serves_the_new_bytes(self) -> None:
+        """And holds the chunk once."""
+        tier = self.start()
+        self.put(A, B)
+        assert self.put(A, version=1) == [Outcome.STORED]
+        assert self.get(A, version=1) == self.get(B) == [Outcome.HIT]
+        assert len(tier.scan()) == 2
+        self.check_bytes()
+
+    def test_the_storage_holds_what_the_tier_says(self) -> None:
+        """Seen from behind the tier."""
+        tier = self.start()
+        assert self.raw_read(A) is None
+        self.put(A)
+        assert self.raw_read(A) is not None
+        tier.remove([A])
+        assert self.raw_read(A) is None
+
+    def test_scan_tells_stored_bytes(self) -> None:
+        """By which the index keeps the tier within its bound."""
+        tier = self.start()
+        refs = [make_ref(blocks, blocks) for blocks in range(1, 5)]
+        self.put(*refs)
+        assert dict(tier.scan()) == {ref: tier.stored_bytes(ref.num_blocks) for ref in refs}
+
+    def test_remove_forgets(self) -> None:
+        """What is removed, and nothing else."""
+        tier = self.start()
+        self.put(A, B)
+        tier.remove([A])
+        assert self.get(A, B) == [Outcome.MISS, Outcome.HIT]
+        assert tier.contains([A, B]) == [False, True]
+        self.check_bytes()
+
+    def test_remove_of_unknown_chunks_is_ignored(self) -> None:
+        """Before, after and between known ones."""
+        tier = self.start()
+        tier.remove([A])
+        self.put(A)
+        tier.remove([B, A, A, C])
+        tier.remove([A])
+        assert tier.scan() == []
+
+    def test_remove_takes_any_iterable(self) -> None:
+        """Also one that can be walked once only."""
+        tier = self.start()
+        self.put(A, B, C)
+        tier.remove(ref for ref in (A, B))
+        assert self.held() == {C}
+
+    def test_a_removed_chunk_can_be_stored_again(self) -> None:
+        """With other bytes."""
+        tier = self.start()
+        self.put(A)
+        tier.remove([A])
+        assert self.put(A, version=1) == [Outcome.STORED]
+        assert self.get(A, version=1) == [Outcome.HIT]
+
+    def test_clear_forgets_everything(self) -> None:
+        """And leaves a tier that works."""
+        tier = self.start()
+        tier.clear()
+        self.put(A, B)
+        tier.clear()
+        assert tier.scan() == []
+        assert tier.contains([A, B]) == [False, False]
+        assert self.get(A, B) == [Outcome.MISS, Outcome.MISS]
+        assert self.raw_read(A) is None
+        self.check_bytes()
+        assert self.put(A) == [Outcome.STORED]
+        assert self.get(A) == [Outcome.HIT]
+        self.check_bytes()

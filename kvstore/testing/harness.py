@@ -1,0 +1,171 @@
+"""How the tests reach a tier, and the storage behind it: the hooks to fill in, and short words for common calls."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import pytest
+
+from kvstore.keys import Namespace
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierSetup, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MINE = Namespace({"model": "conformance"})
+OTHER = Namespace({"model": "another"})
+EVEN = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=64)
+ODD = KVLayout(page_bytes=(1000, 36, 1000), planes=2, block_tokens=16, chunk_tokens=64)
+LARGE = KVLayout(page_bytes=(16384,) * 2, planes=2, block_tokens=32, chunk_tokens=128)
+DEEP = KVLayout(page_bytes=(24,) * 260, planes=1, block_tokens=16, chunk_tokens=32)
+TINY = KVLayout(page_bytes=(1,), planes=1, block_tokens=16, chunk_tokens=16)
+LAYOUTS = {"even": EVEN, "odd": ODD, "large": LARGE, "deep": DEEP, "tiny": TINY}
+_ROOMY_CHUNKS = 64
+_UNTOUCHED = 0xA5
+
+
+class TierHarness(ABC):
+    """One storage place, and the tier that is opened over it.
+
+    A subclass fills in the hooks. The raw ones go round the tier, so that it cannot vouch for itself; they are asked
+    about chunks of the namespace ``MINE`` only, while no call is under way.
+
+    Attributes:
+        persistent: whether a tier opened again over the same folder finds its chunks.
+        checks_bytes: whether the tier finds out that its storage was changed behind its back. Then ``raw_write`` and
+            ``raw_remove`` are needed.
+        folder: an empty folder for this harness alone.
+    """
+
+    persistent: ClassVar[bool] = False
+    checks_bytes: ClassVar[bool] = False
+    folder: Path
+    tier: Tier
+    layout: KVLayout
+    _is_started = False
+
+    @abstractmethod
+    def open_tier(self, setup: TierSetup) -> Tier:
+        """Open the tier over the storage of this harness. Again, after a close: a restart."""
+
+    @abstractmethod
+    def raw_read(self, ref: ChunkRef) -> bytes | None:
+        """What the storage holds for a chunk, headers and all; None if nothing."""
+
+    @abstractmethod
+    def raw_used_bytes(self) -> int:
+        """What the storage really holds, in the unit of ``used_bytes``."""
+
+    @staticmethod
+    def with_options(setup: TierSetup, **options: object) -> TierSetup:
+        """The same setup with options that only this tier has, for ``open_tier``."""
+        return replace(setup, options={**setup.options, **options})
+
+    def raw_write(self, ref: ChunkRef, value: bytes) -> None:
+        """Put other bytes in the place of a chunk that is held."""
+        raise NotImplementedError
+
+    def raw_remove(self, ref: ChunkRef) -> None:
+        """Take a chunk that is held away."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _storage(self, tmp_path: Path) -> Iterator[None]:
+        """A fresh folder for each test, and the end of the last tier."""
+        self.folder = tmp_path
+        yield
+        self.stop()
+
+    def start(self, layout: KVLayout = EVEN, *, chunks: int = _ROOMY_CHUNKS, namespace: Namespace = MINE) -> Tier:
+        """Open, or open again, a tier with room for ``chunks`` full chunks."""
+        self.stop()
+        roomy = TierSetup(namespace, layout, _ROOMY_CHUNKS * 2 * (layout.slot_bytes + ALIGNMENT_BYTES))
+        if chunks == _ROOMY_CHUNKS:
+            return self._open(roomy)
+        tier = self._open(roomy)  # only to ask how much a chunk takes
+        capacity_bytes = chunks * tier.stored_bytes(layout.blocks_per_chunk)
+        self.stop()
+        return self._open(TierSetup(namespace, layout, capacity_bytes))
+
+    def _open(self, setup: TierSetup) -> Tier:
+        self.layout = setup.layout
+        self.tier = self.open_tier(setup)
+        self._is_started = True
+        self.tier.scan()
+        return self.tier
+
+    def stop(self) -> None:
+        """Close the tier, if one is open."""
+        if self._is_started:
+            self._is_started = False
+            self.tier.close()
+
+    def restart(self) -> Tier:
+        """Close the tier and open one with the same geometry and bound."""
+        capacity_bytes = self.tier.capacity_bytes
+        self.stop()
+        return self._open(TierSetup(MINE, self.layout, capacity_bytes))
+
+    def put(self, *refs: ChunkRef, version: int = 0) -> list[Outcome]:
+        """Store the chunks in one batch."""
+        return self.tier.put([make_transfer(self.layout, ref, version) for ref in refs])
+
+    def get(self, *refs: ChunkRef, version: int = 0) -> list[Outcome]:
+        """Read the chunks in one batch; what is a hit must have the right bytes."""
+        transfers = [Transfer(ref, make_buffer(self.layout.slot_bytes)) for ref in refs]
+        outcomes = self.tier.get(transfers)
+        for outcome, (ref, buffer) in zip(outcomes, transfers, strict=True):
+            if outcome is Outcome.HIT:
+                payload = make_payload(self.layout, ref, version)
+                assert buffer[: len(payload)].tobytes() == payload, f"the wrong bytes of {ref}"
+        return outcomes
+
+    def held(self) -> set[ChunkRef]:
+        """The chunks that the tier says it holds."""
+        return {ref for ref, _ in self.tier.scan()}
+
+    def check_bytes(self) -> None:
+        """Compare what the tier counts with what is there."""
+        assert self.tier.used_bytes == self.raw_used_bytes()
+        assert self.tier.used_bytes <= self.tier.capacity_bytes
+        assert self.tier.used_bytes >= sum(size for _, size in self.tier.scan())
+
+
+def make_ref(number: int, num_blocks: int = 4) -> ChunkRef:
+    """A chunk's name, made from a number below 65,536."""
+    return ChunkRef(number.to_bytes(2, "little") * 8, num_blocks)
+
+
+def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
+    """Bytes that follow from the chunk's name, so that those of another chunk are recognised."""
+    seed = f"{ref.prefix_key.hex()} {ref.num_blocks} {version}"
+    return random.Random(seed).randbytes(layout.payload_bytes(ref.num_blocks))  # noqa: S311 - not a secret
+
+
+def make_buffer(size_bytes: int, *, shift_bytes: int = 0) -> ByteArray:
+    """A buffer at an address that is ``shift_bytes`` past a multiple of 4096, full of a byte that is easy to spot."""
+    end = shift_bytes + size_bytes
+    room = np.frombuffer(mmap.mmap(-1, max(round_up(end, ALIGNMENT_BYTES), ALIGNMENT_BYTES)), np.uint8)
+    buffer: ByteArray = room[shift_bytes:end]
+    buffer[:] = _UNTOUCHED
+    return buffer
+
+
+def make_transfer(layout: KVLayout, ref: ChunkRef, version: int = 0, *, shift_bytes: int = 0) -> Transfer:
+    """A slot with the payload of ``ref``; what stands behind it is dirty."""
+    buffer = make_buffer(layout.slot_bytes, shift_bytes=shift_bytes)
+    payload = make_payload(layout, ref, version)
+    buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
+    return Transfer(ref, buffer)
+
+
+def is_untouched(buffer: ByteArray) -> bool:
+    """Whether nobody wrote to any of these bytes of a new buffer."""
+    return bool((buffer == _UNTOUCHED).all())

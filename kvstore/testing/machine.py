@@ -1,0 +1,130 @@
+"""Any order of calls: a tier beside a dictionary, which must agree after every step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvstore.testing.harness import TierHarness, make_ref
+from kvstore.tiers.base import ChunkRef, Outcome
+
+SETTINGS = settings(
+    max_examples=12,
+    stateful_step_count=20,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],  # making a failure smaller takes minutes on slow storage
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+_CHUNKS = 4
+_REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 3, 4]))
+
+
+class TierMachine(RuleBasedStateMachine):
+    """A tier with room for four full chunks, and a model: which chunks it holds, in which version.
+
+    Args:
+        new_harness: makes a harness that was not used yet; its folder is set here.
+    """
+
+    def __init__(self, new_harness: Callable[[], TierHarness]) -> None:
+        super().__init__()
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvstore-")
+        self.harness = new_harness()
+        self.harness.folder = Path(self._temporary.name)
+        self.harness.start(chunks=_CHUNKS)
+        self.model: dict[ChunkRef, int] = {}
+
+    def teardown(self) -> None:
+        """Close the tier and delete its storage."""
+        self.harness.stop()
+        self._temporary.cleanup()
+
+    @rule(ref=_REFS, version=st.integers(0, 3))
+    def put(self, ref: ChunkRef, version: int) -> None:
+        """Stored if it fits beside the others, refused if not."""
+        fits = self._fits({*self.model, ref})
+        assert self.harness.put(ref, version=version) == [Outcome.STORED if fits else Outcome.FULL]
+        if fits:
+            self.model[ref] = version
+
+    @rule(refs=st.lists(_REFS, max_size=5))
+    def put_batch(self, refs: list[ChunkRef]) -> None:
+        """Each chunk of a batch is answered as if it had come alone."""
+        outcomes = self.harness.put(*refs)
+        for ref, outcome in zip(refs, outcomes, strict=True):
+            assert outcome is (Outcome.STORED if self._fits({*self.model, ref}) else Outcome.FULL)
+            if outcome is Outcome.STORED:
+                self.model[ref] = 0
+
+    @rule(ref=_REFS)
+    def get(self, ref: ChunkRef) -> None:
+        """A hit has the bytes of the version that was put last."""
+        expected = Outcome.HIT if ref in self.model else Outcome.MISS
+        assert self.harness.get(ref, version=self.model.get(ref, 0)) == [expected]
+
+    @rule(refs=st.lists(_REFS, max_size=4))
+    def remove(self, refs: list[ChunkRef]) -> None:
+        """Known and unknown ones."""
+        self.harness.tier.remove(refs)
+        for ref in refs:
+            self.model.pop(ref, None)
+
+    @rule()
+    def clear(self) -> None:
+        """Everything goes."""
+        self.harness.tier.clear()
+        self.model.clear()
+
+    @precondition(lambda self: self.harness.persistent)
+    @rule()
+    def restart(self) -> None:
+        """Everything stays."""
+        self.harness.restart()
+
+    @precondition(lambda self: self.harness.checks_bytes and self.model)
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        """One bit of a chunk that is held."""
+        ref = data.draw(st.sampled_from(sorted(self.model)))
+        value = bytearray(self.harness.raw_read(ref) or b"")
+        value[data.draw(st.integers(0, len(value) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        self.harness.raw_write(ref, bytes(value))
+        (outcome,) = self.harness.get(ref, version=self.model[ref])
+        assert outcome in {Outcome.CORRUPT, Outcome.HIT}  # a hit, with the right bytes, if it was in padding
+        if outcome is Outcome.CORRUPT:
+            del self.model[ref]
+
+    @precondition(lambda self: self.harness.checks_bytes and self.model)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """A chunk that is held."""
+        ref = data.draw(st.sampled_from(sorted(self.model)))
+        self.harness.raw_remove(ref)
+        assert self.harness.get(ref, version=self.model.pop(ref)) == [Outcome.MISS]
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        """What it says it holds, what the storage holds, and the bytes."""
+        assert self.harness.held() == set(self.model)
+        refs = [make_ref(number, blocks) for number in range(6) for blocks in (1, 3, 4)]
+        assert self.harness.tier.contains(refs) == [ref in self.model for ref in refs]
+        assert all((self.harness.raw_read(ref) is not None) == (ref in self.model) for ref in refs[::4])
+        self.harness.check_bytes()
+
+    def _fits(self, refs: set[ChunkRef]) -> bool:
+        tier = self.harness.tier
+        return sum(tier.stored_bytes(ref.num_blocks) for ref in refs) <= tier.capacity_bytes
+
+
+class MachineTests(TierHarness):
+    """Runs the machine on the tier of a test class."""
+
+    def test_any_order_of_calls(self) -> None:
+        """Hypothesis looks for an order in which tier and model differ."""
+        run_state_machine_as_test(lambda: TierMachine(type(self)), settings=SETTINGS)  # type: ignore[arg-type] # any factory will do

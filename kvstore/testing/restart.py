@@ -1,0 +1,126 @@
+"""A persistent tier opened again holds what it held, and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvstore.testing.harness import EVEN, MINE, ODD, OTHER, TierHarness, make_ref
+from kvstore.tiers.base import Outcome, TierSetup
+
+A, B, C = make_ref(1), make_ref(2), make_ref(3)
+_PAUSE_S = 1.1  # a tier may put chunks used within a second in another order: heads of prompts before their tails
+
+
+class RestartTests(TierHarness):
+    """For persistent tiers: close, and open over the same storage."""
+
+    @pytest.fixture(autouse=True)
+    def _only_where_chunks_persist(self, request: pytest.FixtureRequest) -> None:
+        if request.function.__qualname__.startswith(RestartTests.__name__) and not self.persistent:
+            pytest.skip("this tier does not outlive its process")
+
+    def test_everything_is_found_again(self) -> None:
+        """With the bytes and the sizes it had."""
+        tier = self.start()
+        refs = [make_ref(number, 1 + number % 4) for number in range(12)]
+        self.put(*refs)
+        found, used_bytes = dict(tier.scan()), tier.used_bytes
+        tier = self.restart()
+        assert dict(tier.scan()) == found
+        assert self.get(*refs) == [Outcome.HIT] * 12
+        assert tier.used_bytes == used_bytes == self.raw_used_bytes()
+
+    def test_the_longest_untouched_comes_first(self) -> None:
+        """A hit is a touch, so an index that is filled from a scan evicts in the right order."""
+        self.start()
+        self.put(A, B)
+        time.sleep(_PAUSE_S)
+        self.get(A)
+        assert [ref for ref, _ in self.restart().scan()] == [B, A]
+
+    def test_what_was_removed_stays_away(self) -> None:
+        """Also what was removed and stored again has the new bytes."""
+        tier = self.start()
+        self.put(A, B)
+        tier.remove([A, B])
+        self.put(B, version=1)
+        self.restart()
+        assert self.get(A) == [Outcome.MISS]
+        assert self.get(B, version=1) == [Outcome.HIT]
+        self.check_bytes()
+
+    def test_what_was_cleared_stays_away(self) -> None:
+        """All of it."""
+        self.start()
+        self.put(A, B)
+        self.tier.clear()
+        assert self.restart().scan() == []
+        self.check_bytes()
+
+    def test_replaced_bytes_stay_replaced(self) -> None:
+        """The new ones are found, once."""
+        self.start()
+        self.put(A)
+        self.put(A, version=1)
+        assert len(self.restart().scan()) == 1
+        assert self.get(A, version=1) == [Outcome.HIT]
+
+    def test_another_namespace_sees_nothing(self) -> None:
+        """Neither by scan nor by key; what it stores is not ours."""
+        self.start()
+        self.put(A)
+        other = self.start(namespace=OTHER)
+        assert other.scan() == []
+        assert self.get(A) == [Outcome.MISS]
+        self.put(A, version=1)
+        self.start()
+        assert self.get(A) == [Outcome.HIT]
+
+    def test_another_geometry_is_never_served(self) -> None:
+        """Chunks of another layout under the same namespace are no hits."""
+        self.start()
+        self.put(A)
+        self.start(ODD)
+        assert self.get(A)[0] is not Outcome.HIT
+        self.check_bytes()
+
+    def test_a_lowered_bound_holds_at_once(self) -> None:
+        """What does not fit any more goes; what stays is whole."""
+        tier = self.start()
+        refs = [make_ref(number) for number in range(8)]
+        self.put(*refs)
+        capacity_bytes = 3 * tier.stored_bytes(4)
+        self.stop()
+        tier = self._open(TierSetup(MINE, EVEN, capacity_bytes))
+        self.check_bytes()
+        kept = [ref for ref, _ in tier.scan()]
+        assert len(kept) == 3
+        assert self.get(*kept) == [Outcome.HIT] * 3
+
+    def test_damage_while_it_was_closed(self) -> None:
+        """A chunk that was damaged, cut or lost meanwhile is not served."""
+        if not self.checks_bytes:
+            pytest.skip("this tier does not check its bytes")
+        self.start()
+        self.put(A, B, C, make_ref(4))
+        value = self.raw_read(A)
+        assert value is not None
+        self.stop()
+        self.raw_write(A, bytes(len(value)))
+        self.raw_write(B, value[:-1])
+        self.raw_remove(C)
+        self.restart()
+        outcomes = self.get(A, B, C, make_ref(4))
+        assert Outcome.HIT not in outcomes[:3]
+        assert outcomes[3] is Outcome.HIT
+        self.check_bytes()
+
+    def test_a_tier_that_was_opened_can_be_closed_unused(self) -> None:
+        """And opened again, any number of times."""
+        self.start()
+        self.put(A)
+        for _ in range(3):
+            self.restart()
+        assert self.get(A) == [Outcome.HIT]

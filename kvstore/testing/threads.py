@@ -1,0 +1,163 @@
+"""Any method from any thread: whole chunks only, within the bound, whatever comes together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from kvstore.errors import ClosedError
+from kvstore.testing.harness import EVEN, TierHarness, make_buffer, make_payload, make_ref
+from kvstore.tiers.base import ChunkRef, Outcome, Transfer
+
+A = make_ref(1)
+_PUT_ANSWERS = {Outcome.STORED, Outcome.FULL, Outcome.FAILED}
+_GET_ANSWERS = {Outcome.HIT, Outcome.MISS}
+
+
+def together(*jobs: Callable[[], object]) -> None:
+    """Run the jobs at the same time, and raise what one of them raised."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for running in [threads.submit(job) for job in jobs]:
+            running.result()
+
+
+class ThreadTests(TierHarness):
+    """Contents are checked in every thread."""
+
+    def test_many_threads_and_chunks(self) -> None:
+        """All calls on a few chunks, in a tier that is often full."""
+        tier = self.start(chunks=5)
+
+        def work(seed: int) -> None:
+            dice = random.Random(seed)  # noqa: S311 - not a secret
+            for _ in range(60):
+                ref = make_ref(dice.randrange(7), dice.choice([1, 4]))
+                action = dice.randrange(20)
+                if action < 8:
+                    assert set(self.put(ref)) <= _PUT_ANSWERS
+                elif action < 16:
+                    assert set(self.get(ref)) <= _GET_ANSWERS
+                elif action < 19:
+                    tier.remove([ref])
+                elif dice.randrange(3) == 0:
+                    tier.clear()
+                assert tier.used_bytes <= tier.capacity_bytes
+
+        together(*(lambda seed=seed: work(seed) for seed in range(6)))
+        self.check_bytes()
+        refs = list(self.held())
+        assert self.get(*refs) == [Outcome.HIT] * len(refs)
+        events = tier.counters
+        assert events.hits + events.misses + events.stored + events.full + events.failed > 0
+
+    def test_threads_on_different_chunks(self) -> None:
+        """Nobody gets in the way of anybody: every call succeeds."""
+        self.start()
+
+        def work(first: int) -> None:
+            refs = [make_ref(number) for number in range(first, first + 12)]
+            for ref in refs:
+                assert self.put(ref) == [Outcome.STORED]
+            assert self.get(*refs) == [Outcome.HIT] * 12
+
+        together(*(lambda first=first: work(first) for first in (0, 100, 200, 300)))
+        assert len(self.held()) == 48
+        self.check_bytes()
+
+    def test_counters_lose_nothing_between_threads(self) -> None:
+        """One event a chunk, from all threads together."""
+        tier = self.start()
+        self.put(A)
+        together(*(lambda: [self.get(A, make_ref(2)) for _ in range(50)] for _ in range(4)))
+        assert (tier.counters.hits, tier.counters.misses) == (200, 200)
+
+    def test_concurrent_puts_of_one_chunk(self) -> None:
+        """It is held once, with the bytes of one of them."""
+        self.start()
+        for _ in range(5):
+            together(*(lambda version=version: self.put(A, version=version) for version in range(4)))
+            assert self._version_read(4) is not None
+            assert self.held() == {A}
+            self.check_bytes()
+
+    def test_a_chunk_is_seen_whole_or_not_at_all(self) -> None:
+        """While it is put for the first time."""
+        tier = self.start()
+        for number in range(20):
+            ref = make_ref(number)
+            together(partial(self.put, ref), *(partial(self.get, ref) for _ in range(4)))
+            assert self.get(ref) == [Outcome.HIT]
+            tier.remove([ref])
+
+    def test_get_while_it_is_replaced(self) -> None:
+        """The old bytes or the new ones, whole."""
+        self.start()
+        self.put(A)
+
+        def replace() -> None:
+            for number in range(30):
+                assert self.put(A, version=number % 2) == [Outcome.STORED]
+
+        together(replace, *(lambda: [self._version_read(2) for _ in range(60)] for _ in range(3)))
+        assert self._version_read(2) == 1
+
+    def test_get_while_it_is_removed(self) -> None:
+        """A hit with the right bytes, or a miss; nobody calls it damage."""
+        tier = self.start(chunks=3)
+
+        def churn() -> None:
+            for number in range(40):
+                self.put(A)
+                tier.remove([A])
+                self.put(make_ref(2 + number % 5))  # takes what A has given back
+                tier.remove([make_ref(2 + number % 5)])
+
+        def read() -> None:
+            for _ in range(80):
+                assert set(self.get(A)) <= _GET_ANSWERS
+
+        together(churn, read, read)
+        assert tier.counters.corrupt == 0
+        self.check_bytes()
+
+    def test_the_bound_holds_under_concurrent_puts(self) -> None:
+        """Eight threads put into a tier with room for three chunks: three are stored."""
+        tier = self.start(chunks=3)
+        stored: list[ChunkRef] = []
+
+        def put(number: int) -> None:
+            if self.put(make_ref(number)) == [Outcome.STORED]:
+                stored.append(make_ref(number))
+            assert tier.used_bytes <= tier.capacity_bytes
+
+        together(*(lambda number=number: put(number) for number in range(8)))
+        assert len(stored) == 3
+        assert self.held() == set(stored)
+        self.check_bytes()
+
+    def test_close_while_calls_are_running(self) -> None:
+        """They end in an answer, or in ``ClosedError``."""
+        tier = self.start()
+
+        def work() -> None:
+            try:
+                for number in range(200):
+                    assert set(self.put(make_ref(number % 8))) <= _PUT_ANSWERS
+                    assert set(self.get(make_ref(number % 8))) <= _GET_ANSWERS
+            except ClosedError:
+                return
+
+        together(work, work, lambda: [self.get(A) for _ in range(3)] and tier.close())
+
+    def _version_read(self, versions: int) -> int | None:
+        """Which of the versions of ``A`` the tier serves; None for a miss. Anything else is a wrong byte."""
+        buffer = make_buffer(EVEN.slot_bytes)
+        (outcome,) = self.tier.get([Transfer(A, buffer)])
+        if outcome is Outcome.MISS:
+            return None
+        assert outcome is Outcome.HIT
+        candidates = [make_payload(EVEN, A, version) for version in range(versions)]
+        assert buffer.tobytes() in candidates, "bytes of several versions, or of none"
+        return candidates.index(buffer.tobytes())

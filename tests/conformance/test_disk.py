@@ -1,0 +1,38 @@
+"""The disk tier keeps the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.testing import TierConformance
+from kvstore.testing.harness import MINE
+from kvstore.tiers import _folder
+from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.disk import DiskTier
+
+NOT_COUNTED = {".lock", "namespace.json"}
+
+
+class TestDiskTier(TierConformance):
+    persistent = True
+    checks_bytes = True
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        return DiskTier(self.folder, setup.namespace, setup.layout, setup.capacity_bytes)
+
+    def raw_read(self, ref: ChunkRef) -> bytes | None:
+        path = self.path(ref)
+        return path.read_bytes() if path.exists() else None
+
+    def raw_write(self, ref: ChunkRef, value: bytes) -> None:
+        self.path(ref).write_bytes(value)
+
+    def raw_remove(self, ref: ChunkRef) -> None:
+        self.path(ref).unlink()
+
+    def raw_used_bytes(self) -> int:
+        files = (path for path in self.folder.rglob("*") if path.is_file() and path.name not in NOT_COUNTED)
+        return sum(path.stat().st_size for path in files)
+
+    def path(self, ref: ChunkRef) -> Path:
+        return self.folder / MINE.id.hex() / _folder.chunk_name(ref)
