@@ -49,17 +49,19 @@ class StoreConfig(BaseModel):
         le=_MAX_SIZE_GIB,
         description="CPU memory that each worker (GPU) reserves at start, for the CPU tier and for staging.",
     )
-    local_disk: str | None = Field(
+    local_disk: str | tuple[str, ...] | None = Field(
         default=None,
         description="Folder for chunks on disk: a path or a `file://` URI; `~` is expanded, and a relative path starts "
-        "at the working directory. One folder belongs to one engine. Without it nothing is kept on disk.",
+        "at the working directory. Several disks are used at once if a list names a folder on each (in a file or in "
+        "vLLM's extra config). One folder belongs to one engine. Without it nothing is kept on disk.",
     )
     max_local_disk_size: Annotated[float, Unit("GiB per worker")] = Field(
         default=0.0,
         ge=0,
         le=_MAX_SIZE_GIB,
         validate_default=True,
-        description="Disk space that each worker may fill. Must be set together with `local_disk`.",
+        description="Disk space that each worker may fill, in equal parts if there are several folders. Must be set "
+        "together with `local_disk`.",
     )
     save_decode_cache: bool = Field(
         default=False,
@@ -114,24 +116,26 @@ class StoreConfig(BaseModel):
         """``max_local_disk_size`` in bytes."""
         return int(self.max_local_disk_size * GIB_BYTES)
 
+    @property
+    def local_disk_folders(self) -> tuple[str, ...]:
+        """``local_disk`` as absolute paths; empty without a disk tier."""
+        if self.local_disk is None:
+            return ()
+        return (self.local_disk,) if isinstance(self.local_disk, str) else self.local_disk
+
     @field_validator("local_disk", mode="before")
     @classmethod
-    def _refuse_what_is_no_single_folder(cls, value: object) -> object:
-        """Name the forms that LMCache knows and this version does not."""
-        if isinstance(value, bool):
-            raise PydanticCustomError(
-                "folder", "must be a folder, not true or false; leave the key out for no disk tier"
-            )
-        if isinstance(value, list) or (isinstance(value, str) and "," in value):
-            raise PydanticCustomError(
-                "folder", "must be one folder: several are not supported, nor is a comma in its name"
-            )
-        return value
-
-    @field_validator("local_disk")
-    @classmethod
-    def _make_absolute(cls, value: str | None) -> str | None:
-        return None if value is None else _absolute_folder(value)
+    def _make_absolute(cls, value: object) -> str | tuple[str, ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            return _absolute_folder(value)
+        folders = tuple(_absolute_folder(item) for item in value)
+        if not folders:
+            raise PydanticCustomError("folder", "must name a folder; leave the key out for no disk tier")
+        if len(set(folders)) < len(folders):
+            raise PydanticCustomError("folder", "must not name a folder twice")
+        return folders if len(folders) > 1 else folders[0]
 
     @field_validator("max_local_disk_size")
     @classmethod
@@ -142,12 +146,20 @@ class StoreConfig(BaseModel):
         return value
 
 
-def _absolute_folder(text: str) -> str:
+def _absolute_folder(text: object) -> str:
     """A path or ``file://`` URI as an absolute path; it need not exist.
 
     Raises:
-        PydanticCustomError: the text names no local folder.
+        PydanticCustomError: the value names no local folder.
     """
+    if isinstance(text, bool):
+        raise PydanticCustomError("folder", "must be a folder, not true or false; leave the key out for no disk tier")
+    if not isinstance(text, str):
+        raise PydanticCustomError("string_type", "must be text")
+    if "," in text:
+        raise PydanticCustomError(
+            "folder", "must have no comma in its name; several folders are written as a list: [/disk1, /disk2]"
+        )
     path = _path_of_uri(text) if "://" in text else text
     if not path or "\0" in path:
         raise PydanticCustomError("folder", "must be the path of a folder; leave the key out for no disk tier")

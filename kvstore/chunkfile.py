@@ -75,13 +75,14 @@ def file_bytes(layout: KVLayout, num_blocks: int) -> int:
     return header_bytes(layout) + body_bytes(layout, num_blocks)
 
 
-def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray) -> str:
-    """The xxh3_64 of every layer, 16 hex digits each, one after the other.
+def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: range | None = None) -> str:
+    """The xxh3_64 of every layer, or of the ``layers`` given, 16 hex digits each, one after the other.
 
     ``payload`` may be longer than the chunk (a slab slot). The GIL is released while a layer is summed up.
     """
     view = payload.data
-    ranges = (layout.layer_range(layer, num_blocks) for layer in range(layout.num_layers))
+    wanted = range(layout.num_layers) if layers is None else layers
+    ranges = (layout.layer_range(layer, num_blocks) for layer in wanted)
     return "".join(xxhash.xxh3_64_hexdigest(view[begin:end]) for begin, end in ranges)
 
 
@@ -90,6 +91,11 @@ def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: Byt
 
     ``payload`` may be longer than the chunk (a slab slot).
     """
+    return build_header(layout, key, num_blocks, checksums(layout, num_blocks, payload))
+
+
+def build_header(layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str) -> bytes:
+    """The header of a chunk of which all ``checksums`` are known."""
     payload_bytes = layout.payload_bytes(num_blocks)
     end_bytes = body_bytes(layout, num_blocks)
     entries: dict[str, object] = {
@@ -100,7 +106,7 @@ def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: Byt
             "tokens": str(num_blocks * layout.block_tokens),
             "blocks": str(num_blocks),
             "codec": "none",
-            "xxh3_64": checksums(layout, num_blocks, payload),
+            "xxh3_64": layer_sums,
         },
         "kv": _tensor(0, payload_bytes),
     }
@@ -120,8 +126,15 @@ def verify(
     """
     if len(header) != header_bytes(layout) or len(payload) < layout.payload_bytes(num_blocks):
         return Damage.SIZE
+    return compare(layout, key, num_blocks, header, checksums(layout, num_blocks, payload))
+
+
+def compare(
+    layout: KVLayout, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, layer_sums: str
+) -> Damage | None:
+    """``verify`` for a payload of which all ``checksums`` are known."""
     found = header.tobytes() if isinstance(header, np.ndarray) else header
-    expected = encode_header(layout, key, num_blocks, payload)
+    expected = build_header(layout, key, num_blocks, layer_sums)
     return None if found == expected else _diagnose(found, expected)
 
 

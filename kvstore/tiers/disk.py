@@ -16,25 +16,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-import mmap
 import os
 import shutil
-import stat
 import threading
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from kvstore import chunkfile
 from kvstore.chunkfile import Damage
-from kvstore.errors import ClosedError, ConfigError, InvalidCallError, TierError
-from kvstore.keys import PREFIX_KEY_BYTES, ChunkKey, Namespace
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout
-from kvstore.tiers import _folder
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, Transfer
+from kvstore.errors import ClosedError, ConfigError, TierError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.tiers import _folder, _survey
+from kvstore.tiers._chunkio import Body, ChunkIO
+from kvstore.tiers._space import Space
+from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -43,22 +40,6 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_WAIT_S = 30.0
 _GIB = 1 << 30
-_COUNTER_OF = {
-    Outcome.HIT: "hits",
-    Outcome.MISS: "misses",
-    Outcome.CORRUPT: "corrupt",
-    Outcome.STORED: "stored",
-    Outcome.FULL: "full",
-    Outcome.FAILED: "failed",
-}
-
-
-class _Body(NamedTuple):
-    """A checked transfer: its buffer cut to what stands behind the header, and whether direct I/O can use it."""
-
-    ref: ChunkRef
-    array: ByteArray
-    is_aligned: bool
 
 
 class DiskTier(Tier):
@@ -91,20 +72,34 @@ class DiskTier(Tier):
         self._namespace_id = namespace.id
         self._home = self._folder / self._namespace_id.hex()
         self._layout = layout
-        self._header_bytes = chunkfile.header_bytes(layout)
-        self._sizes = tuple(chunkfile.file_bytes(layout, blocks) for blocks in range(layout.blocks_per_chunk + 1))
+        self._io = ChunkIO(layout, self._namespace_id)
+        self._sizes = self._io.file_bytes
         self._changed = threading.Condition()
-        self._space = _folder.Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
+        self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
         self._chunks: dict[ChunkRef, int] = {}  # to the serial number of the put that made it
+        self._found: list[tuple[int, ChunkRef]] = []
         self._serials = itertools.count()
         self._generation = 0  # counts clears
         self._running = 0
         self._scanned = False
         self._closed = False
         self._finished = threading.Event()
-        self._thread = threading.local()
         self._throttle = _folder.Throttle()
         self._open(direct)
+
+    @classmethod
+    def open(cls, setup: TierSetup) -> DiskTier:
+        """Open the folder that the option ``folder`` names; the registry's factory. ``direct`` is the other option.
+
+        Raises:
+            ConfigError: see the class; or ``folder`` is missing, or there are other options.
+            FolderOwnedError: another engine uses the folder.
+        """
+        setup.require_known_options("folder", "direct")
+        folder, direct = setup.options.get("folder"), setup.options.get("direct")
+        if not isinstance(folder, str | Path) or not isinstance(direct, bool | None):
+            raise ConfigError("the disk tier needs the option 'folder', a path; its option 'direct' is a bool")
+        return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct)
 
     def _open(self, direct: bool | None) -> None:
         if self.capacity_bytes < self._sizes[-1]:
@@ -115,8 +110,8 @@ class DiskTier(Tier):
         _folder.make_folder(self._folder)
         self._lock = _folder.FolderLock(self._folder)
         try:
-            self._check_room()
-            self._direct_flag = self._choose_io(direct)
+            _survey.check_room([self._folder], self.capacity_bytes)
+            self._io.direct_flag = self._choose_io(direct)
             self._make_home()
         except OSError as error:
             self._lock.release()
@@ -136,18 +131,6 @@ class DiskTier(Tier):
             )
         return 0
 
-    def _check_room(self) -> None:
-        status = os.statvfs(self._folder)
-        free_bytes = status.f_bavail * status.f_frsize
-        if self.capacity_bytes <= free_bytes:
-            return
-        room_bytes = free_bytes + _folder.held_bytes(self._folder)
-        if self.capacity_bytes > room_bytes:
-            raise ConfigError(
-                f"max_local_disk_size of {self.capacity_bytes / _GIB:.3f} GiB does not fit: the filesystem of "
-                f"{self._folder} has {room_bytes / _GIB:.3f} GiB for it; lower it, or name another local_disk"
-            )
-
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Every chunk held, the longest untouched first. The first call looks at the folder and sweeps it.
 
@@ -155,7 +138,17 @@ class DiskTier(Tier):
             TierError: the folder could not be read or swept.
         """
         with self._operation():
+            self._found = []
             return [(ref, self._sizes[ref.num_blocks]) for ref in list(self._chunks)]
+
+    def found(self) -> list[tuple[int, ChunkRef]]:
+        """What the first look found, with mtimes in ns, for merging several folders; empty once ``scan`` was called.
+
+        Raises:
+            TierError: the folder could not be read or swept.
+        """
+        with self._operation():
+            return self._found
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether it is held. Answers from memory."""
@@ -164,7 +157,7 @@ class DiskTier(Tier):
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
-        bodies = [self._check(transfer) for transfer in transfers]
+        bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
             return [self._count(body, self._get(body)) for body in bodies]
 
@@ -174,18 +167,17 @@ class DiskTier(Tier):
         Raises:
             TierError: the folder was deleted, and it could not be made again or belongs to another engine now.
         """
-        bodies = [self._check(transfer) for transfer in transfers]
+        bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
             generation = self._generation
             return [self._count(body, self._put(body, generation)) for body in bodies]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks. Some of their files are kept for reuse; they give way to new chunks."""
+        """Forget chunks: one rename each. Their files wait for reuse, or for a ``put`` that deletes some of them."""
         with self._operation():
             for ref in refs:
                 with self._changed:
                     self._recycle(ref)
-            self._space.trim()
 
     def clear(self) -> None:
         """Forget every chunk of the namespace; a ``put`` under way answers ``FAILED``.
@@ -194,7 +186,8 @@ class DiskTier(Tier):
             TierError: the folder refused, and nothing was forgotten.
         """
         with self._operation():
-            dead = self._folder / f"{_folder.DEAD_PREFIX}{time.time_ns()}"
+            # Not named by the time: a clock that jumps repeats itself.
+            dead = self._folder / f"{_folder.DEAD_PREFIX}{next(self._serials)}"
             with self._changed:
                 try:
                     self._home.rename(dead)
@@ -209,7 +202,7 @@ class DiskTier(Tier):
                 with suppress(OSError):  # the next put makes it
                     self._make_home()
             shutil.rmtree(dead, ignore_errors=True)
-            self._space.left(dead_bytes, dead_bytes - _folder.tree_bytes(dead))
+            self._space.left(dead_bytes, dead_bytes - _survey.tree_bytes(dead))
 
     def stored_bytes(self, num_blocks: int) -> int:
         """The size of the file of a chunk of ``num_blocks`` blocks."""
@@ -261,86 +254,45 @@ class DiskTier(Tier):
             for spare in os.scandir(self._folder / _folder.FREE_NAME):
                 _folder.delete(Path(spare.path))
         self._lock.release()
+        self._io.close()
         self._finished.set()
 
     def _scan(self) -> None:
         """Take stock of the folder. Holds the lock, as nothing can be answered before."""
         try:
-            found = _folder.survey(self._folder, self._home.name, self._sizes)
+            found = _survey.survey(self._folder, self._home.name, self._sizes)
         except OSError as error:
             raise TierError(f"cannot read the disk folder {self._folder}: {_folder.reason(error)}") from error
         self.counters.swept += found.swept
-        self._chunks = {ref: next(self._serials) for _, ref in sorted(found.own)}
+        self._found = _survey.in_order_of_use(found.own)
+        self._chunks = {ref: next(self._serials) for _, ref in self._found}
         self._space.used_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
         self._space.add_foreign((Path(path), size) for _, path, size in sorted(found.foreign, reverse=True))
-        self._space.trim()
+        self._space.shrink()
         for ref in list(self._chunks):
             if self._space.used_bytes <= self.capacity_bytes:
                 break
             self._recycle(ref)
-            self._space.trim(keep=0)
+            self._space.shrink()
         self._scanned = True
 
-    def _check(self, transfer: Transfer) -> _Body:
-        """Turn down buffers and lengths that break the contract."""
-        ref, buffer = transfer
-        if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks < len(self._sizes):
-            raise InvalidCallError(
-                f"a chunk has a key of {PREFIX_KEY_BYTES} bytes and 1 to {len(self._sizes) - 1} blocks, "
-                f"not {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
-            )
-        need_bytes = self._sizes[ref.num_blocks] - self._header_bytes
-        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or len(buffer) < need_bytes:
-            raise InvalidCallError(
-                f"a buffer for {ref.num_blocks} blocks is a contiguous row of at least {need_bytes} uint8, "
-                f"not {buffer.dtype}{list(buffer.shape)}"
-            )
-        return _Body(ref, buffer[:need_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
-
-    def _count(self, body: _Body, outcome: Outcome) -> Outcome:
-        counter = _COUNTER_OF[outcome]
-        size_bytes = self._sizes[body.ref.num_blocks]
+    def _count(self, body: Body, outcome: Outcome) -> Outcome:
         with self._changed:
-            setattr(self.counters, counter, getattr(self.counters, counter) + 1)
-            self.counters.bytes_read += size_bytes if outcome is Outcome.HIT else 0
-            self.counters.bytes_written += size_bytes if outcome is Outcome.STORED else 0
+            self.counters.count(outcome, self._sizes[body.ref.num_blocks])
         return outcome
 
-    def _get(self, body: _Body) -> Outcome:
+    def _get(self, body: Body) -> Outcome:
         serial = self._chunks.get(body.ref)
         if serial is None:
             return Outcome.MISS
         try:
-            damage = self._read(body)
+            damage = self._io.read(self._path(body.ref), body)
         except (FileNotFoundError, NotADirectoryError):
             return self._discard(body.ref, serial, None)
         except OSError as error:
             self._complain("read", f"cannot read a chunk: {_folder.reason(error)}")
             return Outcome.FAILED
         return Outcome.HIT if damage is None else self._discard(body.ref, serial, damage)
-
-    def _read(self, body: _Body) -> Damage | None:
-        """Fill the buffer from the chunk's file, whatever stands there.
-
-        Raises:
-            OSError: nothing stands there, or the system refused to read it.
-        """
-        path = self._path(body.ref)
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return Damage.NOT_A_CHUNK
-        size_bytes = self._sizes[body.ref.num_blocks]
-        if status.st_size != size_bytes:
-            return Damage.SIZE
-        header = self._header_buffer()
-        with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, body) as fd:
-            if _folder.read_whole(fd, [header.data, body.array.data]) < size_bytes:
-                return Damage.SIZE
-            damage = chunkfile.verify(self._layout, self._key(body.ref), body.ref.num_blocks, header, body.array)
-            if damage is None:
-                with suppress(OSError):  # only the order of use is lost
-                    os.utime(fd)
-        return damage
 
     def _discard(self, ref: ChunkRef, serial: int, damage: Damage | None) -> Outcome:
         """Remove a chunk whose file is damaged, or gone (None), unless it was removed or replaced meanwhile."""
@@ -357,7 +309,7 @@ class DiskTier(Tier):
         self._complain(damage.name, f"removed a damaged chunk: {damage.value}")
         return Outcome.CORRUPT
 
-    def _put(self, body: _Body, generation: int) -> Outcome:
+    def _put(self, body: Body, generation: int) -> Outcome:
         try:
             try:
                 return self._store(body, generation)
@@ -369,7 +321,7 @@ class DiskTier(Tier):
             self._complain("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
             return Outcome.FULL if is_full else Outcome.FAILED
 
-    def _store(self, body: _Body, generation: int) -> Outcome:
+    def _store(self, body: Body, generation: int) -> Outcome:
         """Write a chunk under a number and give it its name.
 
         Raises:
@@ -385,7 +337,7 @@ class DiskTier(Tier):
             return Outcome.FULL
         is_named = False
         try:
-            self._write(path, body)
+            self._io.write(path, body)
             is_named = self._publish(path, body.ref, generation)
         finally:
             if not is_named:
@@ -394,17 +346,6 @@ class DiskTier(Tier):
                 self._space.delete(path, size_bytes)
         self._space.trim()
         return Outcome.STORED if is_named else Outcome.FAILED
-
-    def _write(self, path: Path, body: _Body) -> None:
-        ref, size_bytes = body.ref, self._sizes[body.ref.num_blocks]
-        body.array[self._layout.payload_bytes(ref.num_blocks) :] = 0
-        header = self._header_buffer()
-        encoded = chunkfile.encode_header(self._layout, self._key(ref), ref.num_blocks, body.array)
-        header[:] = np.frombuffer(encoded, np.uint8)
-        with self._opened(path, os.O_WRONLY | os.O_CREAT, body) as fd:
-            _folder.write_whole(fd, [header.data, body.array.data])
-            if os.fstat(fd).st_size != size_bytes:
-                os.ftruncate(fd, size_bytes)
 
     def _publish(self, path: Path, ref: ChunkRef, generation: int) -> bool:
         """Make a whole file visible as ``ref``, unless the tier was cleared since ``generation``."""
@@ -475,27 +416,8 @@ class DiskTier(Tier):
             if error.errno not in _folder.NO_ROOM:
                 raise
 
-    @contextmanager
-    def _opened(self, path: Path, flags: int, body: _Body) -> Iterator[int]:
-        direct = self._direct_flag if body.is_aligned else 0
-        fd = os.open(path, flags | direct | os.O_CLOEXEC, _folder.FILE_MODE)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-    def _header_buffer(self) -> ByteArray:
-        """This thread's page-aligned place for a header."""
-        buffer: ByteArray | None = getattr(self._thread, "header", None)
-        if buffer is None:
-            buffer = self._thread.header = np.frombuffer(mmap.mmap(-1, self._header_bytes), np.uint8)
-        return buffer
-
     def _path(self, ref: ChunkRef) -> Path:
         return self._home / _folder.chunk_name(ref)
-
-    def _key(self, ref: ChunkRef) -> ChunkKey:
-        return ChunkKey(self._namespace_id, ref.prefix_key)
 
     def _complain(self, cause: str, what: str) -> None:
         if self._throttle.is_due(cause):

@@ -64,8 +64,11 @@ class TestFolder:
             ("s3://bucket/x", "other addresses are no folder"),
             ("file://", "three slashes"),
             ("file://folder/", "three slashes"),
-            ("/a,/b", "must be one folder"),
-            (["/a", "/b"], "a list of 2: must be one folder"),
+            ("/a,/b", "must have no comma in its name; several folders are written as a list"),
+            ([], "a list of 0: must name a folder"),
+            (["/a", "/b", "/a/"], "a list of 3: must not name a folder twice"),
+            (["/a", 7], "must be text"),
+            (["/a", "s3://bucket"], "other addresses are no folder"),
             ("~no-such-user/x", "existing user"),
             ("/a\0b", "must be the path of a folder"),
         ],
@@ -74,6 +77,13 @@ class TestFolder:
         message = extra_problem({"kvstore.local_disk": value, "kvstore.max_local_disk_size": 1})
         assert "kv_connector_extra_config kvstore.local_disk: local_disk: " in message
         assert part in message
+
+    def test_several(self, file: Path) -> None:
+        config = load_text(file, "local_disk: [/a/, 'file:///b']\nmax_local_disk_size: 1").config
+        assert config.local_disk == config.local_disk_folders == ("/a", "/b")
+        config = load_text(file, "local_disk: [/a/]\nmax_local_disk_size: 1").config
+        assert (config.local_disk, config.local_disk_folders) == ("/a", ("/a",))
+        assert StoreConfig().local_disk_folders == ()
 
     def test_needs_a_size(self, file: Path) -> None:
         (line,) = problems_of(file, "local_cpu: true\nlocal_disk: /data")

@@ -1,124 +1,43 @@
-"""The disk tier: every fault a disk, a crash or a neighbour can produce is a miss, and the bytes counted stay true."""
+"""The disk tier stores, finds again after a restart, keeps within its bound, and forgets when told to."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
-import random
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from support.diskwork import (
+    CHUNK_BYTES,
+    EVEN,
+    MINE,
+    OTHER,
+    bytes_on_disk,
+    cut,
+    extend,
+    get,
+    make_ref,
+    make_slot,
+    make_transfer,
+    path_of,
+    put,
+)
 
-from kvstore import chunkfile
-from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError
-from kvstore.keys import Namespace
+from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.layout import KVLayout
-from kvstore.tiers import _folder
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers import _folder, _space, _survey
+from kvstore.tiers.base import ChunkRef, Outcome, Transfer
 from kvstore.tiers.disk import DiskTier
 
-EVEN = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
 ODD = KVLayout(page_bytes=(1000, 36, 1000), planes=2, block_tokens=16, chunk_tokens=64)
-MINE = Namespace({"model": "mine"})
-OTHER = Namespace({"model": "other"})
-CHUNK_BYTES = chunkfile.file_bytes(EVEN, 8)
 CAPACITY_BYTES = 16 * CHUNK_BYTES
 
 Open = Callable[..., DiskTier]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def open_tier(folder: Path) -> Iterator[Open]:
-    """Opens tiers in one folder and closes the last one; opening again is a restart."""
-    opened: list[DiskTier] = []
-
-    def open_(
-        namespace: Namespace = MINE,
-        layout: KVLayout = EVEN,
-        capacity_bytes: int = CAPACITY_BYTES,
-        direct: bool | None = None,
-    ) -> DiskTier:
-        if opened:
-            opened[-1].close()
-        opened.append(DiskTier(folder, namespace, layout, capacity_bytes, direct=direct))
-        opened[-1].scan()
-        return opened[-1]
-
-    yield open_
-    if opened:
-        opened[-1].close()
-
-
-def make_ref(number: int, num_blocks: int = 8) -> ChunkRef:
-    return ChunkRef(number.to_bytes(2, "little") * 8, num_blocks)
-
-
-def make_slot(layout: KVLayout = EVEN) -> ByteArray:
-    """An empty, page-aligned buffer for one chunk."""
-    return np.frombuffer(mmap.mmap(-1, layout.slot_bytes), np.uint8)
-
-
-def make_transfer(ref: ChunkRef, layout: KVLayout = EVEN, salt: int = 0) -> Transfer:
-    """A chunk whose payload follows from its ref; the padding is dirty."""
-    slot = make_slot(layout)
-    size = layout.payload_bytes(ref.num_blocks)
-    seed = int.from_bytes(ref.prefix_key, "little") + ref.num_blocks + (salt << 130)
-    slot[:] = 0xAA
-    slot[:size] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    return Transfer(ref, slot)
-
-
-def put(tier: DiskTier, *refs: ChunkRef, layout: KVLayout = EVEN) -> list[Outcome]:
-    return tier.put([make_transfer(ref, layout) for ref in refs])
-
-
-def get(tier: DiskTier, ref: ChunkRef, layout: KVLayout = EVEN) -> Outcome:
-    """Read a chunk; a hit must have the right bytes."""
-    slot = make_slot(layout)
-    (outcome,) = tier.get([Transfer(ref, slot)])
-    if outcome is Outcome.HIT:
-        size = layout.payload_bytes(ref.num_blocks)
-        assert np.array_equal(slot[:size], make_transfer(ref, layout).buffer[:size])
-    return outcome
-
-
-def bytes_on_disk(folder: Path) -> int:
-    """The sum over the folder, found independently of the tier."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        total += sum(os.lstat(Path(parent, n)).st_size for n in names if n not in {".lock", "namespace.json"})
-    return total
-
-
-def path_of(folder: Path, ref: ChunkRef, namespace: Namespace = MINE) -> Path:
-    return folder / namespace.id.hex() / _folder.chunk_name(ref)
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))
 
 
 # Storing and reading
@@ -201,137 +120,6 @@ def test_contract_of_buffers_and_refs(open_tier: Open) -> None:
     assert tier.used_bytes == 0
 
 
-# Faults of a chunk's file
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def extend(path: Path) -> None:
-    os.truncate(path, path.stat().st_size + 4096)
-
-
-def flip_payload(path: Path) -> None:
-    flip(path, 4096 + 20_000)
-
-
-def flip_header(path: Path) -> None:
-    flip(path, 100)
-
-
-def flip_length(path: Path) -> None:
-    flip(path, 6)
-
-
-def change_version(path: Path) -> None:
-    raw = path.read_bytes()
-    path.write_bytes(raw.replace(b'"format_version":"1"', b'"format_version":"2"', 1))
-
-
-def put_another_chunk(path: Path) -> None:
-    shutil.copyfile(path_of(path.parents[2], make_ref(2)), path)
-
-
-def put_another_models_chunk(path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parents[3]) as other:
-        tier = DiskTier(Path(other), OTHER, EVEN, CAPACITY_BYTES)
-        put(tier, make_ref(1))
-        tier.close()
-        shutil.copyfile(path_of(Path(other), make_ref(1), OTHER), path)
-
-
-def put_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-    (path / "file").write_text("x")
-
-
-def put_a_link(path: Path) -> None:
-    target = path.with_name("target")
-    path.rename(target)
-    path.symlink_to(target)
-    target.unlink()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        empty,
-        extend,
-        flip_payload,
-        flip_header,
-        flip_length,
-        change_version,
-        put_another_chunk,
-        put_another_models_chunk,
-        put_a_folder,
-        put_a_link,
-    ],
-)
-@pytest.mark.parametrize("direct", [None, False])
-def test_damage_is_a_counted_miss(
-    open_tier: Open, folder: Path, damage: Callable[[Path], None], direct: bool | None
-) -> None:
-    tier = open_tier(direct=direct)
-    ref, intact = make_ref(1), make_ref(2)
-    put(tier, ref, intact)
-    damage(path_of(folder, ref))
-    assert get(tier, ref) is Outcome.CORRUPT
-    assert tier.counters.corrupt == 1
-    assert not os.path.lexists(path_of(folder, ref))
-    assert get(tier, ref) is Outcome.MISS
-    assert get(tier, intact) is Outcome.HIT
-    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
-    assert put(tier, ref) == [Outcome.STORED]
-    assert get(tier, ref) is Outcome.HIT
-
-
-def test_missing_file_is_a_miss(open_tier: Open, folder: Path) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1), make_ref(2))
-    path_of(folder, make_ref(1)).unlink()
-    assert get(tier, make_ref(1)) is Outcome.MISS
-    assert tier.contains([make_ref(1)]) == [False]
-    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
-
-
-def test_unreadable_sector_fails_one_chunk(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1))
-
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", refuse)
-        assert get(tier, make_ref(1)) is Outcome.FAILED
-    assert tier.counters.failed == 1
-    assert get(tier, make_ref(1)) is Outcome.HIT
-
-
-def test_recycled_while_it_is_read_is_a_miss(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1))
-    real_read = os.preadv
-
-    def read_late(fd: int, views: Sequence[memoryview], at: int) -> int:
-        monkeypatch.setattr(os, "preadv", real_read)
-        tier.remove([make_ref(1)])
-        put(tier, make_ref(2))  # overwrites the file that is open here
-        return real_read(fd, views, at)
-
-    monkeypatch.setattr(os, "preadv", read_late)
-    assert get(tier, make_ref(1)) is Outcome.MISS
-    assert tier.counters.corrupt == 0
-    assert get(tier, make_ref(2)) is Outcome.HIT
-
-
 # Restart
 
 
@@ -340,7 +128,7 @@ def test_restart_finds_everything_in_order_of_use(open_tier: Open, folder: Path)
     refs = [make_ref(number) for number in range(4)]
     put(tier, *refs, make_ref(9, 3))
     for age, ref in enumerate(refs):
-        os.utime(path_of(folder, ref), (1000 - age, 1000 - age))
+        os.utime(path_of(folder, ref), (1000 - 100 * age,) * 2)
     assert get(tier, refs[3]) is Outcome.HIT  # the oldest becomes the newest
     tier = open_tier()
     listed = tier.scan()
@@ -349,6 +137,24 @@ def test_restart_finds_everything_in_order_of_use(open_tier: Open, folder: Path)
     assert all(size == tier.stored_bytes(ref.num_blocks) for ref, size in listed)
     assert all(get(tier, ref) is Outcome.HIT for ref, _ in listed)
     assert tier.used_bytes == bytes_on_disk(folder) == sum(size for _, size in listed)
+
+
+def test_restart_evicts_the_tail_of_a_prompt_before_its_head(open_tier: Open, folder: Path) -> None:
+    """Chunks of a prompt are touched from head to tail; prompts by turns, with a pause between them."""
+    put(open_tier(), *(make_ref(number) for number in range(9)))
+    for number in range(9):
+        used_s = 1000 * (number // 3) + 0.1 * (number % 3)
+        os.utime(path_of(folder, make_ref(number)), (used_s, used_s))
+    assert [ref for ref, _ in open_tier().scan()] == [make_ref(number) for number in (2, 1, 0, 5, 4, 3, 8, 7, 6)]
+
+
+def test_order_of_use_without_pauses() -> None:
+    """Under steady load a session lasts ten seconds, so that what is old still goes first."""
+    second_ns = 10**9
+    found = [(number * second_ns // 2, make_ref(number)) for number in range(120)]
+    ordered = [ref for _, ref in _survey.in_order_of_use(found)]
+    assert ordered[0] == make_ref(20)
+    assert all(abs(place - int.from_bytes(ref.prefix_key[:2], "little")) <= 20 for place, ref in enumerate(ordered))
 
 
 def test_restart_sweeps_leftovers(open_tier: Open, folder: Path) -> None:
@@ -382,7 +188,7 @@ def test_lowered_capacity_drops_foreign_chunks_then_the_oldest(open_tier: Open, 
     tier = open_tier()
     put(tier, *(make_ref(number) for number in range(4)))
     for number in range(4):
-        os.utime(path_of(folder, make_ref(number)), (number, number))
+        os.utime(path_of(folder, make_ref(number)), (100 * number,) * 2)
     tier = open_tier(capacity_bytes=2 * CHUNK_BYTES)
     assert [ref for ref, _ in tier.scan()] == [make_ref(2), make_ref(3)]
     assert tier.used_bytes == bytes_on_disk(folder) == 2 * CHUNK_BYTES
@@ -453,7 +259,12 @@ def test_spare_files_are_bounded_and_give_way(open_tier: Open, folder: Path) -> 
     refs = [make_ref(number) for number in range(80)]
     put(tier, *refs)
     tier.remove(refs)
-    assert len(list((folder / ".free").iterdir())) == _folder.SPARE_FILES
+    assert len(list((folder / ".free").iterdir())) == 80  # nothing is deleted on the thread that removes
+    for number in range(100, 103):
+        put(tier, make_ref(number))
+        tier.remove([make_ref(number)])
+    put(tier, make_ref(103))
+    assert len(list((folder / ".free").iterdir())) <= _space.SPARE_FILES
     assert tier.used_bytes == bytes_on_disk(folder)
     tails = [make_ref(number, 1) for number in range(500)]  # of another size: no spare file fits
     assert set(put(tier, *tails)) == {Outcome.STORED}
@@ -464,7 +275,7 @@ def test_foreign_chunks_are_counted_and_give_way_oldest_first(open_tier: Open, f
     tier = open_tier(OTHER, capacity_bytes=3 * CHUNK_BYTES)
     put(tier, *(make_ref(number) for number in range(3)))
     for number in range(3):
-        os.utime(path_of(folder, make_ref(number), OTHER), (number, number))
+        os.utime(path_of(folder, make_ref(number), OTHER), (100 * number,) * 2)
     tier = open_tier(capacity_bytes=3 * CHUNK_BYTES)
     assert tier.scan() == []
     assert tier.used_bytes == bytes_on_disk(folder) == 3 * CHUNK_BYTES
@@ -512,38 +323,6 @@ def test_refused_writes_fail_one_chunk(
     assert not tier.contains([make_ref(1)])[0]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of its own that has room for about four chunks beside a file that can be deleted."""
-    mountpoint = tmp_path / "small"
-    mountpoint.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mountpoint)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small filesystem is not permitted here")
-    yield mountpoint
-    subprocess.run(["umount", str(mountpoint)], check=True)
-
-
-def test_really_full_filesystem(small_disk: Path) -> None:
-    tier = DiskTier(small_disk / "cache", MINE, EVEN, 8 * CHUNK_BYTES)
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(b"x" * (1 << 20) + b"x" * (400 << 10))
-    outcomes = put(tier, *(make_ref(number) for number in range(8)))
-    assert Outcome.STORED in outcomes
-    assert Outcome.FULL in outcomes
-    assert set(outcomes) == {Outcome.STORED, Outcome.FULL}
-    assert tier.used_bytes == bytes_on_disk(small_disk / "cache") == outcomes.count(Outcome.STORED) * CHUNK_BYTES
-    stored = [number for number, outcome in enumerate(outcomes) if outcome is Outcome.STORED]
-    assert all(get(tier, make_ref(number)) is Outcome.HIT for number in stored)
-    tier.close()
-    with pytest.raises(ConfigError, match="GiB"):
-        DiskTier(small_disk / "cache", MINE, EVEN, 8 * CHUNK_BYTES)
-    ballast.unlink()
-    tier = DiskTier(small_disk / "cache", MINE, EVEN, 8 * CHUNK_BYTES)
-    assert len(tier.scan()) == len(stored)
-    tier.close()
-
-
 def test_tmpfs() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
@@ -570,85 +349,6 @@ def test_filesystem_without_direct_io(open_tier: Open, folder: Path, monkeypatch
     with pytest.raises(ConfigError, match="direct I/O"):
         DiskTier(folder, MINE, EVEN, CAPACITY_BYTES, direct=True)
     DiskTier(folder, MINE, EVEN, CAPACITY_BYTES, direct=False).close()  # the lock was given back
-
-
-# Any order of calls
-
-REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 3, 8]))
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["put", "put", "get", "remove", "clear", "restart", "damage", "lose"]), REFS), max_size=40
-)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(calls=CALLS)
-def test_behaves_like_a_dictionary_and_counts_exactly(calls: list[tuple[str, ChunkRef]]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tier = DiskTier(folder, MINE, EVEN, 4 * CHUNK_BYTES)
-        held: set[ChunkRef] = set()
-        for call, ref in calls:
-            if call == "put":
-                (outcome,) = put(tier, ref)
-                others = sum(tier.stored_bytes(other.num_blocks) for other in held - {ref})
-                fits = others + tier.stored_bytes(ref.num_blocks) <= tier.capacity_bytes
-                assert outcome is (Outcome.STORED if fits else Outcome.FULL)
-                held = held | {ref} if fits else held - {ref}
-            elif call == "get":
-                assert get(tier, ref) is (Outcome.HIT if ref in held else Outcome.MISS)
-            elif call == "remove":
-                tier.remove([ref])
-                held.discard(ref)
-            elif call == "clear":
-                tier.clear()
-                held.clear()
-            elif call == "restart":
-                tier.close()
-                tier = DiskTier(folder, MINE, EVEN, 4 * CHUNK_BYTES)
-                assert {listed for listed, _ in tier.scan()} == held
-            elif call == "damage" and ref in held:
-                flip_payload(path_of(folder, ref)) if ref.num_blocks > 1 else flip_header(path_of(folder, ref))
-                assert get(tier, ref) is Outcome.CORRUPT
-                held.discard(ref)
-            elif call == "lose" and ref in held:
-                path_of(folder, ref).unlink()
-                assert get(tier, ref) is Outcome.MISS
-                held.discard(ref)
-            assert tier.used_bytes == bytes_on_disk(folder) <= tier.capacity_bytes
-            assert {listed for listed, _ in tier.scan()} == held
-        tier.close()
-
-
-def test_many_threads(open_tier: Open, folder: Path) -> None:
-    tier = open_tier(capacity_bytes=6 * CHUNK_BYTES)
-    wrong: list[Outcome] = []
-
-    def work(seed: int) -> None:
-        dice = random.Random(seed)
-        for _ in range(150):
-            ref = make_ref(dice.randrange(8), dice.choice([1, 8]))
-            action = dice.randrange(10)
-            if action < 4:
-                outcome = put(tier, ref)[0]
-                wrong.extend([outcome] if outcome not in {Outcome.STORED, Outcome.FULL, Outcome.FAILED} else [])
-            elif action < 8:
-                outcome = get(tier, ref)
-                wrong.extend([outcome] if outcome not in {Outcome.HIT, Outcome.MISS} else [])
-            elif action == 8:
-                tier.remove([ref])
-            elif dice.randrange(10) == 0:
-                tier.clear()
-            if tier.used_bytes > tier.capacity_bytes:
-                wrong.append(Outcome.FULL)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert tier.used_bytes == bytes_on_disk(folder)
-    assert all(get(tier, ref) is Outcome.HIT for ref, _ in tier.scan())
 
 
 # clear
@@ -687,243 +387,3 @@ def test_put_under_way_does_not_survive_clear(open_tier: Open, folder: Path, mon
     assert tier.contains([make_ref(1), make_ref(2), make_ref(3)]) == [False] * 3
     assert tier.used_bytes == bytes_on_disk(folder) == 0
     assert open_tier().scan() == []
-
-
-# The folder
-
-
-def test_folder_deleted_while_running(open_tier: Open, folder: Path) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1), make_ref(2), make_ref(3))
-    tier.remove([make_ref(3)])
-    shutil.rmtree(folder)
-    assert get(tier, make_ref(1)) is Outcome.MISS
-    assert put(tier, make_ref(4)) == [Outcome.STORED]
-    assert get(tier, make_ref(4)) is Outcome.HIT
-    assert get(tier, make_ref(2)) is Outcome.MISS
-    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
-    with pytest.raises(FolderOwnedError):  # the lock came back with the folder
-        DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-    shutil.rmtree(folder)
-    tier.remove([make_ref(4)])
-    tier.clear()
-    assert tier.used_bytes == 0
-
-
-@pytest.mark.parametrize("part", [".free", MINE.id.hex()])
-def test_part_of_the_folder_deleted_while_running(open_tier: Open, folder: Path, part: str) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1), make_ref(2))
-    tier.remove([make_ref(2)])
-    shutil.rmtree(folder / part)
-    assert put(tier, make_ref(3)) == [Outcome.STORED]
-    assert get(tier, make_ref(3)) is Outcome.HIT
-    get(tier, make_ref(1))
-    assert tier.used_bytes == bytes_on_disk(folder)
-
-
-def test_folder_that_cannot_come_back(open_tier: Open, folder: Path) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1))
-    shutil.rmtree(folder)
-    folder.write_text("a file now")
-    assert get(tier, make_ref(1)) is Outcome.MISS
-    assert put(tier, make_ref(2)) == [Outcome.FAILED]
-    folder.unlink()
-    assert put(tier, make_ref(2)) == [Outcome.STORED]
-
-
-def test_folder_taken_over_while_it_was_gone(open_tier: Open, folder: Path) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1))
-    shutil.rmtree(folder)
-    thief = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-    put(thief, make_ref(1))
-    shutil.rmtree(folder / ".free")
-    with pytest.raises(TierError):
-        put(tier, make_ref(2))
-    assert get(tier, make_ref(1)) is Outcome.MISS
-    assert get(thief, make_ref(1)) is Outcome.HIT
-    thief.close()
-
-
-def test_unusable_folders(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("x")
-    for folder in (file, file / "below", Path("/proc/kvstore-cannot-be-here")):
-        with pytest.raises(ConfigError, match=str(folder)):
-            DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-    (tmp_path / MINE.id.hex()).write_text("x")
-    with pytest.raises(ConfigError, match="File exists"):
-        DiskTier(tmp_path, MINE, EVEN, CAPACITY_BYTES)
-
-
-def test_unusable_capacities(folder: Path) -> None:
-    for capacity_bytes in (-1, 0, CHUNK_BYTES - 1):
-        with pytest.raises(ConfigError, match="single chunk"):
-            DiskTier(folder, MINE, EVEN, capacity_bytes)
-    assert not folder.exists()
-    with pytest.raises(ConfigError, match=r"1048576\.000 GiB .* GiB"):
-        DiskTier(folder, MINE, EVEN, 1 << 50)
-    DiskTier(folder, MINE, EVEN, CHUNK_BYTES).close()
-
-
-def test_filesystem_without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match="No locks available"):
-        DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
-from kvstore.tiers.disk import DiskTier
-layout = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
-tier = DiskTier(Path(sys.argv[1]), Namespace({"model": "mine"}), layout, 1 << 22)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_one_owner(folder: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "ready\n"
-        with pytest.raises(FolderOwnedError, match=f"{folder} .* {owner.pid}: name another folder, or stop"):
-            DiskTier(folder, OTHER, EVEN, CAPACITY_BYTES)
-        owner.kill()
-    DiskTier(folder, OTHER, EVEN, CAPACITY_BYTES).close()
-
-
-def test_children_do_not_keep_the_folder(folder: Path) -> None:
-    tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-    with subprocess.Popen(["sleep", "60"], close_fds=False) as executed:
-        forked = os.fork()
-        if not forked:
-            time.sleep(60)
-            os._exit(0)
-        tier.close()
-        try:
-            deadline_s = time.monotonic() + 30
-            while True:  # the forked child needs a moment to run its handler
-                try:
-                    DiskTier(folder, MINE, EVEN, CAPACITY_BYTES).close()
-                    break
-                except FolderOwnedError:
-                    if time.monotonic() > deadline_s:
-                        raise
-                    time.sleep(0.01)
-        finally:
-            os.kill(forked, signal.SIGKILL)
-            os.waitpid(forked, 0)
-            executed.kill()
-
-
-# Killed while storing
-
-STORE = """
-import mmap, random, sys
-from pathlib import Path
-import numpy as np
-from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
-from kvstore.tiers.base import ChunkRef, Transfer
-from kvstore.tiers.disk import DiskTier
-layout = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
-tier = DiskTier(Path(sys.argv[1]), Namespace({"model": "mine"}), layout, int(sys.argv[2]))
-tier.scan()
-slot = np.frombuffer(mmap.mmap(-1, layout.slot_bytes), np.uint8)
-dice = random.Random(int(sys.argv[3]))
-print("ready", flush=True)
-while True:
-    ref = ChunkRef(dice.randrange(40).to_bytes(2, "little") * 8, dice.choice([3, 8, 8]))
-    size = layout.payload_bytes(ref.num_blocks)
-    seed = int.from_bytes(ref.prefix_key, "little") + ref.num_blocks
-    slot[:size] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    tier.put([Transfer(ref, slot)])
-    if dice.randrange(2):
-        tier.remove([ChunkRef(dice.randrange(40).to_bytes(2, "little") * 8, dice.choice([3, 8]))])
-    if dice.randrange(200) == 0:
-        tier.clear()
-"""
-
-
-def test_killed_while_storing(folder: Path) -> None:
-    dice = random.Random(0)
-    found = 0
-    for round_ in range(6):
-        arguments = [sys.executable, "-c", STORE, str(folder), str(CAPACITY_BYTES), str(round_)]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine:
-            assert engine.stdout is not None
-            assert engine.stdout.readline() == "ready\n"
-            time.sleep(dice.uniform(0.01, 0.3))
-            engine.kill()
-        tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
-        listed = tier.scan()
-        found += len(listed)
-        assert tier.used_bytes == bytes_on_disk(folder) == sum(size for _, size in listed)
-        assert all(get(tier, ref) is Outcome.HIT for ref, _ in listed)
-        tier.close()
-    assert found
-
-
-# close
-
-
-def test_close(open_tier: Open, folder: Path) -> None:
-    tier = open_tier()
-    put(tier, make_ref(1), make_ref(2))
-    tier.remove([make_ref(2)])
-    tier.close()
-    tier.close()
-    calls: list[Callable[[], object]] = [
-        tier.scan,
-        tier.clear,
-        lambda: tier.contains([]),
-        lambda: tier.remove([]),
-        lambda: tier.get([]),
-        lambda: tier.put([]),
-    ]
-    for call in calls:
-        with pytest.raises(ClosedError):
-            call()
-    assert bytes_on_disk(folder) == CHUNK_BYTES  # no spare files stay behind
-    assert get(open_tier(), make_ref(1)) is Outcome.HIT
-
-
-def test_close_waits_for_calls_under_way(open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier()
-    real_write = os.pwritev
-    writing, closing = threading.Event(), threading.Event()
-
-    def write_slowly(fd: int, views: Sequence[memoryview], at: int) -> int:
-        writing.set()
-        assert closing.wait(30)
-        with pytest.raises(FolderOwnedError):
-            _folder.FolderLock(folder)
-        return real_write(fd, views, at)
-
-    monkeypatch.setattr(os, "pwritev", write_slowly)
-    outcomes: list[Outcome] = []
-    writer = threading.Thread(target=lambda: outcomes.extend(put(tier, make_ref(1))))
-    writer.start()
-    assert writing.wait(30)
-    closer = threading.Thread(target=tier.close)
-    closer.start()
-    while True:
-        try:
-            tier.contains([])
-        except ClosedError:
-            break
-    closing.set()
-    writer.join()
-    closer.join()
-    assert outcomes == [Outcome.STORED]
-    assert get(open_tier(), make_ref(1)) is Outcome.HIT

@@ -1,0 +1,225 @@
+"""Moves chunks between buffers and files, and sums them up meanwhile.
+
+A large chunk is read in pieces, and its checksums are calculated aside: those of one piece while the next is on its
+way, or all of them while the payload is written. So the disk hardly ever waits for a checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvstore import chunkfile
+from kvstore.chunkfile import Damage
+from kvstore.keys import ChunkKey
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout
+from kvstore.tiers._folder import FILE_MODE
+from kvstore.tiers.base import ByteArray, ChunkRef, Transfer, payload_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+PIECE_BYTES = 8 << 20  # what is not longer is summed up in place: handing it over would cost more
+SUM_THREADS = 2
+
+
+class Body(NamedTuple):
+    """A checked transfer: its buffer cut to what stands behind the header, and whether direct I/O can use it."""
+
+    ref: ChunkRef
+    array: ByteArray
+    is_aligned: bool
+
+
+class _Piece(NamedTuple):
+    """A range of the body, and the layers that are complete once it was moved and were not before."""
+
+    begin_bytes: int
+    end_bytes: int
+    layers: range
+
+
+class ChunkIO:
+    """Reads and writes the files of one namespace and layout. Thread-safe.
+
+    Args:
+        layout: the geometry of the chunks.
+        namespace_id: stands in every header.
+        direct_flag: ``os.O_DIRECT`` or 0; only buffers that start on a page use it.
+    """
+
+    def __init__(self, layout: KVLayout, namespace_id: bytes, direct_flag: int = 0) -> None:
+        self.direct_flag = direct_flag
+        self.file_bytes = tuple(chunkfile.file_bytes(layout, blocks) for blocks in range(layout.blocks_per_chunk + 1))
+        self._layout = layout
+        self._namespace_id = namespace_id
+        self._header_bytes = chunkfile.header_bytes(layout)
+        self._pieces = tuple(tuple(_cut(layout, blocks)) for blocks in range(layout.blocks_per_chunk + 1))
+        self._thread = threading.local()
+        self._summers = ThreadPoolExecutor(SUM_THREADS, "kvstore-sum")
+
+    def check(self, transfer: Transfer) -> Body:
+        """Turn down buffers and lengths that break the contract.
+
+        Raises:
+            InvalidCallError: what is wrong.
+        """
+        ref, buffer = transfer
+        payload_view(self._layout, transfer)
+        body_bytes = self.file_bytes[ref.num_blocks] - self._header_bytes
+        return Body(ref, buffer[:body_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
+
+    def read(self, path: Path, body: Body) -> Damage | None:
+        """Fill the buffer from a chunk's file, whatever stands there; None if it is the chunk, and marked as used.
+
+        Raises:
+            OSError: nothing stands there, or the system refused to read it.
+        """
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return Damage.NOT_A_CHUNK
+        if status.st_size != self.file_bytes[body.ref.num_blocks]:
+            return Damage.SIZE
+        header = self._header_buffer()
+        sums = []
+        with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, body) as fd:
+            for piece in self._pieces[body.ref.num_blocks]:
+                target = body.array.data[piece.begin_bytes : piece.end_bytes]
+                views = [target] if piece.begin_bytes else [header.data, target]
+                if not _read_whole(fd, views, self._header_bytes + piece.begin_bytes if piece.begin_bytes else 0):
+                    return Damage.SIZE
+                sums.append(self._sum_up(body, piece.layers))
+            layer_sums = "".join(part() for part in sums)
+            damage = chunkfile.compare(self._layout, self._key(body.ref), body.ref.num_blocks, header, layer_sums)
+            if damage is None:
+                _touch(fd)
+        return damage
+
+    def write(self, path: Path, body: Body) -> None:
+        """Make ``path`` the file of a chunk; the padding in the buffer becomes zeros.
+
+        Raises:
+            OSError: the system refused; what stands in the file is undefined.
+        """
+        num_blocks = body.ref.num_blocks
+        body.array[self._layout.payload_bytes(num_blocks) :] = 0
+        sums = self._sum_up(body, range(self._layout.num_layers))
+        with self._opened(path, os.O_WRONLY | os.O_CREAT, body) as fd:
+            if len(self._pieces[num_blocks]) > 1:
+                _write_whole(fd, [body.array.data], self._header_bytes)
+                _write_whole(fd, [self._header(body.ref, sums()).data], 0)
+            else:
+                _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data], 0)
+            if os.fstat(fd).st_size != self.file_bytes[num_blocks]:
+                os.ftruncate(fd, self.file_bytes[num_blocks])
+
+    def close(self) -> None:
+        """End the threads that calculate. Only after the last call."""
+        self._summers.shutdown(wait=False)
+
+    def _sum_up(self, body: Body, layers: range) -> Callable[[], str]:
+        """Start to sum up layers of a payload; the result waits for their checksums."""
+        num_blocks = body.ref.num_blocks
+        arguments = self._layout, num_blocks, body.array, layers
+        if len(self._pieces[num_blocks]) > 1:
+            with suppress(RuntimeError):  # the interpreter is about to exit, and starts nothing any more
+                return self._summers.submit(chunkfile.checksums, *arguments).result
+        return partial(chunkfile.checksums, *arguments)
+
+    def _header(self, ref: ChunkRef, layer_sums: str) -> ByteArray:
+        """A header in this thread's place for one."""
+        header = self._header_buffer()
+        header[:] = np.frombuffer(
+            chunkfile.build_header(self._layout, self._key(ref), ref.num_blocks, layer_sums), np.uint8
+        )
+        return header
+
+    @contextmanager
+    def _opened(self, path: Path, flags: int, body: Body) -> Iterator[int]:
+        direct = self.direct_flag if body.is_aligned else 0
+        fd = os.open(path, flags | direct | os.O_CLOEXEC, FILE_MODE)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _header_buffer(self) -> ByteArray:
+        """This thread's page-aligned place for a header."""
+        buffer: ByteArray | None = getattr(self._thread, "header", None)
+        if buffer is None:
+            buffer = self._thread.header = np.frombuffer(mmap.mmap(-1, self._header_bytes), np.uint8)
+        return buffer
+
+    def _key(self, ref: ChunkRef) -> ChunkKey:
+        return ChunkKey(self._namespace_id, ref.prefix_key)
+
+
+def _cut(layout: KVLayout, num_blocks: int) -> Iterator[_Piece]:
+    """The pieces of a body of ``num_blocks`` blocks, in order."""
+    body_bytes = chunkfile.body_bytes(layout, num_blocks)
+    done_layers = 0
+    for begin_bytes in range(0, body_bytes, PIECE_BYTES):
+        end_bytes = min(begin_bytes + PIECE_BYTES, body_bytes)
+        first = done_layers
+        while done_layers < layout.num_layers and layout.layer_range(done_layers, num_blocks)[1] <= end_bytes:
+            done_layers += 1
+        yield _Piece(begin_bytes, end_bytes, range(first, done_layers))
+
+
+def _touch(fd: int) -> None:
+    """Mark a file as just used; a failure loses only the order of use."""
+    try:
+        os.utime(fd)
+    except OSError:
+        return
+
+
+def _read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
+    """Fill ``views`` from a file; False if it ends before.
+
+    Raises:
+        OSError: the system refused.
+    """
+    total = sum(view.nbytes for view in views)
+    done = 0
+    while done < total:
+        count = os.preadv(fd, _rest(views, done), offset_bytes + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _write_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> None:
+    """Write all of ``views`` into a file.
+
+    Raises:
+        OSError: the system refused.
+    """
+    total = sum(view.nbytes for view in views)
+    done = 0
+    while done < total:
+        count = os.pwritev(fd, _rest(views, done), offset_bytes + done)
+        if not count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done += count
+
+
+def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of ``views`` after ``done`` bytes."""
+    rest = []
+    for view in views:
+        if done < view.nbytes:
+            rest.append(view[done:])
+        done = max(done - view.nbytes, 0)
+    return rest

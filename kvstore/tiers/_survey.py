@@ -1,0 +1,160 @@
+"""The first look at a tier's folder: which chunks it holds, when they were used, and what a crash left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import ConfigError
+from kvstore.tiers._folder import (
+    DEAD_PREFIX,
+    FREE_NAME,
+    NAMESPACE_FILE,
+    NAMESPACE_NAME,
+    SHARD_NAME,
+    delete,
+    parse_chunk_name,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstore.tiers.base import ChunkRef
+
+_GIB = 1 << 30
+_NS_PER_S = 1_000_000_000
+SESSION_NS = 10 * _NS_PER_S
+PAUSE_NS = _NS_PER_S
+
+
+class Survey(NamedTuple):
+    """What stands in a folder: our chunks with their mtime in ns, foreign ones with path and bytes, leftovers swept."""
+
+    own: list[tuple[int, ChunkRef]]
+    foreign: list[tuple[int, str, int]]
+    swept: int
+
+
+def survey(folder: Path, namespace_name: str, file_bytes: Sequence[int]) -> Survey:
+    """List the chunks in ``folder`` and delete what a crash left behind.
+
+    Only names of ours are touched: whatever else lies in the folder stays there, uncounted.
+
+    Args:
+        folder: the tier's folder.
+        namespace_name: the folder in it that is ours; its unusable files are leftovers as well.
+        file_bytes: for each number of blocks, the size that the file of such a chunk must have.
+
+    Raises:
+        OSError: something could not be read or deleted.
+    """
+    own: list[tuple[int, ChunkRef]] = []
+    foreign: list[tuple[int, str, int]] = []
+    leftovers: list[str] = []
+    for entry in list(os.scandir(folder)):
+        if entry.name == FREE_NAME:
+            leftovers += (spare.path for spare in os.scandir(entry.path))
+        elif entry.name.startswith(DEAD_PREFIX):
+            leftovers.append(entry.path)
+        elif entry.name == namespace_name:
+            _survey_own(entry.path, file_bytes, own, leftovers)
+        elif NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            foreign += _foreign_chunks(entry.path)
+    for path in leftovers:
+        delete(Path(path))
+    return Survey(own, foreign, len(leftovers))
+
+
+def in_order_of_use(found: Iterable[tuple[int, ChunkRef]]) -> list[tuple[int, ChunkRef]]:
+    """Chunks with their mtime in ns, the first to be evicted first.
+
+    A prompt's chunks are written and read from its head to its tail, so the head has the oldest mtime; but a tail is
+    worth nothing without its head. Chunks are therefore grouped into sessions: each ends with a pause, and after 10
+    seconds at the latest. Older sessions come first, and in a session the chunk touched last. What lies in the future,
+    because a clock was put back, counts as touched just now.
+    """
+    now_ns = time.time_ns()
+    by_time = sorted((min(used_ns, now_ns), ref) for used_ns, ref in found)
+    ordered: list[tuple[int, ChunkRef]] = []
+    session: list[tuple[int, ChunkRef]] = []
+    for chunk in by_time:
+        if session and (chunk[0] - session[-1][0] > PAUSE_NS or chunk[0] - session[0][0] > SESSION_NS):
+            ordered += reversed(session)
+            session = []
+        session.append(chunk)
+    return ordered + session[::-1]
+
+
+def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
+    """Refuse a capacity that the one filesystem of ``folders`` cannot hold; what is in them already counts as room.
+
+    Raises:
+        ConfigError: it does not fit.
+        OSError: a folder could not be read.
+    """
+    status = os.statvfs(folders[0])
+    free_bytes = status.f_bavail * status.f_frsize
+    if capacity_bytes <= free_bytes:
+        return
+    room_bytes = free_bytes + sum(held_bytes(folder) for folder in folders)
+    if capacity_bytes > room_bytes:
+        raise ConfigError(
+            f"max_local_disk_size of {capacity_bytes / _GIB:.3f} GiB does not fit: the filesystem of "
+            f"{' and '.join(map(str, folders))} has {room_bytes / _GIB:.3f} GiB for it; lower it, or name another "
+            "local_disk"
+        )
+
+
+def _survey_own(home: str, file_bytes: Sequence[int], chunks: list[tuple[int, ChunkRef]], leftovers: list[str]) -> None:
+    for shard in os.scandir(home):
+        if shard.name == NAMESPACE_FILE:
+            continue
+        if not SHARD_NAME.fullmatch(shard.name) or not shard.is_dir(follow_symlinks=False):
+            leftovers.append(shard.path)
+            continue
+        for entry in os.scandir(shard.path):
+            ref = parse_chunk_name(shard.name, entry.name)
+            status = entry.stat(follow_symlinks=False)
+            if (
+                ref is None
+                or ref.num_blocks >= len(file_bytes)
+                or status.st_size != file_bytes[ref.num_blocks]
+                or not stat.S_ISREG(status.st_mode)
+            ):
+                leftovers.append(entry.path)
+            else:
+                chunks.append((status.st_mtime_ns, ref))
+
+
+def _foreign_chunks(home: str) -> Iterator[tuple[int, str, int]]:
+    for shard in os.scandir(home):
+        if SHARD_NAME.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
+            for entry in os.scandir(shard.path):
+                status = entry.stat(follow_symlinks=False)
+                if parse_chunk_name(shard.name, entry.name) and stat.S_ISREG(status.st_mode):
+                    yield status.st_mtime_ns, entry.path, status.st_size
+
+
+def held_bytes(folder: Path) -> int:
+    """Bytes in ``folder`` that are the tier's to keep or to delete.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    ours = (n for n in names if n == FREE_NAME or n.startswith(DEAD_PREFIX) or NAMESPACE_NAME.fullmatch(n))
+    return sum(tree_bytes(folder / name) for name in ours)
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes of all files below ``folder``; 0 if it is not there."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).lstat().st_size
+    return total

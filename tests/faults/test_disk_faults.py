@@ -1,0 +1,194 @@
+"""A disk that hangs or answers with errors, a clock that jumps, a folder that disappears; and a long random run."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.checks import check_index
+from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
+from support.rig import FILE_BYTES, Rig, tokens_of
+
+from kvstore.engine import CacheEngine
+from kvstore.errors import TierTimeoutError
+from kvstore.tiers.base import Outcome, Tier, Transfer
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.striped import StripedTier, open_folders
+from kvstore.wrappers import Deadline, Fault, FaultInjector, FaultKind
+
+CAPACITY_BYTES = 36 * CHUNK_BYTES
+REFS = [make_ref(number) for number in range(24)]
+
+
+class Broken:
+    """Three folders, of which the second can be broken."""
+
+    def __init__(self, tmp_path: Path, around: Callable[[Tier], Tier] = lambda tier: tier) -> None:
+        self.folders = [tmp_path / f"disk{number}" for number in range(3)]
+        self.injectors: list[FaultInjector] = []
+
+        def wrap(disk: DiskTier) -> Tier:
+            self.injectors.append(FaultInjector(disk))
+            return around(self.injectors[-1])
+
+        tier = open_folders(self.folders, MINE, EVEN, CAPACITY_BYTES, wrap=wrap)
+        assert isinstance(tier, StripedTier)
+        self.tier = tier
+        tier.scan()
+        assert set(put(tier, *REFS)) == {Outcome.STORED}
+        self.lost = [ref for ref in REFS if path_of(self.folders[1], ref).exists()]
+        assert 2 < len(self.lost) < len(REFS)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAILED, FaultKind.ERROR])
+def test_errors_of_one_disk(tmp_path: Path, kind: FaultKind) -> None:
+    broken = Broken(tmp_path)
+    broken.injectors[1].inject(Fault(kind))
+    for outcomes in (broken.tier.get([Transfer(ref, make_slot()) for ref in REFS]), put(broken.tier, *REFS)):
+        assert [outcome is Outcome.FAILED for outcome in outcomes] == [ref in broken.lost for ref in REFS]
+    broken.injectors[1].heal()
+    assert all(get(broken.tier, ref) is Outcome.HIT for ref in REFS)
+    assert broken.tier.used_bytes == bytes_on_disk(*broken.folders)
+    broken.tier.close()
+
+
+def test_one_disk_hangs(tmp_path: Path) -> None:
+    """Its chunks time out, and their buffers are known to be in use; the other disks go on, and it may come back."""
+    broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
+    broken.injectors[1].inject(Fault(FaultKind.HANG))
+    late = []
+    for ref in broken.lost[:2]:
+        with pytest.raises(TierTimeoutError) as caught:
+            get(broken.tier, ref)
+        late.append(caught.value.pending)
+    with pytest.raises(TierTimeoutError) as caught:
+        broken.tier.get([Transfer(ref, make_slot()) for ref in REFS])
+    late.append(caught.value.pending)
+    assert not any(pending.done() for pending in late)
+    assert all(get(broken.tier, ref) is Outcome.HIT for ref in REFS if ref not in broken.lost)
+    broken.injectors[1].heal()
+    for pending in late:
+        pending.result(30)
+    assert all(get(broken.tier, ref) is Outcome.HIT for ref in REFS)
+    broken.tier.close()
+
+
+def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
+    put(tier, *REFS)
+    for number, used_s in enumerate([2**33, 2**33 - 100, 0, 500]):
+        os.utime(path_of(folder, REFS[number]), (used_s, used_s))
+    tier.close()
+    for jumped_s in (time.time() + 1e8, 1.0):
+        monkeypatch.setattr(time, "time", lambda jumped_s=jumped_s: jumped_s)
+        monkeypatch.setattr(time, "time_ns", lambda jumped_s=jumped_s: int(jumped_s * 1e9))
+        tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
+        listed = [ref for ref, _ in tier.scan()]
+        assert set(listed) == set(REFS)
+        assert all(get(tier, ref) is Outcome.HIT for ref in REFS)
+        if jumped_s > 1:
+            assert listed[:2] == REFS[2:4]  # what the past says still counts
+            for number, used_s in enumerate([2**33, 2**33 - 100, 0, 500]):
+                os.utime(path_of(folder, REFS[number]), (used_s, used_s))
+        tier.close()
+    tier = DiskTier(folder, MINE, EVEN, CAPACITY_BYTES)
+    for _ in range(3):  # at the same moment, as far as the clock says
+        put(tier, REFS[0])
+        tier.clear()
+    assert tier.used_bytes == bytes_on_disk(folder) == 0
+    tier.close()
+
+
+def test_folders_disappear_while_running(tmp_path: Path) -> None:
+    rig = Rig()
+    folders = (tmp_path / "a", tmp_path / "b")
+    with rig.open(local_disk=folders, local_cpu=False) as engine:
+        for round_ in range(4):
+            tokens = tokens_of(round_, 64)
+            assert rig.store(engine, tokens) == 64
+            assert engine.flush(30)
+            shutil.rmtree(folders[round_ % 2])
+            assert rig.retrieve(engine, tokens) in (0, 16, 32, 48, 64)
+            rig.store(engine, tokens)
+            assert engine.flush(30)
+            assert rig.retrieve(engine, tokens) == 64
+            assert disk_of(engine).used_bytes == bytes_on_disk(*folders)
+
+
+def disk_of(engine: CacheEngine) -> Tier:
+    assert engine._disk is not None
+    return engine._disk
+
+
+def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
+    """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
+    assert engine.flush(30)
+    with engine._index_lock:
+        check_index(engine._index)
+        assert engine._index.uses == 0
+        removals = engine._index.take_removals()
+    engine._mover.remove(removals)
+    disk = disk_of(engine)
+    assert disk.used_bytes == bytes_on_disk(*folders) <= disk.capacity_bytes
+    held = dict(disk.scan())
+    assert held == {chunk.ref: chunk.disk_bytes for chunk in engine._index._chunks.values() if chunk.disk_bytes}
+
+
+@pytest.mark.parametrize("num_folders", [1, 2])
+@pytest.mark.parametrize("operations", [1_500, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_random_operations(tmp_path: Path, num_folders: int, operations: int) -> None:
+    """Stores, loads, evictions, clears and restarts: bytes counted are bytes on disk, at twenty checkpoints."""
+    rig, dice = Rig(), random.Random(operations + num_folders)
+    folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
+
+    def restart() -> CacheEngine:
+        return rig.open(slots=10, local_disk=folders, max_local_disk_bytes=24 * FILE_BYTES)
+
+    engine = restart()
+    for number in range(1, operations + 1):
+        tokens = tokens_of(dice.randrange(12), dice.randrange(4, 80))
+        action = dice.random()
+        if action < 0.45:
+            rig.store(engine, tokens)
+        elif action < 0.9:
+            rig.retrieve(engine, tokens)
+        elif action < 0.97:
+            engine.clear(tokens)
+        elif action < 0.975:
+            engine.clear()
+        elif action < 0.985:
+            engine.close()
+            engine = restart()
+        if number % (operations // 20) == 0:
+            check_bytes(engine, folders)
+    counters = engine.stats().index
+    assert counters.writes_done
+    engine.close()
+    assert bytes_on_disk(*folders) <= 24 * FILE_BYTES
+
+
+@pytest.mark.soak
+def test_scan_of_100_000_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reports how long the first look takes; the limit is the bench's business, not a test's."""
+    home = tmp_path / MINE.id.hex()
+    for shard in range(256):
+        (home / f"{shard:02x}").mkdir(parents=True)
+    size_bytes = CHUNK_BYTES
+    for number in range(100_000):
+        ref = make_ref(0)._replace(prefix_key=(number % 256).to_bytes(1, "little") + number.to_bytes(15, "little"))
+        fd = os.open(path_of(tmp_path, ref), os.O_CREAT | os.O_WRONLY)
+        os.ftruncate(fd, size_bytes)
+        os.close(fd)
+    tier = DiskTier(tmp_path, MINE, EVEN, 100_000 * size_bytes)
+    begin_s = time.perf_counter()
+    assert len(tier.scan()) == 100_000
+    took_s = time.perf_counter() - begin_s
+    tier.close()
+    with capsys.disabled():
+        print(f"\nscan of 100,000 chunks: {took_s:.2f} s")
