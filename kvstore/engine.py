@@ -13,7 +13,9 @@ where they should be, and are neither stored nor loaded. ``slot_mapping`` gives 
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +29,16 @@ import torch
 from kvstore.errors import ClosedError, ConfigError, InvalidCallError
 from kvstore.index import ChunkIndex, IndexCounters
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
-from kvstore.movers import LoadJob, Mover, MoverCounters, StoreJob
+from kvstore.movers import WRITE_THREADS, LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.slabs import SlabPool
-from kvstore.tiers.base import ChunkRef, TierCounters
+from kvstore.tiers.base import ChunkRef, Tier, TierCounters
 from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.striped import open_folders
+from kvstore.wrappers import GuardOptions, disk_answers, guarded
+
+_NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+_SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -45,23 +51,25 @@ class EngineOptions:
     Attributes:
         max_local_cpu_bytes: bound of the pool in host memory.
         local_cpu: False makes that pool a mere passage to the disk.
-        local_disk: folder of the disk tier, or None.
-        max_local_disk_bytes: bound of that folder, everything in it included.
+        local_disk: folder of the disk tier, or one on each of several disks; None or () for none.
+        max_local_disk_bytes: bound of all folders together, everything in them included.
         save_unfull_chunk: store the last, shorter chunk of a sequence too.
         use_odirect: None probes the folder.
         disk_io_threads: reads in flight at once.
-        io_timeout_s: how long a load waits for the disk, and the default bound of ``flush`` and ``close``.
+        io_timeout_s: deadline of each call to the disk, and the default bound of ``flush`` and ``close``.
+        lease_timeout_s: how long a lease holds its chunks if nobody releases it.
         max_write_queue: chunks that may wait for the disk; None means half of the pool.
     """
 
     max_local_cpu_bytes: int
     local_cpu: bool = True
-    local_disk: Path | None = None
+    local_disk: Path | tuple[Path, ...] | None = None
     max_local_disk_bytes: int = 0
     save_unfull_chunk: bool = True
     use_odirect: bool | None = None
     disk_io_threads: int = 4
     io_timeout_s: float = 10.0
+    lease_timeout_s: float = 300.0
     max_write_queue: int | None = None
 
 
@@ -77,7 +85,7 @@ class EngineStats:
     disk: TierCounters | None
 
 
-def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> tuple[CpuTier, DiskTier | None]:
+def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> tuple[CpuTier, Tier | None]:
     """Make the memory and open the folder that ``options`` ask for.
 
     Raises:
@@ -92,20 +100,32 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             f"{slot_bytes / 2**30:.3f} GiB: raise it"
         )
     cpu = CpuTier(SlabPool(num_slots, slot_bytes))  # before the folder, which would stay locked if there is no memory
-    if options.local_disk is None:
+    folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
+    if not folders:
         return cpu, None
     try:
-        disk = DiskTier(
-            options.local_disk,
+        disk = open_folders(
+            folders,
             namespace,
             paged.layout,
             options.max_local_disk_bytes,
             direct=options.use_odirect,
+            wrap=lambda tier: guarded(tier, _guard_options(options)),
         )
     except BaseException:
         cpu.close()
         raise
     return cpu, disk
+
+
+def _guard_options(options: EngineOptions) -> GuardOptions:
+    """One time-out of all readers opens the breaker, so that a load waits for a hanging disk only once."""
+    return GuardOptions(
+        timeout_s=options.io_timeout_s,
+        slow_timeout_s=max(options.io_timeout_s, _SLOW_TIMEOUT_S),
+        threads=options.disk_io_threads + WRITE_THREADS + 2,
+        failures=min(3, options.disk_io_threads),
+    )
 
 
 class CacheEngine:
@@ -126,7 +146,7 @@ class CacheEngine:
         self._index = ChunkIndex(
             self._cpu.num_slots,
             keep_in_memory=options.local_cpu,
-            disk_capacity_bytes=self._disk.capacity_bytes if self._disk else 0,
+            disk_capacity_bytes=self._disk.usable_bytes if self._disk else 0,
             stored_bytes=self._disk.stored_bytes if self._disk else None,
             max_writes=options.max_write_queue,
         )
@@ -143,7 +163,6 @@ class CacheEngine:
             self._disk,
             self._on_written,
             read_threads=options.disk_io_threads,
-            read_timeout_s=options.io_timeout_s,
         )
         self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
@@ -157,25 +176,85 @@ class CacheEngine:
     ) -> None:
         self.close()
 
-    def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """How many leading tokens ``retrieve`` would find, in whole blocks."""
+    def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS, lease_id: str | None = None) -> int:
+        """How many leading tokens ``retrieve`` would find, in whole blocks.
+
+        With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; asking again under
+        the same name renews the lease. All leases together hold at most half of the pool: what goes beyond is answered
+        all the same, without a lease.
+        """
         hasher = self._hash(tokens, extras)
         with self._index_lock:
-            self._check_open()
-            return self._index.lookup(hasher).num_tokens
+            self._begin_decision()
+            match = self._index.lookup(hasher)
+            if lease_id is not None:
+                self._index.lease(lease_id, match.refs, self._options.lease_timeout_s)
+            return match.num_tokens
+
+    def release(self, lease_id: str) -> None:
+        """End a lease. Unknown and ended ones are ignored."""
+        with self._index_lock:
+            self._begin_decision()
+            self._index.release(lease_id)
+
+    def pin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> int:
+        """Keep the known prefix of a sequence in the tiers where it is until ``unpin``. Returns the tokens held.
+
+        Pins count as leases: together they hold at most half of the pool.
+        """
+        hasher = self._hash(tokens, extras)
+        with self._index_lock:
+            self._begin_decision()
+            match = self._index.lookup(hasher)
+            held = self._index.lease(_pin_name(hasher), match.refs, math.inf)
+            return sum(ref.num_blocks for ref in match.refs[:held]) * self.layout.block_tokens
+
+    def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
+        """End the pin of exactly this sequence; one that was never pinned is ignored."""
+        hasher = self._hash(tokens, extras)
+        with self._index_lock:
+            self._begin_decision()
+            self._index.release(_pin_name(hasher))
+
+    def prefetch(self, tokens: Tokens, tier: str = "cpu", *, extras: KeyExtras = NO_EXTRAS) -> int:
+        """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one. Returns the tokens there.
+
+        Raises:
+            InvalidCallError: another tier.
+        """
+        if tier != "cpu":
+            raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
+        hasher = self._hash(tokens, extras)
+        with self._move_lock:
+            with self._index_lock:
+                self._begin_decision()
+                steps = self._index.prepare_load(self._index.lookup(hasher).refs)
+            result = self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
+        here = [step.ref.num_blocks for step in steps if step.ref.prefix_key not in result.failed]
+        return sum(here) * self.layout.block_tokens
 
     def store(
-        self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
+        self,
+        tokens: Tokens,
+        mask: Tokens | None = None,
+        *,
+        slot_mapping: Slots,
+        extras: KeyExtras = NO_EXTRAS,
+        ttl_s: float | None = None,
     ) -> int:
         """Store the KV of the tokens not masked out, in whole chunks and, if the options say so, the tail.
 
         A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored; those
         already known, or without room, do not count. The copy is done when this returns; the disk is written behind.
+        With ``ttl_s`` chunks stay in memory, and go after that time.
 
         Raises:
-            InvalidCallError: mask or slots break the rules above; the message names the first bad one.
+            InvalidCallError: mask or slots break the rules above, where the message names the first bad one, or
+                ``ttl_s`` is not positive.
             ClosedError: after ``close``.
         """
+        if ttl_s is not None and not ttl_s > 0:
+            raise InvalidCallError(f"a chunk cannot be kept for {ttl_s} s")
         hasher = self._hash(tokens, extras)
         skip_tokens = self._skipped(mask, hasher.num_tokens)
         refs = chunk_refs(hasher, self.layout.blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
@@ -183,8 +262,8 @@ class CacheEngine:
         blocks = self._blocks(slot_mapping, first * self.layout.chunk_tokens, hasher)
         with self._move_lock:
             with self._index_lock:
-                self._check_open()
-                steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first])
+                self._begin_decision()
+                steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
                 removals = self._index.take_removals()
             where = {ref.prefix_key: number * self.layout.blocks_per_chunk for number, ref in enumerate(refs)}
             offset = first * self.layout.blocks_per_chunk
@@ -198,9 +277,8 @@ class CacheEngine:
                 failed = self._mover.store(jobs)
             finally:
                 self._complete_store(hasher, jobs, failed)
-        return sum(job.step.ref.num_blocks for job in jobs if job.step.ref.prefix_key not in failed) * (
-            self.layout.block_tokens
-        )
+        stored = [step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed]
+        return sum(stored) * self.layout.block_tokens
 
     def retrieve(
         self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
@@ -220,7 +298,7 @@ class CacheEngine:
         blocks = self._blocks(slot_mapping, skip_tokens, hasher)
         with self._move_lock:
             with self._index_lock:
-                self._check_open()
+                self._begin_decision()
                 match = self._index.lookup(hasher, skip_tokens)
                 steps = self._index.prepare_load(match.refs)
             jobs = []
@@ -231,14 +309,7 @@ class CacheEngine:
                 start = begin + first_block - skip_blocks
                 jobs.append(LoadJob(step, blocks[start : start + step.ref.num_blocks - first_block], first_block))
                 begin += step.ref.num_blocks
-            failed = {step.ref.prefix_key for step in steps if step.from_disk}  # should scattering raise
-            try:
-                failed = self._mover.load(jobs)
-            finally:
-                with self._index_lock:
-                    self._index.complete_load(steps, failed)
-                    removals = self._index.take_removals()
-                self._mover.remove(removals)
+            failed = self._load(jobs).failed
         end = match.first_chunk * self.layout.chunk_tokens
         for step in steps:
             if step.ref.prefix_key in failed:
@@ -252,7 +323,7 @@ class CacheEngine:
         with self._move_lock:
             if tokens is None:
                 with self._index_lock:
-                    self._check_open()
+                    self._begin_decision()
                     count = self._index.clear()
                 self._mover.clear()
                 return count
@@ -261,7 +332,7 @@ class CacheEngine:
             for chunk in range(len(keys) + 1):
                 keys += hasher.block_keys(chunk)
             with self._index_lock:
-                self._check_open()
+                self._begin_decision()
                 count = self._index.remove(dict.fromkeys(keys))
                 removals = self._index.take_removals()
             self._mover.remove(removals)
@@ -298,16 +369,37 @@ class CacheEngine:
         if self._closed:
             raise ClosedError("this engine was closed: make a new one")
 
+    def _begin_decision(self) -> None:
+        self._check_open()
+        self._index.advance(time.monotonic())
+        self._index.set_disk_answers(answers=self._disk is None or disk_answers(self._disk))
+
+    def _load(self, jobs: Sequence[LoadJob]) -> LoadResult:
+        """Carry out planned loads and complete them, also if scattering raises."""
+        unfinished = {job.step.ref.prefix_key for job in jobs if job.step.from_disk}
+        result = LoadResult(unfinished, set())
+        try:
+            result = self._mover.load(jobs)
+        finally:
+            with self._index_lock:
+                self._index.complete_load([job.step for job in jobs], result.failed, result.lost)
+                removals = self._index.take_removals()
+            self._mover.remove(removals)
+        return result
+
     def _on_written(self, ref: ChunkRef, stored: bool) -> None:
         with self._index_lock:
             self._index.complete_write(ref.prefix_key, stored=stored)
+            removals = self._index.take_removals()
+        self._mover.remove(removals)
 
     def _complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
         steps = [job.step for job in jobs]
         stored = {step.ref.prefix_key for step in steps} - failed
         with self._index_lock:
             self._index.complete_store(steps, failed)
-            self._index.supersede(superseded_tails(hasher, stored))
+            for key, tails in superseded_tails(hasher, stored).items():
+                self._index.supersede(key, tails)
             removals = self._index.take_removals()
         self._mover.remove(removals)
 
@@ -370,11 +462,16 @@ def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) 
     return refs
 
 
-def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> list[PrefixKey]:
-    """The keys under which tails of the just stored full chunks may be known."""
-    return [
-        key
+def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:
+    """For each full chunk just stored, the keys under which tails of it may be known."""
+    return {
+        chunk_key: hasher.block_keys(number)[:-1]
         for number, chunk_key in enumerate(hasher.chunk_keys())
         if chunk_key in stored
-        for key in hasher.block_keys(number)[:-1]
-    ]
+    }
+
+
+def _pin_name(hasher: PrefixHasher) -> str:
+    whole = len(hasher.chunk_keys())
+    last = (hasher.block_keys(whole) or hasher.chunk_keys()[-1:] or [b""])[-1]
+    return f"pin {last.hex()}"

@@ -14,6 +14,8 @@ The caller serialises all calls. Under vLLM this object lives in the scheduler a
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -50,11 +52,12 @@ class LoadStep(NamedTuple):
 
 
 class StoreStep(NamedTuple):
-    """Gather one chunk into its slot, and then write it to disk if ``write_behind``."""
+    """Gather one chunk into its slot unless it is there already, and then write it to disk if ``write_behind``."""
 
     ref: ChunkRef
     slot: int
     write_behind: bool
+    gather: bool = True
 
 
 @dataclass
@@ -66,11 +69,14 @@ class IndexCounters:
     refused: int = 0  # offered, but no slot could be freed
     failed_stores: int = 0
     failed_loads: int = 0
+    lost_chunks: int = 0  # failed loads whose chunk was missing or damaged, and is forgotten
+    expired: int = 0
     evicted_memory: int = 0
     evicted_disk: int = 0
     writes_done: int = 0
     writes_failed: int = 0
     writes_dropped: int = 0  # not queued: the queue or the disk was full
+    writes_retried: int = 0  # queued when a chunk was offered again that had not been written
     superseded_tails: int = 0
 
 
@@ -81,9 +87,12 @@ class _Chunk:
     filling: bool = False  # the slot's bytes are not there yet
     loading: bool = False  # they are on their way from disk: a load planned now is carried out after that
     disk_bytes: int = 0  # on disk, or being written there
+    unread: bool = False  # the last read from disk failed
     writing: bool = False
     uses: int = 0  # plans and writes in flight
     forgotten: bool = False  # dropped while in use: goes when the last use ends
+    expires_s: float | None = None  # has a time to live, so it stays in memory
+    tails: tuple[PrefixKey, ...] = ()  # superseded once this chunk has been written
 
     @property
     def in_memory(self) -> bool:
@@ -92,10 +101,6 @@ class _Chunk:
     @property
     def on_disk(self) -> bool:
         return self.disk_bytes > 0 and not self.writing
-
-    @property
-    def readable(self) -> bool:
-        return not self.forgotten and (self.in_memory or self.loading or (self.on_disk and not self.filling))
 
 
 @dataclass
@@ -140,6 +145,11 @@ class ChunkIndex:
         self._writes = 0
         self._max_writes = max(1, num_slots // 2) if max_writes is None else max_writes
         self._removals: list[ChunkRef] = []
+        self._disk_answers = True
+        self._now_s = 0.0
+        self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
+        self._leases: dict[str, _Lease] = {}
+        self._leased: Counter[PrefixKey] = Counter()
         self._may_write = True
 
     def __len__(self) -> int:
@@ -154,6 +164,11 @@ class ChunkIndex:
     def uses(self) -> int:
         """Plans and writes in flight, counted per chunk; 0 when idle."""
         return sum(chunk.uses for chunk in self._chunks.values())
+
+    @property
+    def leases(self) -> int:
+        """Leases and pins held."""
+        return len(self._leases)
 
     @property
     def disk_used_bytes(self) -> int:
@@ -187,14 +202,14 @@ class ChunkIndex:
         room = _StagingRoom(len(self._free_slots) + self._idle_slots)
         for key in hasher.chunk_keys()[first_chunk:]:
             chunk = self._chunks.get(key)
-            if chunk is None or not chunk.readable or not room.takes(chunk):
+            if chunk is None or not self._is_readable(chunk) or not room.takes(chunk):
                 break
             found.append(chunk.ref)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
         block_keys = hasher.block_keys(first_chunk + len(found))
         for num_blocks in range(len(block_keys), 0, -1):
             tail = self._chunks.get(block_keys[num_blocks - 1])
-            if tail is not None and tail.readable and room.takes(tail):
+            if tail is not None and self._is_readable(tail) and room.takes(tail):
                 found.append(tail.ref)
                 num_tokens += num_blocks * hasher.block_tokens
                 break
@@ -210,7 +225,7 @@ class ChunkIndex:
         chunks = []
         for ref in refs:
             chunk = self._chunks.get(ref.prefix_key)
-            if chunk is None or not chunk.readable or chunk.ref != ref:
+            if chunk is None or not self._is_readable(chunk) or chunk.ref != ref:
                 break
             self._begin_use(chunk)  # before slots are taken for others: this one must not be given away
             chunks.append(chunk)
@@ -230,56 +245,104 @@ class ChunkIndex:
         self._touch([step.ref.prefix_key for step in steps])
         return steps
 
-    def complete_load(self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey]) -> None:
-        """Take the results of loads: chunks in ``failed`` were missing or damaged, and are forgotten."""
+    def complete_load(
+        self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey]
+    ) -> None:
+        """Take the results of loads.
+
+        Chunks in ``failed`` did not arrive. Those also in ``lost`` were missing or damaged and are forgotten, as is one
+        that was to come from its slot and is not there; the others may still be on a disk that does not answer.
+        """
         for step in steps:
             chunk = self._chunks[step.ref.prefix_key]
             if step.ref.prefix_key in failed:
-                self.counters.failed_loads += 1
-                self._forget(chunk)
+                self._fail_load(chunk, step, is_lost=step.ref.prefix_key in lost)
             elif step.from_disk and not chunk.forgotten:
-                chunk.filling = chunk.loading = False
+                chunk.filling = chunk.loading = chunk.unread = False
             self._end_use(chunk)
+
+    def _fail_load(self, chunk: _Chunk, step: LoadStep, *, is_lost: bool) -> None:
+        self.counters.failed_loads += 1
+        # A slot without its chunk's bytes. One that has changed since only waited for a read that failed.
+        is_mislabelled = not step.from_disk and chunk.in_memory and chunk.slot == step.slot
+        if is_lost or is_mislabelled:
+            self.counters.lost_chunks += not chunk.forgotten
+            self._forget(chunk)
+        elif step.from_disk:
+            chunk.unread = True
+            self._drop_from_memory(chunk)
 
     # -- store -------------------------------------------------------------------------------------------------------
 
-    def prepare_store(self, refs: Sequence[ChunkRef], prefix: Sequence[PrefixKey] = ()) -> list[StoreStep]:
+    def prepare_store(
+        self, refs: Sequence[ChunkRef], prefix: Sequence[PrefixKey] = (), *, ttl_s: float | None = None
+    ) -> list[StoreStep]:
         """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
+
+        A known chunk that was not written to disk, because the queue or the disk was full, gets another chance. One
+        that is only on a disk that could not read it was computed again, and is stored again. With ``ttl_s`` chunks
+        are kept in memory only, and go when that time is over.
 
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
         step holds its slot until ``complete_store``, and until ``complete_write`` if it is written behind.
         """
+        for ref in refs:
+            chunk = self._chunks.get(ref.prefix_key)
+            if chunk is not None and chunk.slot is None and (chunk.unread or not self._disk_answers):
+                self._discard(chunk)
         chain = [*prefix, *(ref.prefix_key for ref in refs)]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._begin_use(chunk)
-        steps = self._plan_store(refs)
+        steps = self._plan_store(refs, ttl_s)
         for chunk in own:
             self._end_use(chunk)
         self._touch(chain)  # with the new ones, or they would outlive their prefix
         return steps
 
-    def _plan_store(self, refs: Sequence[ChunkRef]) -> list[StoreStep]:
+    def _plan_store(self, refs: Sequence[ChunkRef], ttl_s: float | None) -> list[StoreStep]:
         steps: list[StoreStep] = []
         for ref in refs:
-            if self._is_known(ref.prefix_key):
+            chunk = self._chunks.get(ref.prefix_key)
+            if chunk is None:
+                step = self._plan_new(ref, ttl_s)
+                self.counters.refused += step is None
+            elif chunk.forgotten:  # an older self is still on its way out
+                step = None
+                self.counters.refused += 1
+            else:
+                step = self._plan_known(chunk)
                 self.counters.known += 1
-                continue
-            slot = self._take_slot() if ref.prefix_key not in self._chunks else None
-            if slot is None:  # no slot, or an older self is still on its way out
-                self.counters.refused += 1
-                continue
-            chunk = _Chunk(ref, slot=slot, filling=True, uses=1)
-            write_behind = self._reserve_disk(chunk)
-            if not write_behind and not self._keep_in_memory:  # it would be gone as soon as it is here
-                self._free_slots.append(slot)
-                self.counters.refused += 1
-                continue
-            self._chunks[ref.prefix_key] = chunk
-            self._memory.add(ref.prefix_key)
-            chunk.uses += write_behind
-            steps.append(StoreStep(ref, slot, write_behind))
+            if step is not None:
+                steps.append(step)
         return steps
+
+    def _plan_new(self, ref: ChunkRef, ttl_s: float | None) -> StoreStep | None:
+        slot = self._take_slot()
+        if slot is None:
+            return None
+        expires_s = None if ttl_s is None else self._now_s + ttl_s
+        chunk = _Chunk(ref, slot=slot, filling=True, uses=1, expires_s=expires_s)
+        write_behind = self._reserve_disk(chunk)
+        if not write_behind and not self._keep_in_memory:  # it would be gone as soon as it is here
+            self._free_slots.append(slot)
+            return None
+        self._chunks[ref.prefix_key] = chunk
+        self._memory.add(ref.prefix_key)
+        chunk.uses += write_behind
+        if expires_s is not None:
+            heapq.heappush(self._expiries, (expires_s, ref.prefix_key))
+        return StoreStep(ref, slot, write_behind)
+
+    def _plan_known(self, chunk: _Chunk) -> StoreStep | None:
+        """Write a chunk that is only in memory, if the disk has room for it now."""
+        if not chunk.in_memory or chunk.disk_bytes or not self._reserve_disk(chunk):
+            return None
+        assert chunk.slot is not None
+        self.counters.writes_retried += 1
+        self._begin_use(chunk)  # until complete_store
+        self._begin_use(chunk)  # until complete_write
+        return StoreStep(chunk.ref, chunk.slot, write_behind=True, gather=False)
 
     def complete_store(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
         """Take the results of stores; a failed one leaves nothing behind.
@@ -288,7 +351,9 @@ class ChunkIndex:
         """
         for step in steps:
             chunk = self._chunks[step.ref.prefix_key]
-            if step.ref.prefix_key in failed:
+            if not step.gather:
+                pass  # nothing was copied: the chunk is what it was
+            elif step.ref.prefix_key in failed:
                 self.counters.failed_stores += 1
                 self._forget(chunk)
             elif not chunk.forgotten:
@@ -308,15 +373,107 @@ class ChunkIndex:
             self._drop_from_disk(chunk, announce=False)
         chunk.writing = False
         self._writes -= 1
+        tails, chunk.tails = chunk.tails, ()
+        if stored and not chunk.forgotten:
+            self._drop_tails(chunk, tails)
         self._end_use(chunk)
 
-    def supersede(self, keys: Iterable[PrefixKey]) -> None:
-        """Forget tails whose full chunk has been stored; unknown keys are ignored."""
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and not chunk.forgotten:
+    def supersede(self, key: PrefixKey, tails: Sequence[PrefixKey]) -> None:
+        """Forget the tails of a full chunk that has just been stored; unknown ones are ignored.
+
+        A tail on disk stays until its full chunk is there too, or a crash in between would lose both. One that is
+        leased stays: it goes in its turn, like any other chunk.
+        """
+        chunk = self._chunks.get(key)
+        if chunk is None or chunk.forgotten:
+            return
+        if chunk.writing:
+            chunk.tails = tuple(tail for tail in tails if tail in self._chunks)
+        else:
+            self._drop_tails(chunk, tails)
+
+    def _drop_tails(self, chunk: _Chunk, tails: Iterable[PrefixKey]) -> None:
+        for key in tails:
+            tail = self._chunks.get(key)
+            if tail is None or tail.forgotten or key in self._leased:
+                continue
+            if chunk.on_disk or not tail.disk_bytes:
                 self.counters.superseded_tails += 1
+                self._discard(tail)
+
+    # -- leases and time ---------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> None:
+        """Tell the index the time, on any clock that only goes forward: ends what has run out."""
+        self._now_s = max(self._now_s, now_s)
+        while self._expiries and self._expiries[0][0] <= self._now_s:
+            expires_s, key = heapq.heappop(self._expiries)
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk.expires_s == expires_s and not chunk.forgotten:
+                self.counters.expired += 1
                 self._discard(chunk)
+        for lease_id in [name for name, lease in self._leases.items() if lease.expires_s <= self._now_s]:
+            self.release(lease_id)
+
+    def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
+        """Keep chunks from eviction until ``release``, or for ``ttl_s``; a lease of the same name is replaced.
+
+        Returns how many of them, from the front, are held: all leases together hold at most half of the slots' number.
+        """
+        former = self._withdraw(lease_id)
+        held: list[PrefixKey] = []
+        for ref in refs:
+            chunk = self._chunks.get(ref.prefix_key)
+            if chunk is None or not self._is_readable(chunk):
+                break
+            if ref.prefix_key not in self._leased and len(self._leased) >= max(1, self._num_slots // 2):
+                break
+            self._begin_use(chunk)
+            self._leased[ref.prefix_key] += 1
+            held.append(ref.prefix_key)
+        if held:
+            self._leases[lease_id] = _Lease(held, self._now_s + ttl_s)
+        for key in former:  # only now: a renewed lease must not lose its chunks in between
+            self._end_use(self._chunks[key])
+        return len(held)
+
+    def release(self, lease_id: str) -> None:
+        """End a lease. Unknown and ended ones are ignored."""
+        for key in self._withdraw(lease_id):
+            self._end_use(self._chunks[key])
+
+    def _withdraw(self, lease_id: str) -> list[PrefixKey]:
+        """Strike a lease off the list, and return the chunks it has in use still."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return []
+        for key in lease.keys:
+            self._leased[key] -= 1
+            if not self._leased[key]:
+                del self._leased[key]
+        return lease.keys
+
+    def _unlease(self, chunk: _Chunk) -> None:
+        """Take a chunk that is to go out of all leases, or it could not come back before they end."""
+        key = chunk.ref.prefix_key
+        if key not in self._leased:
+            return
+        for name, lease in list(self._leases.items()):
+            if key in lease.keys:
+                lease.keys.remove(key)
+                chunk.uses -= 1
+                if not lease.keys:
+                    del self._leases[name]
+        del self._leased[key]
+        if not chunk.uses and chunk.in_memory:
+            self._idle_slots += 1
+
+    def set_disk_answers(self, *, answers: bool) -> None:
+        """While the disk does not answer, what is only there cannot be read.
+
+        Writes go on: they fail at once, and one of them will be the first to succeed again.
+        """
+        self._disk_answers = answers
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
@@ -350,9 +507,10 @@ class ChunkIndex:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _is_known(self, key: PrefixKey) -> bool:
-        chunk = self._chunks.get(key)
-        return chunk is not None and not chunk.forgotten
+    def _is_readable(self, chunk: _Chunk) -> bool:
+        if chunk.forgotten:
+            return False
+        return chunk.in_memory or chunk.loading or (chunk.on_disk and not chunk.filling and self._disk_answers)
 
     def _touch(self, chain: Sequence[PrefixKey]) -> None:
         self._memory.touch_chain(chain)
@@ -388,7 +546,7 @@ class ChunkIndex:
     def _reserve_disk(self, chunk: _Chunk) -> bool:
         """Make room on disk for a chunk about to be stored; False if it will not be written."""
         disk = self._disk
-        if disk is None or not self._may_write:
+        if disk is None or chunk.expires_s is not None or not self._may_write:
             return False
         need_bytes = disk.stored_bytes(chunk.ref.num_blocks)
         if self._writes >= self._max_writes or not self._make_disk_room(disk, need_bytes):
@@ -424,11 +582,13 @@ class ChunkIndex:
         if chunk.forgotten:
             return
         chunk.forgotten = True
+        self._unlease(chunk)
         if self._disk and chunk.disk_bytes:
             self._removals.append(chunk.ref)
 
     def _discard(self, chunk: _Chunk) -> None:
-        """Let a chunk go from everywhere, now or when its last use ends."""
+        """Let a chunk go from everywhere, now or when its last use ends; leases do not keep it."""
+        self._unlease(chunk)
         if chunk.uses:
             self._forget(chunk)
             return
@@ -443,7 +603,10 @@ class ChunkIndex:
         if chunk.in_memory:
             self._idle_slots -= 1
         self._memory.remove(chunk.ref.prefix_key)
-        self._free_slots.append(chunk.slot)
+        if chunk.loading:  # a read that hangs may still write to it: let others be used first
+            self._free_slots.insert(0, chunk.slot)
+        else:
+            self._free_slots.append(chunk.slot)
         chunk.slot, chunk.filling, chunk.loading = None, False, False
         if not chunk.disk_bytes:
             self._chunks.pop(chunk.ref.prefix_key, None)
@@ -457,6 +620,12 @@ class ChunkIndex:
         chunk.disk_bytes = 0
         if chunk.slot is None:
             self._chunks.pop(chunk.ref.prefix_key, None)
+
+
+@dataclass
+class _Lease:
+    keys: list[PrefixKey]
+    expires_s: float
 
 
 @dataclass

@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.errors import TierError
+from kvstore.errors import ClosedError, TierError, TierTimeoutError
 from kvstore.index import LoadStep, StoreStep
 from kvstore.keys import PrefixKey
 from kvstore.pages import BlockIds, PagedKV
@@ -27,7 +26,7 @@ from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
 
-WRITE_THREADS = 2
+WRITE_THREADS = 4
 _LOG_INTERVAL_S = 60.0
 
 
@@ -46,6 +45,20 @@ class StoreJob(NamedTuple):
     block_ids: BlockIds
 
 
+class LoadResult(NamedTuple):
+    """What did not arrive: ``failed``, and of these the ``lost``, whose chunk is missing or damaged."""
+
+    failed: set[PrefixKey]
+    lost: set[PrefixKey]
+
+
+class _Arrival(NamedTuple):
+    """How a read from disk ended. ``pending`` is set if it was given up and may still write to its slot."""
+
+    outcome: Outcome
+    pending: Future[Any] | None = None
+
+
 @dataclass
 class MoverCounters:
     """What was moved since the start."""
@@ -62,8 +75,9 @@ class MoverCounters:
 class Mover:
     """One worker's data path.
 
-    ``load``, ``store``, ``remove`` and ``clear`` are called from one thread at a time. ``on_written`` is called from a
-    writer thread, exactly once for every store step with ``write_behind``.
+    ``load``, ``store`` and ``clear`` are called from one thread at a time. ``on_written`` is called from any thread,
+    exactly once for every store step with ``write_behind`` whose write has ended. That the disk answers in time is the
+    business of the wrappers around it.
     """
 
     def __init__(
@@ -74,57 +88,60 @@ class Mover:
         on_written: Callable[[ChunkRef, bool], None],
         *,
         read_threads: int = 4,
-        read_timeout_s: float = 10.0,
     ) -> None:
         self.counters = MoverCounters()
         self._paged = paged
         self._cpu = cpu
         self._disk = disk
         self._on_written = on_written
-        self._read_timeout_s = read_timeout_s
         self._readers = ThreadPoolExecutor(read_threads, "kvstore-read")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write")
-        self._stuck: dict[int, Future[bool]] = {}  # slots that a read out of time may still write to
+        self._stuck: dict[int, Future[Any]] = {}  # slots that a read given up may still write to
         self._write_lock = threading.Condition()
         self._ending = 0  # writes that have ended and are being reported
-        self._writing: dict[Future[bool], ChunkRef] = {}
+        self._writing: dict[Future[Sequence[Outcome]], ChunkRef] = {}
         self._doomed: set[ChunkRef] = set()  # removed while being written: they go as soon as they are there
         self._last_log_s = float("-inf")
 
-    def load(self, jobs: Sequence[LoadJob]) -> set[PrefixKey]:
-        """Bring chunks to the paged cache and return the keys of those that failed; their blocks hold garbage."""
+    def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
+        """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
+
+        A job without blocks brings its chunk only to its slot.
+        """
         reads = [self._start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
-        except BaseException:
-            for job, read in zip(jobs, reads, strict=True):
-                if read is not None and not read.done():
-                    self._withdraw_read(job.step.slot, read)
-            raise
+        finally:  # also if scattering raises: no read may be left that writes to a slot given back
+            self._end_reads(jobs, reads)
 
-    def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[bool] | None]) -> set[PrefixKey]:
-        failed = set()
-        patience_s = self._read_timeout_s
+    def _end_reads(self, jobs: Sequence[LoadJob], reads: Sequence[Future[_Arrival] | None]) -> None:
+        """Withdraw or await all reads, and mark the slots of those given up."""
         for job, read in zip(jobs, reads, strict=True):
-            ref, slot, from_disk = job.step
-            try:
-                arrived = read is None or read.result(patience_s)
-            except FutureTimeoutError:
-                arrived = False
-                patience_s = 0.0  # the disk hangs: take what has arrived, and wait no more
-                self._give_up_read(slot, read)
-            if arrived and from_disk:
+            if read is None or read.cancel() or read.exception() is not None:  # one that raised is over, too
+                continue
+            if (pending := read.result().pending) is not None:
+                self._stuck[job.step.slot] = pending
+
+    def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[_Arrival] | None]) -> LoadResult:
+        result = LoadResult(set(), set())
+        for job, read in zip(jobs, reads, strict=True):
+            ref, slot, _ = job.step
+            outcome = Outcome.HIT if read is None else read.result().outcome
+            if read is not None and outcome is Outcome.HIT:
                 self._cpu.publish(slot, ref)
                 self.counters.chunks_loaded_from_disk += 1
-            source = self._cpu.read(slot, ref) if arrived else None
+            source = self._cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
-                self.counters.mislabelled_slots += arrived
-                failed.add(ref.prefix_key)
+                self.counters.mislabelled_slots += outcome is Outcome.HIT
+                result.failed.add(ref.prefix_key)
+                if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+                    result.lost.add(ref.prefix_key)
                 continue
-            self._paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
+            if len(job.block_ids):
+                self._paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
             self.counters.chunks_loaded += 1
             self.counters.bytes_scattered += self._paged.layout.payload_bytes(len(job.block_ids))
-        return failed
+        return result
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
         """Gather chunks into their slots, start their writes, and return the keys of those that failed.
@@ -133,21 +150,26 @@ class Mover:
         """
         failed = set()
         for number, job in enumerate(jobs):
-            ref, slot, write_behind = job.step
-            if self._is_stuck(slot):
+            if self._is_stuck(job.step.slot):
                 failed |= self.refuse([job])
                 continue
             try:
-                self._paged.gather(job.block_ids, self._cpu.claim(slot))
+                self._gather(job)
             except BaseException:
                 self.refuse(jobs[number:])
                 raise
-            self._cpu.publish(slot, ref)
-            self.counters.chunks_stored += 1
-            self.counters.bytes_gathered += self._paged.layout.payload_bytes(ref.num_blocks)
-            if write_behind:
-                self._start_write(ref, slot)
+            if job.step.write_behind:
+                self._start_write(job.step.ref, job.step.slot)
         return failed
+
+    def _gather(self, job: StoreJob) -> None:
+        ref, slot, _, gather = job.step
+        if not gather:
+            return
+        self._paged.gather(job.block_ids, self._cpu.claim(slot))
+        self._cpu.publish(slot, ref)
+        self.counters.chunks_stored += 1
+        self.counters.bytes_gathered += self._paged.layout.payload_bytes(ref.num_blocks)
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
         """Fail stores whose source blocks are not to be trusted, and return their keys."""
@@ -186,54 +208,43 @@ class Mover:
 
     def close(self, timeout_s: float) -> bool:
         """Flush within the bound, then end all threads and close the tiers. False if writes were given up."""
-        deadline_s = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         for pool in (self._readers, self._writers):
-            pool.shutdown(wait=False, cancel_futures=True)
-        left_s = max(0.0, deadline_s - time.monotonic())
-        if flushed or self.flush(left_s):
-            for pool in (self._readers, self._writers):
-                if not self._stuck:
-                    pool.shutdown(wait=True)
+            pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the disk's deadline
         self._cpu.close()
         if self._disk is not None:
             self._disk.close()
         return flushed
 
-    def _start_read(self, step: LoadStep) -> Future[bool] | None:
+    def _start_read(self, step: LoadStep) -> Future[_Arrival] | None:
         if not step.from_disk:
             return None
         if self._is_stuck(step.slot):
-            refused: Future[bool] = Future()
-            refused.set_result(False)
+            refused: Future[_Arrival] = Future()
+            refused.set_result(_Arrival(Outcome.FAILED))
             return refused
         return self._readers.submit(self._read, step.ref, step.slot)
 
-    def _read(self, ref: ChunkRef, slot: int) -> bool:
+    def _read(self, ref: ChunkRef, slot: int) -> _Arrival:
         """On a reader thread: bring one chunk from disk to its slot."""
         if self._disk is None:
-            return False
+            return _Arrival(Outcome.MISS)
         try:
-            return self._disk.get([Transfer(ref, self._cpu.claim(slot))]) == [Outcome.HIT]
+            return _Arrival(self._disk.get([Transfer(ref, self._cpu.claim(slot))])[0])
+        except TierTimeoutError as error:
+            self.counters.read_timeouts += 1
+            self._log("cannot read from the disk tier: %s", error)
+            return _Arrival(Outcome.FAILED, error.pending)
         except TierError as error:
             self._log("cannot read from the disk tier: %s", error)
-            return False
-
-    def _give_up_read(self, slot: int, read: Future[bool] | None) -> None:
-        if read is not None:
-            self._withdraw_read(slot, read)
-        self.counters.read_timeouts += 1
-        self._log("a read from the disk tier took longer than %s s", self._read_timeout_s)
-
-    def _withdraw_read(self, slot: int, read: Future[bool]) -> None:
-        if not read.cancel():
-            self._stuck[slot] = read  # nobody may use this slot before that read has ended
+            return _Arrival(Outcome.FAILED)
 
     def _is_stuck(self, slot: int) -> bool:
-        read = self._stuck.get(slot)
-        if read is None:
+        """Whether a read given up may still write to a slot."""
+        pending = self._stuck.get(slot)
+        if pending is None:
             return False
-        if not read.done():
+        if not pending.done():
             return True
         del self._stuck[slot]
         return False
@@ -242,39 +253,51 @@ class Mover:
         with self._write_lock:
             future = self._writers.submit(self._write, ref, slot)
             self._writing[future] = ref
-        future.add_done_callback(self._finish_write)
+        future.add_done_callback(self._after_write)
 
-    def _write(self, ref: ChunkRef, slot: int) -> bool:
+    def _write(self, ref: ChunkRef, slot: int) -> Sequence[Outcome]:
         """On a writer thread: put one slot on disk."""
         source = self._cpu.read(slot, ref)
         if self._disk is None or source is None:
-            return False
-        try:
-            return self._disk.put([Transfer(ref, source)]) == [Outcome.STORED]
-        except TierError as error:
-            self._log("cannot write to the disk tier: %s", error)
-            return False
+            return [Outcome.FAILED]
+        return self._disk.put([Transfer(ref, source)])
 
-    def _finish_write(self, future: Future[bool]) -> None:
+    def _after_write(self, write: Future[Sequence[Outcome]]) -> None:
+        """Report a write, unless the disk has yet to say what became of it: until then the slot is in use."""
+        error = None if write.cancelled() else write.exception()
+        if isinstance(error, TierTimeoutError):
+            self._log("cannot write to the disk tier: %s", error)
+            error.pending.add_done_callback(lambda late: self._end_write(write, late))
+        else:
+            self._end_write(write, write)
+
+    def _end_write(self, write: Future[Sequence[Outcome]], ended: Future[Sequence[Outcome]]) -> None:
         with self._write_lock:
-            ref = self._writing.pop(future)
+            ref = self._writing.pop(write)
             doomed = ref in self._doomed
             self._doomed.discard(ref)
             self._ending += 1
-        stored = False
-        if not future.cancelled():
-            if error := future.exception():
-                logger.error("writing a chunk to the disk tier failed", exc_info=error)
-            else:
-                stored = future.result() and not doomed
         try:
+            stored = self._is_stored(ended)
             if doomed:
                 self._guard("remove chunks from", lambda disk: disk.remove([ref]))
-            self._on_written(ref, stored)
+            self._on_written(ref, stored and not doomed)
         finally:  # or flush would wait forever
             with self._write_lock:
                 self._ending -= 1
                 self._write_lock.notify_all()
+
+    def _is_stored(self, ended: Future[Sequence[Outcome]]) -> bool:
+        if ended.cancelled():
+            return False
+        error = ended.exception()
+        if error is None:
+            return list(ended.result()) == [Outcome.STORED]
+        if isinstance(error, TierError):
+            self._log("cannot write to the disk tier: %s", error)
+        else:
+            logger.error("writing a chunk to the disk tier failed", exc_info=error)
+        return False
 
     def _guard(self, what: str, action: Callable[[Tier], None]) -> None:
         """Do something to the disk tier of which a failure only leaves bytes behind."""
@@ -282,6 +305,8 @@ class Mover:
             return
         try:
             action(self._disk)
+        except ClosedError:
+            pass  # a write that hung came to its end after close: the next start finds what it left
         except TierError as error:
             self._log("cannot %s the disk tier: %s", what, error)
 

@@ -282,6 +282,7 @@ class StoreScheduler:
         """Take in what the workers, all ranks merged, did."""
         if self._index is None:
             return
+        self._index.set_disk_answers(answers=report.disk_answers)
         for number, result in sorted(report.steps.items()):
             step = self._in_flight[number]
             step.result.merge(result)
@@ -308,14 +309,15 @@ class StoreScheduler:
         result = step.result
         if result.is_poisoned:
             self._last_poisoned = number
-        index.complete_load(step.loads, result.failed_loads)
+        index.complete_load(step.loads, result.failed_loads, result.lost_chunks)
         # A step planned before the failed load was known computed on its garbage too, on every rank.
         distrusted = step.acked < self._last_poisoned <= number
         for hasher, stores in step.stores:
             keys = {store.ref.prefix_key for store in stores}
             failed = keys if distrusted else keys & result.failed_stores
             index.complete_store(stores, failed)
-            index.supersede(superseded_tails(hasher, keys - failed))
+            for key, tails in superseded_tails(hasher, keys - failed).items():
+                index.supersede(key, tails)
         if result.failed_stores or distrusted:
             self._restart_saving()
 

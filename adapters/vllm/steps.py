@@ -57,6 +57,7 @@ class StepResult:
     """
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
+    lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
     failed_stores: set[PrefixKey] = field(default_factory=set)
     lost_blocks: bool = False
     ranks_ended: int = 0
@@ -64,6 +65,7 @@ class StepResult:
     def merge(self, other: StepResult) -> None:
         """Add another part of the same step, of this rank or another: what failed on one rank failed."""
         self.failed_loads |= other.failed_loads
+        self.lost_chunks |= other.lost_chunks
         self.failed_stores |= other.failed_stores
         self.lost_blocks |= other.lost_blocks
         self.ranks_ended += other.ranks_ended
@@ -80,12 +82,14 @@ class StepReport:
 
     steps: dict[int, StepResult] = field(default_factory=dict)
     writes: list[tuple[ChunkRef, bool]] = field(default_factory=list)
+    disk_answers: bool = True
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
         for number, theirs in other.steps.items():
             self.steps.setdefault(number, StepResult()).merge(theirs)
         self.writes += other.writes
+        self.disk_answers &= other.disk_answers
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOption
     return EngineOptions(
         max_local_cpu_bytes=config.max_local_cpu_bytes,
         local_cpu=config.local_cpu,
-        local_disk=_worker_folder(vllm_config, Path(config.local_disk)) if config.local_disk else None,
+        local_disk=tuple(_worker_folder(vllm_config, Path(folder)) for folder in config.local_disk_folders),
         max_local_disk_bytes=config.max_local_disk_bytes,
         save_unfull_chunk=config.save_unfull_chunk,
         use_odirect=config.use_odirect,

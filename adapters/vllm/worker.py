@@ -11,6 +11,7 @@ from kvstore.keys import Namespace
 from kvstore.movers import Mover
 from kvstore.pages import PagedKV
 from kvstore.tiers.base import ChunkRef
+from kvstore.wrappers import disk_answers
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ class StoreWorker:
             self._disk,
             lambda ref, stored: self._written.append((ref, stored)),
             read_threads=options.disk_io_threads,
-            read_timeout_s=options.io_timeout_s,
         )
         self._report = StepReport()
+        self._said_disk_answers = True
         self._failed_block_ids: set[int] = set()
         self._ended_requests: set[str] = set()
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
@@ -51,7 +52,7 @@ class StoreWorker:
             num_slots=self._cpu.num_slots,
             slot_bytes=self._layout.slot_bytes,
             block_bytes=self._layout.block_bytes,
-            disk_capacity_bytes=self._disk.capacity_bytes if self._disk else 0,
+            disk_capacity_bytes=self._disk.usable_bytes if self._disk else 0,
             stored_bytes=tuple(
                 self._disk.stored_bytes(count + 1) if self._disk else 0
                 for count in range(self._layout.blocks_per_chunk)
@@ -77,8 +78,9 @@ class StoreWorker:
 
     def _load_request(self, plan: StepPlan, meta: ReqMeta) -> None:
         result = self._result_of(plan)
-        failed = self._mover.load(meta.loads)
+        failed, lost = self._mover.load(meta.loads)
         result.failed_loads |= failed
+        result.lost_chunks |= lost
         result.lost_blocks |= bool(meta.lost_block_ids)
         for job in meta.loads:
             if job.step.ref.prefix_key in failed:
@@ -122,7 +124,10 @@ class StoreWorker:
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
-        return report if report.steps or report.writes else None
+        report.disk_answers = self._disk is None or disk_answers(self._disk)
+        changed = report.disk_answers != self._said_disk_answers
+        self._said_disk_answers = report.disk_answers
+        return report if report.steps or report.writes or changed else None
 
     def close(self) -> None:
         """Let pending writes reach the disk, within the configured bound, and release everything."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvstore.tiers.disk import DiskTier
+from kvstore.wrappers import layers
 
 if TYPE_CHECKING:
     from kvstore.engine import CacheEngine
@@ -28,6 +30,12 @@ def check_index(index: ChunkIndex) -> None:
         assert chunk.slot is not None or chunk.disk_bytes, "a chunk that is nowhere"
         assert chunk.uses or not (chunk.filling or chunk.writing or chunk.forgotten), "unfinished, and nobody at it"
         assert index._keep_in_memory or chunk.uses or chunk.slot is None
+    leased = Counter(key for lease in index._leases.values() for key in lease.keys)
+    assert index._leased == leased, "a lease is lost"
+    assert len(leased) <= max(1, index._num_slots // 2)
+    for key, leases in leased.items():
+        assert not chunks[key].forgotten
+        assert chunks[key].uses >= leases
     if index._disk is None:
         assert index.disk_used_bytes == 0
     else:
@@ -42,7 +50,7 @@ def check_idle(engine: CacheEngine) -> None:
     index, mover = engine._index, engine._mover
     with engine._index_lock:
         check_index(index)
-        assert index.uses == 0
+        assert index.uses == index._leased.total()
         for ref in index.take_removals():  # the next call would carry them out
             mover.remove([ref])
     assert not mover._writing
@@ -50,7 +58,7 @@ def check_idle(engine: CacheEngine) -> None:
     for chunk in index._chunks.values():
         if chunk.slot is not None:
             assert engine._cpu.read(chunk.slot, chunk.ref) is not None, "a slot that holds something else"
-    if isinstance(engine._disk, DiskTier):
+    if engine._disk is not None and isinstance([*layers(engine._disk)][-1], DiskTier):
         held = dict(engine._disk.scan())
         assert held == {chunk.ref: chunk.disk_bytes for chunk in index._chunks.values() if chunk.disk_bytes}
         assert engine._disk.used_bytes <= engine._disk.capacity_bytes

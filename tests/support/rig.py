@@ -175,4 +175,4 @@ class FakeTier(Tier):
 
 def install(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
     """Let engines opened from now on use ``tier`` as their disk."""
-    monkeypatch.setattr(engine_module, "DiskTier", lambda *_args, **_keywords: tier)
+    monkeypatch.setattr(engine_module, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))

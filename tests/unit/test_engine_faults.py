@@ -15,11 +15,13 @@ from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 from kvstore.errors import TierError
 from kvstore.keys import NO_EXTRAS
 from kvstore.tiers.base import Outcome
+from kvstore.wrappers import CircuitBreaker, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.engine import CacheEngine
     from kvstore.tiers.base import ByteArray
 
 HANG_GUARD_S = 30.0
@@ -60,6 +62,13 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()  # or the interpreter would wait for the thread at its end
+
+
+def breaker_of(engine: CacheEngine) -> CircuitBreaker:
+    assert engine._disk is not None
+    breaker = find(engine._disk, CircuitBreaker)
+    assert breaker is not None
+    return breaker
 
 
 def broken() -> None:
@@ -141,9 +150,22 @@ def test_a_tier_that_cannot_be_read(rig: Rig, tier: FakeTier, tmp_path: Path, ca
         assert caplog.text.count("cannot read from the disk tier: broken on purpose") == 1  # not once a chunk
         check_idle(engine)
         assert engine.stats().slots_in_use == 0
+        # Three failures opened the breaker: what is only on disk is promised no more, but not forgotten either.
+        assert engine.lookup(TOKENS) == 0
+        assert engine.stats().index.lost_chunks == 0
         tier.before_get = lambda: None
-        rig.store(engine, TOKENS)
-        assert rig.retrieve(engine, TOKENS) == 40
+        assert rig.store(engine, tokens_of(2, 16)) == 16
+        assert engine.flush()
+        assert engine.stats().index.writes_failed == 1  # too early for a probe
+        breaker_of(engine)._probe_interval_s = 0
+        assert rig.store(engine, tokens_of(3, 16)) == 16  # its write is the probe
+        assert engine.flush()
+        assert not breaker_of(engine).is_open
+        assert engine.lookup(TOKENS) == rig.retrieve(engine, TOKENS) == 40
+        assert rig.store(engine, tokens_of(2, 16)) == 0  # known, and written at last
+        check_idle(engine)
+        assert engine.stats().index.writes_retried == 1
+        assert caplog.text.count("is left out") == 1
 
 
 @pytest.mark.parametrize("outcome", [TierError, Outcome.FULL, Outcome.FAILED])
@@ -239,9 +261,7 @@ def test_scatter_raises(
             with pytest.raises(RuntimeError, match="no"):
                 rig.retrieve(engine, TOKENS)
         check_idle(engine)
-        assert rig.retrieve(engine, TOKENS) == (0 if from_disk else 40)
-        rig.store(engine, TOKENS)
-        assert rig.retrieve(engine, TOKENS) == 40
+        assert rig.retrieve(engine, TOKENS) == 40  # nothing is wrong with what the tiers hold
         check_idle(engine)
 
 
@@ -253,7 +273,7 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
         rig.store(engine, TOKENS)
     turns = iter(range(100))
     tier.before_get = lambda: gate() if next(turns) else None
-    with rig.open(slots=3, local_disk=tmp_path) as engine:
+    with rig.open(slots=3, local_disk=tmp_path, io_timeout_s=0.2) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(rig.paged, "scatter", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -333,6 +353,51 @@ def test_close_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, 
     assert tier.is_closed
     gate.open()
     assert _until(lambda: engine._index.uses == 0)  # what ends late is still accounted for
+
+
+def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:
+    tier.before_put = gate
+    with rig.open(local_disk=tmp_path, max_write_queue=1) as engine:
+        assert rig.store(engine, TOKENS) == 40
+        gate.open()
+        check_idle(engine)
+        assert (len(tier.chunks), engine.stats().index.writes_dropped) == (1, 2)
+        while len(tier.chunks) < 3:
+            written = len(tier.chunks)
+            assert rig.store(engine, TOKENS) == 0
+            check_idle(engine)
+            assert len(tier.chunks) == written + 1
+        assert engine.stats().index.writes_retried == 2
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.retrieve(engine, TOKENS) == 40
+
+
+def test_a_tail_stays_on_disk_until_its_chunk_is_there(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:
+    """Or a crash in between would lose both."""
+    with rig.open(local_disk=tmp_path) as engine:
+        rig.store(engine, tokens_of(1, 24))
+        check_idle(engine)
+        tier.before_put = gate
+        rig.store(engine, tokens_of(1, 32))
+        assert gate.reached.wait(HANG_GUARD_S)
+        assert sorted(ref.num_blocks for ref in tier.chunks) == [2, 4]
+        gate.open()
+        check_idle(engine)
+        assert [ref.num_blocks for ref in tier.chunks] == [4, 4]
+
+
+def test_a_tail_stays_on_disk_if_its_chunk_is_not_written(rig: Rig, tier: FakeTier, tmp_path: Path) -> None:
+    with rig.open(local_disk=tmp_path) as engine:
+        rig.store(engine, tokens_of(1, 24))
+        check_idle(engine)
+        tier.put_outcome = Outcome.FULL
+        rig.store(engine, tokens_of(1, 32))
+        check_idle(engine)
+        assert sorted(ref.num_blocks for ref in tier.chunks) == [2, 4]
+        tier.put_outcome = Outcome.STORED
+        rig.store(engine, tokens_of(1, 32))
+        check_idle(engine)
+        assert [ref.num_blocks for ref in tier.chunks] == [4, 4]
 
 
 def test_the_write_queue_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:

@@ -67,9 +67,15 @@ def known_tokens(index: ChunkIndex, num_tokens: int, seed: int = 0) -> int:
 
 def load(index: ChunkIndex, num_tokens: int, seed: int = 0) -> list[LoadStep]:
     steps = index.prepare_load(index.lookup(hasher_of(num_tokens, seed)).refs)
-    index.complete_load(steps, set())
+    index.complete_load(steps, set(), set())
     check_index(index)
     return steps
+
+
+def supersede(index: ChunkIndex, hasher: PrefixHasher, steps: list[StoreStep]) -> None:
+    for key, tails in superseded_tails(hasher, keys(steps)).items():
+        index.supersede(key, tails)
+    check_index(index)
 
 
 # Store
@@ -189,7 +195,7 @@ def test_a_tail_goes_when_its_chunk_is_stored() -> None:
     for tokens in (20, 24):
         store(index, tokens)
     steps = store(index, 32)
-    index.supersede(superseded_tails(hasher_of(32), keys(steps)))
+    supersede(index, hasher_of(32), steps)
     assert keys(index.take_removals()) == keys([refs_of(20)[1], refs_of(24)[1]])
     assert index.counters.superseded_tails == 2
     assert known_tokens(index, 32) == 32
@@ -199,7 +205,9 @@ def test_a_tail_goes_when_its_chunk_is_stored() -> None:
 
 def test_superseding_what_is_unknown_or_gone_does_nothing() -> None:
     index = make()
-    index.supersede([b"x" * 16])
+    index.supersede(b"x" * 16, [b"y" * 16])
+    (step,) = store(index, 16)
+    index.supersede(step.ref.prefix_key, [b"y" * 16])
     assert (index.counters.superseded_tails, index.take_removals()) == (0, [])
 
 
@@ -212,7 +220,7 @@ def test_loading_from_memory_moves_nothing() -> None:
     steps = index.prepare_load(index.lookup(hasher_of(24)).refs)
     assert [(step.ref, step.slot, step.from_disk) for step in steps] == [(s.ref, s.slot, False) for s in stored]
     assert index.uses == 2
-    index.complete_load(steps, set())
+    index.complete_load(steps, set(), set())
     check_index(index)
     assert index.uses == 0
 
@@ -233,9 +241,9 @@ def test_a_second_load_waits_in_line_behind_the_first() -> None:
     refs = index.lookup(hasher_of(16)).refs
     first, second = index.prepare_load(refs), index.prepare_load(refs)
     assert [(s.slot, s.from_disk) for s in (*first, *second)] == [(first[0].slot, True), (first[0].slot, False)]
-    index.complete_load(first, set())
+    index.complete_load(first, set(), set())
     check_index(index)
-    index.complete_load(second, set())
+    index.complete_load(second, set(), set())
     check_index(index)
     assert index.uses == 0
 
@@ -245,18 +253,18 @@ def test_both_loads_of_a_missing_file_fail_and_it_is_announced_once() -> None:
     index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
     refs = index.lookup(hasher_of(16)).refs
     first, second = index.prepare_load(refs), index.prepare_load(refs)
-    index.complete_load([*first, *second], keys(refs))
+    index.complete_load([*first, *second], keys(refs), keys(refs))
     assert index.take_removals() == list(refs)
     check_index(index)
     assert (len(index), index.uses, index.disk_used_bytes) == (0, 0, 0)
     assert index.counters.failed_loads == 2
 
 
-def test_a_failed_load_forgets_the_chunk_everywhere() -> None:
+def test_a_lost_chunk_is_forgotten_everywhere() -> None:
     index = make(4, disk_chunks=4)
     store(index, 48)
     steps = index.prepare_load(refs_of(48))
-    index.complete_load(steps, {steps[1].ref.prefix_key})
+    index.complete_load(steps, keys(steps[1:2]), keys(steps[1:2]))
     assert index.take_removals() == [steps[1].ref]
     assert known_tokens(index, 48) == 16
     assert (len(index), index.disk_used_bytes) == (2, 2 * FULL_BYTES)
@@ -269,7 +277,7 @@ def test_prepare_load_ends_before_what_is_gone() -> None:
     index.remove([refs[1].prefix_key])
     steps = index.prepare_load(refs)
     assert [step.ref for step in steps] == [refs[0]]
-    index.complete_load(steps, set())
+    index.complete_load(steps, set(), set())
     check_index(index)
     assert index.uses == 0
 
@@ -294,7 +302,7 @@ def test_prepare_load_gives_up_what_no_longer_fits() -> None:
     steps = index.prepare_load(refs)
     assert [step.ref for step in steps] == [refs[0]]
     check_index(index)
-    index.complete_load(steps, set())
+    index.complete_load(steps, set(), set())
     index.complete_write(held[0].ref.prefix_key, stored=True)
     check_index(index)
     assert index.uses == 0
@@ -382,7 +390,7 @@ def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
     assert index.take_removals() == []
     assert index.disk_used_bytes == 2 * FULL_BYTES
     index.complete_store(steps, set())
-    index.complete_load(refs, set())
+    index.complete_load(refs, set(), set())
     index.complete_write(held[0].ref.prefix_key, stored=True)
     check_index(index)
     assert index.uses == 0
@@ -461,7 +469,7 @@ def test_removing_what_is_being_loaded() -> None:
     steps = index.prepare_load(refs_of(32))
     index.remove(keys(steps))
     assert known_tokens(index, 32) == 0
-    index.complete_load(steps, {steps[0].ref.prefix_key})
+    index.complete_load(steps, keys(steps[:1]), keys(steps[:1]))
     check_index(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes) == (0, 0, 0)
 
@@ -474,9 +482,198 @@ def test_clear_forgets_all_and_announces_nothing() -> None:
     assert index.clear() == 4
     assert index.take_removals() == []
     assert known_tokens(index, 40) == 0
-    index.complete_load(load_steps, set())
+    index.complete_load(load_steps, set(), set())
     index.complete_store(in_flight, set())
     assert known_tokens(index, 16, 1) == 0
     index.complete_write(in_flight[0].ref.prefix_key, stored=False)
     check_index(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes, index.uses) == (0, 0, 0, 0)
+
+
+# A disk that does not answer
+
+
+def test_what_did_not_arrive_is_not_lost() -> None:
+    index = make(2, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
+    steps = index.prepare_load(refs_of(32))
+    index.complete_load(steps, keys(steps), set())
+    assert (known_tokens(index, 32), index.slots_in_use, index.uses) == (32, 0, 0)
+    assert (index.take_removals(), index.counters.failed_loads, index.counters.lost_chunks) == ([], 2, 0)
+
+
+def test_a_load_in_line_behind_one_that_failed_loses_nothing_either() -> None:
+    index = make(2, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
+    first, second = index.prepare_load(refs_of(16)), index.prepare_load(refs_of(16))
+    index.complete_load([*first, *second], keys(first), set())
+    assert (known_tokens(index, 16), index.counters.lost_chunks, index.uses) == (16, 0, 0)
+
+
+def test_a_slot_without_its_chunk_is_forgotten() -> None:
+    index = make(4, disk_chunks=4)
+    store(index, 32)
+    steps = index.prepare_load(refs_of(32))
+    index.complete_load(steps, keys(steps[1:]), set())
+    assert (known_tokens(index, 32), index.counters.lost_chunks) == (16, 1)
+    assert keys(index.take_removals()) == keys(steps[1:])
+
+
+def test_slots_of_failed_reads_are_taken_last() -> None:
+    index = make(3, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
+    (step,) = index.prepare_load(refs_of(16))
+    index.complete_load([step], keys([step]), set())
+    assert [other.slot for other in index.prepare_store(refs_of(48, 1))][-1] == step.slot
+
+
+def test_nothing_is_promised_that_only_a_silent_disk_has() -> None:
+    index = make(3, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
+    load(index, 16)
+    index.set_disk_answers(answers=False)
+    assert known_tokens(index, 32) == 16
+    assert len(index.prepare_store(refs_of(16, 1))) == 1  # writes go on: one of them will be the first to succeed
+    index.set_disk_answers(answers=True)
+    assert known_tokens(index, 32) == 32
+
+
+# Writes that were dropped
+
+
+def test_a_write_that_was_dropped_is_planned_again() -> None:
+    index = make(4, disk_chunks=4, max_writes=1)
+    first, second = store(index, 32)
+    assert (first.write_behind, second.write_behind) == (True, False)
+    (step,) = index.prepare_store(refs_of(32))
+    assert step == (second.ref, second.slot, True, False)
+    assert index.prepare_store(refs_of(32)) == []  # on its way
+    index.complete_store([step], keys([step]))  # nothing was copied: the chunk is what it was
+    assert known_tokens(index, 32) == 32
+    index.complete_write(step.ref.prefix_key, stored=True)
+    check_index(index)
+    assert (index.disk_used_bytes, index.uses, index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
+    assert index.prepare_store(refs_of(32)) == []
+
+
+def test_after_the_end_of_writing_nothing_is_written() -> None:
+    index = make(4, disk_chunks=4)
+    index.stop_writing()
+    assert not any(step.write_behind for step in store(index, 32))
+    assert index.prepare_store(refs_of(32)) == []
+
+
+# Tails and the disk
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
+    index = make(8, disk_chunks=8)
+    store(index, 20)
+    steps = store(index, 32, write=False)
+    supersede(index, hasher_of(32), steps)
+    assert (index.counters.superseded_tails, index.take_removals()) == (0, [])
+    for step in steps:
+        index.complete_write(step.ref.prefix_key, stored=stored)
+    check_index(index)
+    assert index.counters.superseded_tails == stored
+    assert index.take_removals() == refs_of(20)[1:] * stored
+
+
+def test_a_leased_tail_is_not_superseded() -> None:
+    index = make(8)
+    store(index, 20)
+    assert index.lease("one", refs_of(20), 10) == 2
+    supersede(index, hasher_of(32), store(index, 32))
+    assert known_tokens(index, 20) == 20
+
+
+# Leases and time
+
+
+def test_leases_hold_at_most_half_of_the_slots() -> None:
+    index = make(4)
+    store(index, 64)
+    assert index.lease("one", refs_of(64), 10) == 2
+    assert index.lease("two", refs_of(64), 10) == 2  # the same chunks count once
+    assert index.lease("three", refs_of(64)[2:], 10) == 0
+    assert (index.leases, index.uses) == (2, 4)
+    index.release("one")
+    index.release("two")
+    assert index.lease("one", refs_of(64), 10) == 2
+    assert index.lease("one", refs_of(64)[2:], 10) == 2  # the new lease takes the old one's place
+    check_index(index)
+    index.advance(10)
+    assert (index.leases, index.uses) == (0, 0)
+    check_index(index)
+
+
+def test_a_leased_chunk_stays_in_its_tier() -> None:
+    index = make(2, disk_chunks=2)
+    index.adopt((ref, FULL_BYTES) for ref in [*refs_of(16), *refs_of(16, 1)])
+    index.lease("one", refs_of(16), 10)
+    store(index, 16, seed=2)
+    assert index.take_removals() == refs_of(16, 1)
+    assert known_tokens(index, 16) == 16
+
+
+def test_a_forgotten_chunk_is_no_longer_leased() -> None:
+    """Or it could not come back before the lease ends, which a pin never does."""
+    index = make(4, disk_chunks=4)
+    store(index, 32)
+    assert index.lease("one", refs_of(32), float("inf")) == 2
+    steps = index.prepare_load(refs_of(32))
+    index.complete_load(steps, keys(steps[:1]), keys(steps[:1]))
+    check_index(index)
+    assert (index.leases, index.uses) == (1, 1)
+    assert keys(store(index, 32)) == keys(steps[:1])
+    assert index.clear() == 2
+    check_index(index)
+    assert (index.leases, index.uses, index.slots_in_use) == (0, 0, 0)
+
+
+def test_a_time_to_live_ends_also_in_use() -> None:
+    index = make(4, disk_chunks=4)
+    index.advance(100)
+    steps = index.prepare_store(refs_of(32), ttl_s=5)
+    assert not any(step.write_behind for step in steps)
+    index.complete_store(steps, set())
+    loads = index.prepare_load(refs_of(32)[:1])
+    index.advance(104)
+    index.advance(50)  # a clock does not go back
+    assert known_tokens(index, 32) == 32
+    index.advance(105)
+    assert known_tokens(index, 32) == 0
+    assert (index.counters.expired, index.slots_in_use) == (2, 1)
+    index.complete_load(loads, set(), set())
+    check_index(index)
+    assert index.slots_in_use == 0
+
+
+def test_a_time_to_live_is_not_inherited() -> None:
+    index = make(4)
+    index.complete_store(index.prepare_store(refs_of(16), ttl_s=5), set())
+    index.remove(keys(refs_of(16)))
+    store(index, 16)
+    index.advance(5)
+    assert (known_tokens(index, 16), index.counters.expired) == (16, 0)
+
+
+@pytest.mark.parametrize("disk_answers", [True, False])
+def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
+    """Computed again because the disk failed, it takes its old self's place: in memory, and by a new write."""
+    index = make(2, disk_chunks=4)
+    store(index, CHUNK)
+    store(index, 2 * CHUNK, seed=1)  # takes both slots: the first chunk is only on disk now
+    index.set_disk_answers(answers=disk_answers)
+    if disk_answers:
+        steps = index.prepare_load(refs_of(CHUNK))
+        index.complete_load(steps, keys(steps), set())
+    (step,) = index.prepare_store(refs_of(CHUNK))
+    assert step.gather
+    assert step.write_behind
+    assert index.take_removals() == refs_of(CHUNK)
+    index.complete_store([step], set())
+    assert known_tokens(index, CHUNK) == CHUNK
+    index.complete_write(step.ref.prefix_key, stored=True)
+    check_index(index)

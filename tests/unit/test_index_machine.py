@@ -50,10 +50,11 @@ class World:
     loads: list[list[LoadStep]] = field(default_factory=list)
     writes: dict[ChunkRef, int] = field(default_factory=dict)  # started, by slot
     doomed: set[ChunkRef] = field(default_factory=set)
+    stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
 
     def busy_slots(self) -> set[int]:
         steps = [step for store in self.stores for step in store.steps]
-        reads = [step for load in self.loads for step in load]
+        reads = [step for load in self.loads for step in load if step not in self.stale]
         return {step.slot for step in steps} | {step.slot for step in reads} | set(self.writes.values())
 
 
@@ -70,6 +71,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.has_disk = capacity_bytes > 0
         self.capacity_bytes = capacity_bytes
         self.world = World()
+        self.now_s = 0.0
+        self.disk_answers = True
+        self.leases: dict[str, tuple[float, set[PrefixKey]]] = {}
+        self.expiries: dict[PrefixKey, float] = {}
         self.stored: set[PrefixKey] = set()  # completed, and not removed since: whatever else is found is wrong
         self.index = ChunkIndex(
             num_slots,
@@ -100,23 +105,39 @@ class IndexMachine(RuleBasedStateMachine):
         self.stored.difference_update(keys)
         self.carry_out_removals()
 
-    @rule(family=st.integers(0, 2), length=st.integers(0, 36), first=st.integers(0, 3), with_tail=st.booleans())
-    def prepare_store(self, family: int, length: int, first: int, with_tail: bool) -> None:
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(0, 36),
+        first=st.integers(0, 3),
+        with_tail=st.booleans(),
+        ttl_s=st.none() | st.integers(1, 9),
+    )
+    def prepare_store(self, family: int, length: int, first: int, with_tail: bool, ttl_s: int | None) -> None:
         hasher = self.hasher(family, length)
         refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=with_tail)
         busy = self.world.busy_slots()
         before = self.index.lookup(hasher).refs
-        steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first])
+        held = self.held()
+        steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
+        self.check_held(held)
         kept = self.index._chunks
         assert all(ref.prefix_key in kept for ref in before if ref in refs), "a store displaced its own prefix"
         assert [step.ref for step in steps] == [r for r in refs[first:] if r in {step.ref for step in steps}]
         for step in steps:
+            if not step.gather:  # a write that is made good for
+                assert step.write_behind
+                assert self.world.slots[step.slot] == step.ref
+                assert step.ref not in self.world.disk
+                continue
             assert step.slot not in busy, "a slot in use was given away"
             busy.add(step.slot)
-            assert not step.write_behind or self.has_disk
+            assert not step.write_behind or (self.has_disk and ttl_s is None)
+            self.expiries.pop(step.ref.prefix_key, None)
+            if ttl_s is not None:
+                self.expiries[step.ref.prefix_key] = self.now_s + ttl_s
             assert not self.index.in_memory(step.ref.prefix_key), "readable before it was complete"
             self.world.slots.pop(step.slot, None)
-        self.stored.difference_update(step.ref.prefix_key for step in steps)
+        self.stored.difference_update(step.ref.prefix_key for step in steps if step.gather)
         self.carry_out_removals()
         if steps:
             self.world.stores.append(Store(hasher, steps))
@@ -128,6 +149,7 @@ class IndexMachine(RuleBasedStateMachine):
         failed = {step.ref.prefix_key for step in store.steps if data.draw(st.integers(0, 4)) == 0}
         for step in store.steps:
             if step.ref.prefix_key not in failed:
+                assert step.gather or self.world.slots[step.slot] == step.ref
                 self.world.slots[step.slot] = step.ref
                 if step.write_behind:
                     self.world.writes[step.ref] = step.slot
@@ -142,8 +164,9 @@ class IndexMachine(RuleBasedStateMachine):
             if step.ref.prefix_key in failed and step.write_behind and not early:
                 self.index.complete_write(step.ref.prefix_key, stored=False)
         tails = superseded_tails(store.hasher, {step.ref.prefix_key for step in store.steps} - failed)
-        self.index.supersede(tails)
-        self.forget(tails)
+        for key, keys in tails.items():
+            self.index.supersede(key, keys)
+        self.carry_out_removals()
 
     @precondition(lambda self: self.world.writes)
     @rule(data=st.data())
@@ -158,6 +181,43 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.complete_write(ref.prefix_key, stored=stored)
         self.carry_out_removals()
 
+    def held(self) -> set[PrefixKey]:
+        return {key for lease in self.index._leases.values() for key in lease.keys}
+
+    def check_held(self, held: set[PrefixKey]) -> None:
+        chunks = self.index._chunks
+        assert all(key in chunks and not chunks[key].forgotten for key in held), "a leased chunk was evicted"
+
+    @rule(seconds=st.integers(1, 4))
+    def advance(self, seconds: int) -> None:
+        self.now_s += seconds
+        self.index.advance(self.now_s)
+        self.leases = {name: lease for name, lease in self.leases.items() if lease[0] > self.now_s}
+        over = [key for key, end_s in self.expiries.items() if end_s <= self.now_s]
+        for key in over:
+            del self.expiries[key]
+        self.forget(over)
+
+    @rule(name=st.sampled_from("ab"), family=st.integers(0, 2), length=st.integers(0, 36), ttl_s=st.integers(1, 9))
+    def lease(self, name: str, family: int, length: int, ttl_s: int) -> None:
+        refs = self.index.lookup(self.hasher(family, length)).refs
+        held = self.index.lease(name, refs, ttl_s)
+        assert held <= len(refs)
+        self.leases.pop(name, None)
+        if held:
+            self.leases[name] = (self.now_s + ttl_s, {ref.prefix_key for ref in refs[:held]})
+        self.check_held({ref.prefix_key for ref in refs[:held]})
+
+    @rule(name=st.sampled_from("abc"))
+    def release(self, name: str) -> None:
+        self.index.release(name)
+        self.leases.pop(name, None)
+
+    @rule(answers=st.booleans())
+    def disk_goes_or_comes_back(self, answers: bool) -> None:
+        self.disk_answers = answers
+        self.index.set_disk_answers(answers=answers)
+
     @rule(family=st.integers(0, 2), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
     def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
         skip_tokens = skip_blocks * BLOCK
@@ -167,8 +227,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert match.num_tokens > skip_tokens or not match.refs
         for ref in match.refs:
             assert ref.prefix_key in self.stored, "found what was never stored, or was removed"
+            on_its_way = self.index._chunks[ref.prefix_key].slot is not None
+            assert self.disk_answers or on_its_way, "promised what a disk holds that does not answer"
         busy = self.world.busy_slots()
+        held = self.held()
         steps = self.index.prepare_load(match.refs)
+        self.check_held(held)
         if steps:
             self.world.loads.append(steps)
         assert [step.ref for step in steps] == list(match.refs), "lookup promised more than can be loaded"
@@ -185,15 +249,27 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def complete_load(self, data: st.DataObject) -> None:
         steps = self.world.loads.pop(0)  # loads are carried out in the order in which they were planned
-        failed = set()
+        failed, lost = set(), set()
         for step in steps:
             there = step.ref in self.world.disk if step.from_disk else self.world.slots.get(step.slot) == step.ref
             if not there or data.draw(st.integers(0, 5)) == 0:
                 failed.add(step.ref.prefix_key)
+                chunk = self.index._chunks[step.ref.prefix_key]
+                is_here = not step.from_disk and chunk.in_memory and chunk.slot == step.slot
+                if is_here or (step not in self.world.stale and data.draw(st.booleans())):
+                    lost.add(step.ref.prefix_key)
+                elif step.from_disk:
+                    behind = (other for load in self.world.loads for other in load if other.ref == step.ref)
+                    self.world.stale.update(other for other in behind if other.slot == step.slot)
             elif step.from_disk:
                 self.world.slots[step.slot] = step.ref
-        self.index.complete_load(steps, failed)
-        self.forget(list(failed))
+        # What was to come from a slot and is not there is forgotten whether the mover calls it lost or not.
+        named = {key for key in lost if data.draw(st.booleans())} | {
+            s.ref.prefix_key for s in steps if s.from_disk
+        } & lost
+        self.index.complete_load(steps, failed, named)
+        self.world.stale.difference_update(steps)
+        self.forget(list(lost))
 
     @rule(family=st.integers(0, 2), chunk=st.integers(0, 5))
     def remove(self, family: int, chunk: int) -> None:
@@ -224,7 +300,10 @@ class IndexMachine(RuleBasedStateMachine):
                 assert chunk.slot is not None
                 assert self.world.slots[chunk.slot] == chunk.ref
         pending = [*self.world.stores, *self.world.loads, *self.world.writes]
-        assert bool(self.index.uses) == bool(pending)
+        leased = sum(len(lease.keys) for lease in self.index._leases.values())
+        assert (self.index.uses > leased) == bool(pending)
+        for name, lease in self.index._leases.items():
+            assert set(lease.keys) <= self.leases[name][1], "a lease on what was never leased, or has ended"
         if not pending:
             assert on_disk == self.world.disk, "files that nobody knows of"
 
@@ -232,7 +311,8 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         for load in self.world.loads:
-            self.index.complete_load(load, {step.ref.prefix_key for step in load})
+            keys = {step.ref.prefix_key for step in load}
+            self.index.complete_load(load, keys, keys)
         for store in self.world.stores:
             self.index.complete_store(store.steps, {step.ref.prefix_key for step in store.steps})
             for step in store.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +12,11 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
 from kvstore.errors import TierError
 from kvstore.index import LoadStep, StoreStep
-from kvstore.movers import WRITE_THREADS, LoadJob, Mover, StoreJob, as_block_ids
+from kvstore.movers import WRITE_THREADS, LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 from kvstore.slabs import SlabPool
-from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
+from kvstore.wrappers import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +27,7 @@ HANG_GUARD_S = 30.0
 class Bench:
     """A mover over a cache whose block ``b`` is filled with ``b``, with its reports of writes."""
 
-    def __init__(self, tier: FakeTier | None, read_timeout_s: float = 10.0) -> None:
+    def __init__(self, tier: FakeTier | None, timeout_s: float = HANG_GUARD_S) -> None:
         self.rig = Rig()
         for cache in self.rig.caches.values():
             for block in range(self.rig.num_blocks):
@@ -33,13 +35,8 @@ class Bench:
         self.cpu = CpuTier(SlabPool(8, SLOT_BYTES))
         self.written: list[tuple[ChunkRef, bool]] = []
         self.tier = tier
-        self.mover = Mover(
-            self.rig.paged,
-            self.cpu,
-            tier,
-            lambda ref, stored: self.written.append((ref, stored)),
-            read_timeout_s=read_timeout_s,
-        )
+        disk = None if tier is None else Deadline(tier, timeout_s, slow_timeout_s=timeout_s)
+        self.mover = Mover(self.rig.paged, self.cpu, disk, lambda ref, stored: self.written.append((ref, stored)))
 
     def store(self, *numbers: int, write: bool = True) -> set[bytes]:
         """Store chunk n, of the blocks 4n ..., in slot n."""
@@ -49,7 +46,10 @@ class Bench:
         return StoreJob(StoreStep(ref_of(number), number, write), as_block_ids(range(4 * number, 4 * number + 4)))
 
     def load(self, *numbers: int, from_disk: bool = False, first_block: int = 0) -> set[bytes]:
-        """Load chunk n through slot n to the blocks 60, 59, ..."""
+        """Load chunk n through slot n to the blocks 60, 59, ...; the keys of those that failed."""
+        return self.results(*numbers, from_disk=from_disk, first_block=first_block).failed
+
+    def results(self, *numbers: int, from_disk: bool = True, first_block: int = 0) -> LoadResult:
         ids = as_block_ids(range(60, 60 - BLOCKS_PER_CHUNK + first_block, -1))
         return self.mover.load([LoadJob(LoadStep(ref_of(n), n, from_disk), ids, first_block) for n in numbers])
 
@@ -96,8 +96,8 @@ def test_from_disk(bench: Bench) -> None:
     bench.store(1, 2)
     bench.mover.flush(HANG_GUARD_S)
     bench.cpu.clear()
-    assert bench.load(1) == {key_of(1)}  # not in memory
-    assert bench.load(1, 5, 2, from_disk=True) == {key_of(5)}
+    assert bench.results(1, from_disk=False) == ({key_of(1)}, set())  # not in memory
+    assert bench.results(1, 5, 2) == ({key_of(5)}, {key_of(5)})
     assert bench.held() == [8, 9, 10, 11]
     assert bench.load(2) == set()
     assert bench.mover.counters.mislabelled_slots == 1
@@ -169,7 +169,7 @@ def test_a_tier_that_cannot_remove_or_clear(bench: Bench, tier: FakeTier, monkey
 
 
 def test_writes_given_up_by_close_are_reported(tier: FakeTier) -> None:
-    bench = Bench(tier)
+    bench = Bench(tier, timeout_s=0.2)
     gate = threading.Event()
     tier.before_put = lambda: gate.wait(HANG_GUARD_S)
     try:
@@ -192,13 +192,13 @@ def test_flush_ends_even_if_a_report_fails(tier: FakeTier) -> None:
 
 
 def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
-    bench = Bench(tier, read_timeout_s=0.05)
+    bench = Bench(tier, timeout_s=0.05)
     gate = threading.Event()
     bench.store(1)
     bench.mover.flush(HANG_GUARD_S)
     tier.before_get = lambda: gate.wait(HANG_GUARD_S)
     try:
-        assert bench.load(1, from_disk=True) == {key_of(1)}
+        assert bench.results(1) == ({key_of(1)}, set())  # not lost: the disk did not answer
         before = np.array(bench.cpu._pool.slot(1))
         assert bench.store(1, 2) == {key_of(1)}
         assert bench.load(1, from_disk=True) == {key_of(1)}  # at once: no second read into that slot
@@ -207,11 +207,89 @@ def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
         read = bench.mover._stuck[1]
     finally:
         gate.set()
-    assert read.result(HANG_GUARD_S)
+    assert read.result(HANG_GUARD_S) == [Outcome.HIT]
     assert bench.load(1) == {key_of(1)}  # what came too late is not readable
     assert bench.store(1) == set()
     assert bench.load(1) == set()
     assert bench.mover.close(HANG_GUARD_S)
+
+
+def test_a_load_without_blocks_only_fills_the_slot(bench: Bench) -> None:
+    bench.store(1)
+    bench.mover.flush(HANG_GUARD_S)
+    bench.cpu.clear()
+    before = bench.held()
+    assert bench.mover.load([LoadJob(LoadStep(ref_of(1), 3, True), as_block_ids([]), 0)]) == (set(), set())
+    assert bench.held() == before
+    assert bench.cpu.read(3, ref_of(1)) is not None
+
+
+def test_a_write_without_a_gather_writes_what_the_slot_holds(bench: Bench, tier: FakeTier) -> None:
+    bench.store(1, write=False)
+    step = StoreStep(ref_of(1), 1, write_behind=True, gather=False)
+    assert bench.mover.store([StoreJob(step, as_block_ids([0, 0, 0, 0]))]) == set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.written == [(ref_of(1), True)]
+    assert bench.load(1, from_disk=True) == set()
+    assert bench.held() == [4, 5, 6, 7]
+    assert bench.mover.counters.chunks_stored == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED])
+def test_only_what_is_missing_or_damaged_is_lost(
+    bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+) -> None:
+    monkeypatch.setattr(tier, "get", lambda transfers: [outcome])
+    lost = set() if outcome is Outcome.FAILED else {key_of(1)}
+    assert bench.results(1) == ({key_of(1)}, lost)
+
+
+def test_all_reads_are_over_when_several_raise(bench: Bench, tier: FakeTier) -> None:
+    """Or one of them would write to a slot that was given back."""
+    lock, begun, ended = threading.Lock(), [0], [0]
+
+    def fail() -> None:
+        with lock:
+            begun[0] += 1
+            number = begun[0]
+        time.sleep(0.05 * number)
+        with lock:
+            ended[0] += 1
+        raise ZeroDivisionError
+
+    tier.before_get = fail
+    with pytest.raises(ZeroDivisionError):
+        bench.results(1, 2, 3, 4)
+    assert ended == begun
+
+
+def test_a_chunk_of_a_hanging_write_is_in_use_until_it_ends(tier: FakeTier) -> None:
+    bench = Bench(tier, timeout_s=0.05)
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        bench.store(1)
+        assert not bench.mover.flush(0.3)
+        assert not bench.mover.close(0.05)
+        assert bench.written == []  # the disk may still read the slot
+    finally:
+        gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.written == [(ref_of(1), True)]
+
+
+def test_a_removal_that_comes_after_close_is_dropped(tier: FakeTier) -> None:
+    bench = Bench(tier, timeout_s=0.05)
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        bench.store(1)
+        bench.mover.remove([ref_of(1)])
+        assert not bench.mover.close(0.05)
+    finally:
+        gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.written == [(ref_of(1), False)]
 
 
 def test_block_ids() -> None:

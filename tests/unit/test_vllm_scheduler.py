@@ -13,6 +13,7 @@ from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.keys import NO_EXTRAS
+from kvstore.tiers.base import Outcome
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 PLAIN = Setup()
@@ -325,7 +326,7 @@ def test_a_write_that_fails_on_one_rank_leaves_nothing_on_the_other(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = build(folder=tmp_path, ranks=2)
-    monkeypatch.setattr(vllm.workers[1]._mover, "_write", lambda *_: False)
+    monkeypatch.setattr(vllm.workers[1]._mover, "_write", lambda *_: [Outcome.FAILED])
     vllm.ask("first", PROMPT)
     vllm.settle()
     vllm.assert_nothing_leaked()

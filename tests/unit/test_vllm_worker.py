@@ -132,13 +132,16 @@ def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker)
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
     report = StepReport({1: StepResult(failed_loads={b"a"})}, [(REF, True)])
     report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
-    report.merge(StepReport({2: StepResult(ranks_ended=1)}, [(REF, False)]))
+    assert report.disk_answers
+    other = StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, ranks_ended=1)
+    report.merge(StepReport({2: other}, [(REF, False)], disk_answers=False))
     assert report == StepReport(
         {
-            1: StepResult({b"a"}, {b"b"}, lost_blocks=False, ranks_ended=1),
-            2: StepResult(lost_blocks=True, ranks_ended=1),
+            1: StepResult(failed_loads={b"a"}, failed_stores={b"b"}, ranks_ended=1),
+            2: StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, lost_blocks=True, ranks_ended=1),
         },
         [(REF, True), (REF, False)],
+        disk_answers=False,
     )
 
 

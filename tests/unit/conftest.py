@@ -1,0 +1,48 @@
+"""Fixtures of the disk tier's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.diskwork import (
+    CHUNK_BYTES,
+    EVEN,
+    MINE,
+)
+
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.tiers.disk import DiskTier
+
+CAPACITY_BYTES = 16 * CHUNK_BYTES
+
+Open = Callable[..., DiskTier]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def open_tier(folder: Path) -> Iterator[Open]:
+    """Opens tiers in one folder and closes the last one; opening again is a restart."""
+    opened: list[DiskTier] = []
+
+    def open_(
+        namespace: Namespace = MINE,
+        layout: KVLayout = EVEN,
+        capacity_bytes: int = CAPACITY_BYTES,
+        direct: bool | None = None,
+    ) -> DiskTier:
+        if opened:
+            opened[-1].close()
+        opened.append(DiskTier(folder, namespace, layout, capacity_bytes, direct=direct))
+        opened[-1].scan()
+        return opened[-1]
+
+    yield open_
+    if opened:
+        opened[-1].close()
