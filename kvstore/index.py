@@ -288,7 +288,7 @@ class ChunkIndex:
         """
         for ref in refs:
             chunk = self._chunks.get(ref.prefix_key)
-            if chunk is not None and chunk.slot is None and (chunk.unread or not self._disk_answers):
+            if chunk is not None and self._is_out_of_reach(chunk):
                 self._discard(chunk)
         chain = [*prefix, *(ref.prefix_key for ref in refs)]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
@@ -516,6 +516,10 @@ class ChunkIndex:
         self._memory.touch_chain(chain)
         if self._disk:
             self._disk.order.touch_chain(chain)
+
+    def _is_out_of_reach(self, chunk: _Chunk) -> bool:
+        """Whether a chunk nobody holds is only on a disk that cannot give it."""
+        return chunk.uses == 0 and chunk.slot is None and (chunk.unread or not self._disk_answers)
 
     def _begin_use(self, chunk: _Chunk) -> None:
         if chunk.uses == 0 and chunk.in_memory:
