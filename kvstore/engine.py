@@ -17,10 +17,11 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -85,12 +86,21 @@ class EngineStats:
     disk: TierCounters | None
 
 
-def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> tuple[CpuTier, Tier | None]:
-    """Make the memory and open the folder that ``options`` ask for.
+class OpenTiers(NamedTuple):
+    """The tiers of one worker, and the chunks that the disk held, the longest untouched first."""
+
+    cpu: CpuTier
+    disk: Tier | None
+    survivors: list[tuple[ChunkRef, int]]
+
+
+def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:
+    """Make the memory and open the folders that ``options`` ask for. A failure leaves nothing open or locked.
 
     Raises:
         ConfigError: a bound is too small, or more than the machine has.
-        FolderOwnedError: another process uses the folder.
+        FolderOwnedError: another process uses a folder.
+        TierError: a folder cannot be read.
     """
     slot_bytes = paged.layout.slot_bytes
     num_slots = options.max_local_cpu_bytes // slot_bytes
@@ -99,11 +109,13 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
             f"{slot_bytes / 2**30:.3f} GiB: raise it"
         )
-    cpu = CpuTier(SlabPool(num_slots, slot_bytes))  # before the folder, which would stay locked if there is no memory
     folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
-    if not folders:
-        return cpu, None
-    try:
+    with ExitStack() as opened:
+        cpu = CpuTier(SlabPool(num_slots, slot_bytes))
+        opened.callback(cpu.close)
+        if not folders:
+            opened.pop_all()
+            return OpenTiers(cpu, None, [])
         disk = open_folders(
             folders,
             namespace,
@@ -112,10 +124,10 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             direct=options.use_odirect,
             wrap=lambda tier: guarded(tier, _guard_options(options)),
         )
-    except BaseException:
-        cpu.close()
-        raise
-    return cpu, disk
+        opened.callback(disk.close)
+        survivors = disk.scan()
+        opened.pop_all()
+    return OpenTiers(cpu, disk, survivors)
 
 
 def _guard_options(options: EngineOptions) -> GuardOptions:
@@ -135,14 +147,12 @@ class CacheEngine:
         """Open the tiers and take in what the disk still holds.
 
         Raises:
-            ConfigError: see ``open_tiers``.
-            FolderOwnedError: another process uses the folder.
-            TierError: the folder cannot be read.
+            ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
         """
         self.layout = paged.layout
         self._num_blocks = paged.num_blocks
         self._options = options
-        self._cpu, self._disk = open_tiers(paged, namespace, options)
+        self._cpu, self._disk, survivors = open_tiers(paged, namespace, options)
         self._index = ChunkIndex(
             self._cpu.num_slots,
             keep_in_memory=options.local_cpu,
@@ -150,13 +160,7 @@ class CacheEngine:
             stored_bytes=self._disk.stored_bytes if self._disk else None,
             max_writes=options.max_write_queue,
         )
-        if self._disk is not None:
-            try:
-                self._index.adopt(self._disk.scan())
-            except BaseException:
-                self._cpu.close()
-                self._disk.close()
-                raise
+        self._index.adopt(survivors)
         self._mover = Mover(
             paged,
             self._cpu,

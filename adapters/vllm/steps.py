@@ -99,7 +99,6 @@ class WorkerFacts:
     Attributes:
         num_slots: slots of its CPU pool.
         slot_bytes: bytes of each.
-        block_bytes: bytes of one block over all layers, for statistics.
         disk_capacity_bytes: bound of its disk tier; 0 without one.
         stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
         survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
@@ -107,7 +106,6 @@ class WorkerFacts:
 
     num_slots: int
     slot_bytes: int
-    block_bytes: int
     disk_capacity_bytes: int
     stored_bytes: Sequence[int]
     survivors: Sequence[tuple[ChunkRef, int]]

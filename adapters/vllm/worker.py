@@ -23,13 +23,11 @@ class StoreWorker:
         """Open the tiers.
 
         Raises:
-            ConfigError: a bound is too small, or more than the machine has.
-            FolderOwnedError: another process uses the folder.
+            ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
         """
         self._options = options
         self._layout = paged.layout
-        self._cpu, self._disk = open_tiers(paged, namespace, options)
-        self._survivors = self._disk.scan() if self._disk else []
+        self._cpu, self._disk, self._survivors = open_tiers(paged, namespace, options)
         self._written: deque[tuple[ChunkRef, bool]] = deque()
         self._mover = Mover(
             paged,
@@ -51,7 +49,6 @@ class StoreWorker:
         return WorkerFacts(
             num_slots=self._cpu.num_slots,
             slot_bytes=self._layout.slot_bytes,
-            block_bytes=self._layout.block_bytes,
             disk_capacity_bytes=self._disk.usable_bytes if self._disk else 0,
             stored_bytes=tuple(
                 self._disk.stored_bytes(count + 1) if self._disk else 0

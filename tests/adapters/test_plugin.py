@@ -25,7 +25,7 @@ from kvstore.tiers.base import ChunkRef
 
 pytestmark = pytest.mark.vllm
 
-FACTS = WorkerFacts(4, 4096, 128, 0, (0, 0), [])
+FACTS = WorkerFacts(4, 4096, 0, (0, 0), [])
 HOOKS = sorted(
     name
     for name, member in vars(KVStoreConnector).items()
@@ -84,8 +84,8 @@ def test_facts_connect_in_the_order_of_ranks() -> None:
     found = _NothingConnected()
     refs = [ChunkRef(bytes([number]) * 16, 1) for number in range(2)]
     ranks = {
-        (0, 1): FactsMetadata(WorkerFacts(4, 4096, 128, 0, (0, 0), [(refs[0], 1)])),
-        (0, 0): FactsMetadata(WorkerFacts(4, 4096, 128, 0, (0, 0), [(ref, 1) for ref in refs])),
+        (0, 1): FactsMetadata(WorkerFacts(4, 4096, 0, (0, 0), [(refs[0], 1)])),
+        (0, 0): FactsMetadata(WorkerFacts(4, 4096, 0, (0, 0), [(ref, 1) for ref in refs])),
     }
     found.set_xfer_handshake_metadata_pp_aware(ranks)
     assert found._scheduling.index is not None

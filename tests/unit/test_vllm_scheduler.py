@@ -346,7 +346,7 @@ def test_a_step_is_over_when_every_rank_says_so(build: Build) -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_chunk_counts_when_the_slowest_rank_has_it(*, failed: bool) -> None:
     scheduler = StoreScheduler(SchedulerOptions(SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=False)))
-    scheduler.connect([WorkerFacts(4, 4096, 512, 0, (0,) * 4, [])] * 2)
+    scheduler.connect([WorkerFacts(4, 4096, 0, (0,) * 4, [])] * 2)
     scheduler.add_request(FakeRequest("one", PROMPT), NO_EXTRAS)
     plan = scheduler.plan_step({"one": CHUNK}, lambda _: [1, 2, 3, 4])
     (job,) = plan.requests[0].stores

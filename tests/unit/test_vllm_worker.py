@@ -12,10 +12,12 @@ from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResul
 from kvstore.adapters.vllm.worker import StoreWorker
 from kvstore.binding import bind_paged_kv
 from kvstore.engine import EngineOptions
+from kvstore.errors import TierError
 from kvstore.index import LoadStep, StoreStep
 from kvstore.keys import Namespace
 from kvstore.movers import LoadJob, StoreJob, as_block_ids
 from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.disk import DiskTier
 
 REF = ChunkRef(b"k" * 16, 2)
 OTHER = ChunkRef(b"o" * 16, 2)
@@ -155,3 +157,19 @@ def test_facts_tell_what_a_restart_finds(worker: StoreWorker, cache: torch.Tenso
     reopened.close()
     assert facts.survivors == [(REF, facts.stored_bytes[1])]
     assert (facts.num_slots, facts.slot_bytes, facts.disk_capacity_bytes) == (4, 4096, 1 << 20)
+
+
+def test_a_start_that_fails_leaves_the_folder_to_the_next(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+
+    def unreadable(self: DiskTier) -> list[tuple[ChunkRef, int]]:
+        raise TierError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "scan", unreadable)
+        with pytest.raises(TierError, match="broken on purpose"):
+            StoreWorker(paged, Namespace({"model": "one"}), options)
+    StoreWorker(paged, Namespace({"model": "one"}), options).close()
