@@ -14,6 +14,7 @@ where they should be, and are neither stored nor loaded. ``slot_mapping`` gives 
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -151,6 +152,7 @@ class CacheEngine:
         """
         self.layout = paged.layout
         self._num_blocks = paged.num_blocks
+        self._namespace = namespace
         self._options = options
         self._cpu, self._disk, survivors = open_tiers(paged, namespace, options)
         self._index = ChunkIndex(
@@ -342,6 +344,18 @@ class CacheEngine:
             self._mover.remove(removals)
             return count
 
+    def reset_cache(self) -> None:
+        """Forget everything, because the model's weights were changed in place: a new epoch of the namespace.
+
+        Nothing stored before is found again, here or after a restart. What is stored from now on is found until
+        ``close``: no later process can know that it has these weights.
+        """
+        with self._move_lock:
+            with self._index_lock:
+                self._begin_decision()
+                self._index.clear()
+            self._mover.reset(self._namespace.at_epoch(new_epoch()))
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was stored so far is on disk; False if time ran out first."""
         self._check_open()
@@ -473,6 +487,11 @@ def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[Prefi
         for number, chunk_key in enumerate(hasher.chunk_keys())
         if chunk_key in stored
     }
+
+
+def new_epoch() -> str:
+    """A name for an epoch, never used before."""
+    return secrets.token_hex(8)
 
 
 def _pin_name(hasher: PrefixHasher) -> str:

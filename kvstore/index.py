@@ -150,7 +150,6 @@ class ChunkIndex:
         self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
         self._leases: dict[str, _Lease] = {}
         self._leased: Counter[PrefixKey] = Counter()
-        self._may_write = True
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -493,10 +492,6 @@ class ChunkIndex:
         self._removals.clear()
         return count
 
-    def stop_writing(self) -> None:
-        """Write nothing to disk any more, for good: the disk's namespace no longer says whose KV this is."""
-        self._may_write = False
-
     def take_removals(self) -> list[ChunkRef]:
         """Chunks that must leave the disk before any plan made so far is carried out.
 
@@ -550,7 +545,7 @@ class ChunkIndex:
     def _reserve_disk(self, chunk: _Chunk) -> bool:
         """Make room on disk for a chunk about to be stored; False if it will not be written."""
         disk = self._disk
-        if disk is None or chunk.expires_s is not None or not self._may_write:
+        if disk is None or chunk.expires_s is not None:
             return False
         need_bytes = disk.stored_bytes(chunk.ref.num_blocks)
         if self._writes >= self._max_writes or not self._make_disk_room(disk, need_bytes):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PREFIX_KEY_BYTES = 16
 NAMESPACE_ID_BYTES = 8
 KEY_VERSION = b"kvstore/1"
+EPOCH_FIELD = "epoch"
 _FEATURE_MARK = struct.pack("<I", 0xFFFFFFFF)
 _MAX_TOKEN_ID = 0xFFFFFFFE
 
@@ -65,6 +66,10 @@ class Namespace:
     def id(self) -> bytes:
         """8 bytes naming this namespace."""
         return hashlib.sha256(b"kvstore/namespace/1\0" + self.to_json().encode()).digest()[:NAMESPACE_ID_BYTES]
+
+    def at_epoch(self, epoch: str) -> Namespace:
+        """This namespace after its weights were changed in place; ``epoch`` is a name that was never used before."""
+        return Namespace({**self.fields, EPOCH_FIELD: epoch})
 
     def differing_fields(self, other: Namespace) -> list[str]:
         """Names of the fields in which the two differ, sorted."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.errors import ClosedError, TierError, TierTimeoutError
 from kvstore.index import LoadStep, StoreStep
-from kvstore.keys import PrefixKey
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
 from kvstore.tiers.cpu import CpuTier
@@ -75,9 +75,9 @@ class MoverCounters:
 class Mover:
     """One worker's data path.
 
-    ``load``, ``store`` and ``clear`` are called from one thread at a time. ``on_written`` is called from any thread,
-    exactly once for every store step with ``write_behind`` whose write has ended. That the disk answers in time is the
-    business of the wrappers around it.
+    ``load``, ``store``, ``clear`` and ``reset`` are called from one thread at a time. ``on_written`` is called from any
+    thread, exactly once for every store step with ``write_behind`` whose write has ended. That the disk answers in time
+    is the business of the wrappers around it.
     """
 
     def __init__(
@@ -196,10 +196,18 @@ class Mover:
 
     def clear(self) -> None:
         """Forget everything, in memory and on disk."""
+        self._forget_memory()
+        self._guard("clear", lambda disk: disk.clear())
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forget everything, and keep what comes under another namespace."""
+        self._forget_memory()
+        self._guard("reset", lambda disk: disk.reset(namespace))
+
+    def _forget_memory(self) -> None:
         self._cpu.clear()
         with self._write_lock:
             self._doomed.update(self._writing.values())
-        self._guard("clear", lambda disk: disk.clear())
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every write started so far has ended; False if time ran out first."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
-from kvstore.engine import superseded_tails
+from kvstore.engine import new_epoch, superseded_tails
 from kvstore.errors import InvalidCallError
 from kvstore.index import ChunkIndex, LoadStep, Match, StoreStep
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
@@ -92,7 +92,7 @@ class StoreScheduler:
         self._number = 0
         self._acked = 0
         self._last_poisoned = 0
-        self._clear = False
+        self._epoch = ""  # to be entered with the next plan
         self._stray: list[ChunkRef] = []  # chunks that only some ranks hold
 
     @property
@@ -249,12 +249,12 @@ class StoreScheduler:
     def _emit(self) -> StepPlan:
         self._number += 1
         removals = self._stray + (self._index.take_removals() if self._index else [])
-        plan = StepPlan(self._number, self._acked, list(self._ready.values()), removals, self._clear)
+        plan = StepPlan(self._number, self._acked, list(self._ready.values()), removals, self._epoch)
         self._step.acked = self._acked
         if plan.requests:
             self._in_flight[plan.number] = self._step
         self._step = _Step(acked=0)
-        self._ready, self._stray, self._clear = {}, [], False
+        self._ready, self._stray, self._epoch = {}, [], ""
         return plan
 
     def _plan_save(self, req_id: str, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> bool:
@@ -328,14 +328,13 @@ class StoreScheduler:
     def reset_cache(self) -> None:
         """Forget everything: the weights have changed.
 
-        The disk's namespace names the weights that vLLM was started with, so nothing is written there from now on.
+        The namespace names the weights that vLLM was started with, so what comes is kept under a new epoch of it.
         Requests that have computed something hold KV of the old weights until they end, and are tracked no longer.
         """
         if self._index is not None:
             self._cancel_ready_stores(self._index)
             self._index.clear()
-            self._index.stop_writing()
-        self._clear = True
+        self._epoch = new_epoch()
         self._trackers = {
             req_id: tracker for req_id, tracker in self._trackers.items() if not tracker.request.num_computed_tokens
         }

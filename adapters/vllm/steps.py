@@ -38,14 +38,14 @@ class StepPlan:
         acked: the last step whose report the scheduler had taken in when it made this plan.
         requests: the requests with something to move; where there is one, every rank reports the step.
         removals: chunks that must leave the disk, before anything else.
-        clear: forget every chunk first.
+        epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
     """
 
     number: int
     acked: int
     requests: list[ReqMeta] = field(default_factory=list)
     removals: list[ChunkRef] = field(default_factory=list)
-    clear: bool = False
+    epoch: str = ""
 
 
 @dataclass

@@ -25,6 +25,7 @@ class StoreWorker:
         Raises:
             ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
         """
+        self._namespace = namespace
         self._options = options
         self._layout = paged.layout
         self._cpu, self._disk, self._survivors = open_tiers(paged, namespace, options)
@@ -60,8 +61,8 @@ class StoreWorker:
     def begin_step(self, plan: StepPlan) -> None:
         """Take in a step's plan; forget what it says is gone."""
         self._plan = plan
-        if plan.clear:
-            self._mover.clear()
+        if plan.epoch:
+            self._mover.reset(self._namespace.at_epoch(plan.epoch))
         self._mover.remove(plan.removals)
 
     def load(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import ClosedError
-from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import Outcome
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
@@ -137,6 +137,7 @@ class BoundsTests(TierHarness):
             lambda: tier.contains([A]),
             lambda: tier.remove([A]),
             tier.clear,
+            lambda: tier.reset(OTHER),
             tier.scan,
         )
         for call in calls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import ChunkRef, Outcome, TierCounters
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
@@ -167,6 +167,18 @@ class ContentTests(TierHarness):
         tier.remove([A])
         assert self.put(A, version=1) == [Outcome.STORED]
         assert self.get(A, version=1) == [Outcome.HIT]
+
+    def test_reset_begins_anew(self) -> None:
+        """Nothing of before can be got, and what comes is kept like before."""
+        tier = self.start()
+        self.put(A, B)
+        tier.reset(OTHER)
+        assert tier.contains([A, B]) == [False, False]
+        assert tier.scan() == []
+        assert self.get(A, B) == [Outcome.MISS] * 2
+        self.put(A, version=1)
+        assert self.get(A, version=1) == [Outcome.HIT]
+        self.check_bytes()
 
     def test_clear_forgets_everything(self) -> None:
         """And leaves a tier that works."""

@@ -59,6 +59,20 @@ class RestartTests(TierHarness):
         assert self.restart().scan() == []
         self.check_bytes()
 
+    def test_after_a_reset_nothing_of_before_comes_back(self) -> None:
+        """Chunks are where they belong: under the namespace that was entered, and not under the first one."""
+        self.start().reset(OTHER)
+        self.put(B)
+        assert self.restart().scan() == []
+        self.start(namespace=OTHER)
+        assert self.get(A, B) == [Outcome.MISS, Outcome.HIT]
+        self.tier.reset(MINE)
+        self.put(A, version=1)
+        assert self.start(namespace=OTHER).scan() == []
+        self.start()
+        assert self.get(A, B, version=1) == [Outcome.HIT, Outcome.MISS]
+        self.check_bytes()
+
     def test_replaced_bytes_stay_replaced(self) -> None:
         """The new ones are found, once."""
         self.start()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kvstore.errors import ClosedError
+from kvstore.keys import Namespace
 from kvstore.testing.harness import EVEN, TierHarness, make_buffer, make_payload, make_ref
 from kvstore.tiers.base import ChunkRef, Outcome, Transfer
 
@@ -32,7 +33,7 @@ class ThreadTests(TierHarness):
 
         def work(seed: int) -> None:
             dice = random.Random(seed)  # noqa: S311 - not a secret
-            for _ in range(60):
+            for step in range(60):
                 ref = make_ref(dice.randrange(7), dice.choice([1, 4]))
                 action = dice.randrange(20)
                 if action < 8:
@@ -41,8 +42,10 @@ class ThreadTests(TierHarness):
                     assert set(self.get(ref)) <= _GET_ANSWERS
                 elif action < 19:
                     tier.remove([ref])
-                elif dice.randrange(3) == 0:
+                elif (chance := dice.randrange(6)) < 2:
                     tier.clear()
+                elif chance == 2:
+                    tier.reset(Namespace({"model": f"reset {seed} {step}"}))
                 assert tier.used_bytes <= tier.capacity_bytes
 
         together(*(lambda seed=seed: work(seed) for seed in range(6)))

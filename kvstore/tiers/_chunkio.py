@@ -50,19 +50,20 @@ class _Piece(NamedTuple):
 
 
 class ChunkIO:
-    """Reads and writes the files of one namespace and layout. Thread-safe.
+    """Reads and writes the files of one layout. Thread-safe.
+
+    ``namespace_id`` stands in every header; the owner sets it before the first use, and again for a new epoch.
 
     Args:
         layout: the geometry of the chunks.
-        namespace_id: stands in every header.
         direct_flag: ``os.O_DIRECT`` or 0; only buffers that start on a page use it.
     """
 
-    def __init__(self, layout: KVLayout, namespace_id: bytes, direct_flag: int = 0) -> None:
+    def __init__(self, layout: KVLayout, direct_flag: int = 0) -> None:
         self.direct_flag = direct_flag
+        self.namespace_id = b""
         self.file_bytes = tuple(chunkfile.file_bytes(layout, blocks) for blocks in range(layout.blocks_per_chunk + 1))
         self._layout = layout
-        self._namespace_id = namespace_id
         self._header_bytes = chunkfile.header_bytes(layout)
         self._pieces = tuple(tuple(_cut(layout, blocks)) for blocks in range(layout.blocks_per_chunk + 1))
         self._thread = threading.local()
@@ -161,7 +162,7 @@ class ChunkIO:
         return buffer
 
     def _key(self, ref: ChunkRef) -> ChunkKey:
-        return ChunkKey(self._namespace_id, ref.prefix_key)
+        return ChunkKey(self.namespace_id, ref.prefix_key)
 
 
 def _cut(layout: KVLayout, num_blocks: int) -> Iterator[_Piece]:

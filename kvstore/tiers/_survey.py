@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import ConfigError
+from kvstore.keys import EPOCH_FIELD
 from kvstore.tiers._folder import (
     DEAD_PREFIX,
     FREE_NAME,
@@ -63,6 +65,9 @@ def survey(folder: Path, namespace_name: str, file_bytes: Sequence[int]) -> Surv
         elif entry.name == namespace_name:
             _survey_own(entry.path, file_bytes, own, leftovers)
         elif NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if _is_past_epoch(Path(entry.path)):
+                leftovers.append(entry.path)
+                continue
             foreign += _foreign_chunks(entry.path)
     for path in leftovers:
         delete(Path(path))
@@ -128,6 +133,15 @@ def _survey_own(home: str, file_bytes: Sequence[int], chunks: list[tuple[int, Ch
                 leftovers.append(entry.path)
             else:
                 chunks.append((status.st_mtime_ns, ref))
+
+
+def _is_past_epoch(home: Path) -> bool:
+    """Whether a namespace of somebody else is an epoch, which nobody enters again."""
+    try:
+        fields = json.loads((home / NAMESPACE_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(fields, dict) and EPOCH_FIELD in fields
 
 
 def _foreign_chunks(home: str) -> Iterator[tuple[int, str, int]]:

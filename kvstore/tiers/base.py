@@ -188,6 +188,17 @@ class Tier(ABC):
         """Forget every chunk of the namespace: unreachable at once, even after a crash in the middle."""
 
     @abstractmethod
+    def reset(self, namespace: Namespace) -> None:
+        """Forget every chunk, and keep those to come under a namespace that is new: the weights were changed.
+
+        From the end of this call on, however it ends, nothing stored before can be got here. One that timed out holds
+        back all calls after it until it has ended.
+
+        Raises:
+            TierError: the storage would not let go of the old chunks; ``put`` fails until it does.
+        """
+
+    @abstractmethod
     def stored_bytes(self, num_blocks: int) -> int:
         """What a chunk of that many blocks will occupy, by which the index keeps the tier within its bound."""
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from kvstore.errors import ClosedError, ConfigError
+from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.slabs import SlabPool
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
@@ -117,6 +118,10 @@ class CpuTier(Tier):
             for slot in range(self.num_slots):
                 self._empty(slot)
             self._free = [slot for slot in range(self.num_slots) if slot not in self._filling]
+
+    def reset(self, namespace: Namespace) -> None:  # noqa: ARG002 - memory has one namespace, its process's
+        """Forget what every slot holds."""
+        self.clear()
 
     def stored_bytes(self, num_blocks: int) -> int:  # noqa: ARG002 - a tail takes a slot as well
         """The size of a slot, whatever the chunk's length."""

@@ -68,18 +68,17 @@ class DiskTier(Tier):
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
         self._folder = folder.absolute()
-        self._namespace = namespace
-        self._namespace_id = namespace.id
-        self._home = self._folder / self._namespace_id.hex()
         self._layout = layout
-        self._io = ChunkIO(layout, self._namespace_id)
+        self._io = ChunkIO(layout)
+        self._enter(namespace)
         self._sizes = self._io.file_bytes
         self._changed = threading.Condition()
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
         self._chunks: dict[ChunkRef, int] = {}  # to the serial number of the put that made it
         self._found: list[tuple[int, ChunkRef]] = []
         self._serials = itertools.count()
-        self._generation = 0  # counts clears
+        self._generation = 0  # counts clears and resets
+        self._condemned: dict[Path, int] = {}  # homes of before a reset, with their bytes, that must go
         self._running = 0
         self._scanned = False
         self._closed = False
@@ -165,10 +164,12 @@ class DiskTier(Tier):
         """Store chunks from their buffers, one after the other; call from several threads to overlap them.
 
         Raises:
-            TierError: the folder was deleted, and it could not be made again or belongs to another engine now.
+            TierError: the folder was deleted, and it could not be made again or belongs to another engine now; or it
+                still holds chunks of before a ``reset``.
         """
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
+            self._bury_condemned()
             generation = self._generation
             return [self._count(body, self._put(body, generation)) for body in bodies]
 
@@ -186,23 +187,24 @@ class DiskTier(Tier):
             TierError: the folder refused, and nothing was forgotten.
         """
         with self._operation():
-            # Not named by the time: a clock that jumps repeats itself.
-            dead = self._folder / f"{_folder.DEAD_PREFIX}{next(self._serials)}"
             with self._changed:
-                try:
-                    self._home.rename(dead)
-                except FileNotFoundError:
-                    pass
-                except OSError as error:
-                    raise TierError(f"cannot clear {self._folder}: {_folder.reason(error)}") from error
-                self._generation += 1
-                dead_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
-                self._chunks.clear()
+                dead = self._rename_away(self._home)
+                dead_bytes = self._forget_all()
                 self._space.leave(dead_bytes)
-                with suppress(OSError):  # the next put makes it
-                    self._make_home()
-            shutil.rmtree(dead, ignore_errors=True)
-            self._space.left(dead_bytes, dead_bytes - _survey.tree_bytes(dead))
+            self._delete_dead(dead, dead_bytes)
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forget every chunk, and enter another namespace; a ``put`` under way answers ``FAILED``.
+
+        Raises:
+            TierError: the folder would not let go of the old chunks. Every ``put`` tries that again before it stores.
+        """
+        with self._operation():
+            with self._changed:
+                home = self._home
+                self._enter(namespace)
+                self._condemned[home] = self._forget_all()
+            self._bury_condemned()
 
     def stored_bytes(self, num_blocks: int) -> int:
         """The size of the file of a chunk of ``num_blocks`` blocks."""
@@ -227,6 +229,51 @@ class DiskTier(Tier):
             logger.warning(
                 "a call to the disk tier in %s does not end; the folder stays locked until it does", self._folder
             )
+
+    def _enter(self, namespace: Namespace) -> None:
+        """Keep chunks under a namespace from now on. Needs the lock, once there are threads."""
+        self._namespace = namespace
+        self._home = self._folder / namespace.id.hex()
+        self._io.namespace_id = namespace.id
+
+    def _forget_all(self) -> int:
+        """Forget every chunk, and make the home of those to come; the bytes that the old ones take. Needs the lock."""
+        self._generation += 1
+        forgotten_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+        self._chunks.clear()
+        with suppress(OSError):  # the next put makes it
+            self._make_home()
+        return forgotten_bytes
+
+    def _rename_away(self, home: Path) -> Path:
+        """Make a namespace's folder unreachable in one step, also for the next start. Needs the lock."""
+        # Not named by the time: a clock that jumps repeats itself.
+        dead = self._folder / f"{_folder.DEAD_PREFIX}{next(self._serials)}"
+        try:
+            home.rename(dead)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise TierError(f"cannot clear {self._folder}: {_folder.reason(error)}") from error
+        return dead
+
+    def _delete_dead(self, dead: Path, dead_bytes: int) -> None:
+        """Delete a folder that was renamed away, and whose bytes were announced by ``leave``."""
+        shutil.rmtree(dead, ignore_errors=True)
+        self._space.left(dead_bytes, dead_bytes - _survey.tree_bytes(dead))
+
+    def _bury_condemned(self) -> None:
+        """Do away with what was stored before a reset.
+
+        Raises:
+            TierError: the folder refused.
+        """
+        for home in list(self._condemned):
+            with self._changed:
+                dead = self._rename_away(home)
+                dead_bytes = self._condemned.pop(home, 0)
+                self._space.leave(dead_bytes)
+            self._delete_dead(dead, dead_bytes)
 
     @contextmanager
     def _operation(self) -> Iterator[None]:

@@ -226,10 +226,21 @@ class StripedTier(Tier):
         Raises:
             TierError: a folder refused; the others were cleared.
         """
+        self._forget_all(lambda tier: tier.clear())
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forget every chunk, and enter another namespace, in every folder.
+
+        Raises:
+            TierError: a folder would not let go of the old chunks, and stores nothing until it does.
+        """
+        self._forget_all(lambda tier: tier.reset(namespace))
+
+    def _forget_all(self, action: Callable[[Tier], None]) -> None:
         with self._lock:
             self._clears += 1
             self._strays.clear()
-        jobs = [self._submit(number, tier.clear) for number, tier in enumerate(self._tiers)]
+        jobs = [self._submit(number, action, tier) for number, tier in enumerate(self._tiers)]
         for error in [job.exception() for job in jobs]:
             if error is not None:
                 raise error

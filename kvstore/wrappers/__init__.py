@@ -49,7 +49,7 @@ class GuardOptions:
 
     Attributes:
         timeout_s: the deadline of a call about chunks.
-        slow_timeout_s: the deadline of ``scan``, ``clear`` and ``close``.
+        slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``.
         threads: calls at the same time; more than the callers' threads.
         failures: failures in a row after which the tier is left out.
         probe_interval_s: how often a tier that is left out is tried again.

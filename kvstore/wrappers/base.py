@@ -13,6 +13,8 @@ from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from kvstore.keys import Namespace
+
 SomeTier = TypeVar("SomeTier", bound=Tier)
 
 
@@ -48,6 +50,10 @@ class TierWrapper(Tier):
     def clear(self) -> None:
         """Forward."""
         self.inner.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forward."""
+        self.inner.reset(namespace)
 
     def stored_bytes(self, num_blocks: int) -> int:
         """Forward."""

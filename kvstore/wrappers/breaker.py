@@ -29,6 +29,8 @@ from kvstore.wrappers.base import TierWrapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvstore.keys import Namespace
+
 logger = logging.getLogger(__name__)
 
 _REACHED = {Outcome.HIT, Outcome.CORRUPT, Outcome.STORED}
@@ -91,7 +93,7 @@ class CircuitBreaker(TierWrapper):
     index forget what is there, nor ``FULL``, which would send somebody to buy a disk). ``remove`` is remembered, and
     made good for before the breaker closes: no chunk comes back that was removed meanwhile, and no bytes are lost. A
     ``remove`` that failed is repeated with the next one.
-    ``scan`` and ``clear`` always go through: whoever clears must know whether it was done.
+    ``scan``, ``clear`` and ``reset`` always go through: whoever clears must know whether it was done.
 
     A call that raises while the breaker is closed raises here too. The state changes under a lock that is not held
     during I/O. A probe that hangs keeps the breaker open, so put a ``Deadline`` inside.
@@ -124,6 +126,7 @@ class CircuitBreaker(TierWrapper):
         self._failures_in_a_row = 0
         self._since_s = 0.0  # the last failure while open
         self._owed: dict[ChunkRef, None] = {}  # removals to make good for, in order
+        self._clears = 0  # moves whenever one begins or ends
         self._openings = 0
         self._recoveries = 0
         self._probes = 0
@@ -181,8 +184,10 @@ class CircuitBreaker(TierWrapper):
             with self._lock:
                 for ref, _ in transfers:  # wanted again
                     self._owed.pop(ref, None)
+                clears = self._clears
             outcomes = self.inner.put(transfers)
-            passage.judge(outcomes)
+            if clears == self._clears:  # what was cleared while it was put has failed, and proves nothing
+                passage.judge(outcomes)
             return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
@@ -210,11 +215,22 @@ class CircuitBreaker(TierWrapper):
         """
         with self._lock:
             owed = tuple(self._owed)
-        with self._watch(_Passage(is_probe=False)):
+        with self._clearing():
             self.inner.clear()
         with self._lock:
             for ref in owed:
                 self._owed.pop(ref, None)
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forward in any state; removals remembered before are done with it.
+
+        Raises:
+            TierError: the tier is broken. It is in the new namespace all the same, or will be before it does anything.
+        """
+        with self._lock:
+            self._owed = {}
+        with self._clearing():
+            self.inner.reset(namespace)
 
     def close(self) -> None:
         """Forward. Removals still owed are lost, and their chunks there again at the next start."""
@@ -230,6 +246,15 @@ class CircuitBreaker(TierWrapper):
             return
         with self._watch(passage):
             yield passage
+
+    @contextmanager
+    def _clearing(self) -> Iterator[None]:
+        self._clears += 1
+        try:
+            with self._watch(_Passage(is_probe=False)):
+                yield
+        finally:
+            self._clears += 1
 
     @contextmanager
     def _watch(self, passage: _Passage) -> Iterator[None]:

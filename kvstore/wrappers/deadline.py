@@ -24,6 +24,8 @@ from kvstore.wrappers.base import TierWrapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from kvstore.keys import Namespace
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -42,7 +44,7 @@ class Deadline(TierWrapper):
         inner: the tier to guard.
         timeout_s: the deadline of ``contains``, ``get``, ``put`` and ``remove``, whatever the size of the batch.
         threads: calls at the same time. More than the callers have threads, or a few stuck calls slow down the rest.
-        slow_timeout_s: the deadline of ``scan``, ``clear`` and ``close``, which may touch every file of a tier.
+        slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``, which may touch every file.
         max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
 
     Raises:
@@ -70,6 +72,8 @@ class Deadline(TierWrapper):
         self._work: SimpleQueue[Work | None] = SimpleQueue()
         self._stuck: set[Future[Any]] = set()
         self._timeouts = 0
+        self._late_reset: Future[None] = Future()
+        self._late_reset.set_result(None)
         self._closed = False
         for number in range(threads):
             _start(f"kvstore-{inner.name}-{number}", self._work)
@@ -132,6 +136,22 @@ class Deadline(TierWrapper):
         """
         self._call("clear", self.inner.clear, self._slow_timeout_s)
 
+    def reset(self, namespace: Namespace) -> None:
+        """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.
+
+        Raises:
+            TierTimeoutError: timed out. Until its ``pending`` is done, other calls fail at once with ``TierError``.
+            TierError: the tier would not let go of the old chunks.
+        """
+        resetting = self._aside("reset", lambda: self.inner.reset(namespace))
+        try:
+            resetting.result(self._slow_timeout_s)
+        except TimeoutError as error:
+            self._late_reset = resetting
+            self._give_up(resetting)
+            message = f"reset of the {self.name} tier took longer than {self._slow_timeout_s} s"
+            raise TierTimeoutError(message, resetting) from error
+
     def close(self) -> None:
         """Close the tier within the slow deadline; beyond it a daemon thread goes on, and a warning says so."""
         with self._lock:
@@ -140,13 +160,8 @@ class Deadline(TierWrapper):
             self._closed = True
             for _ in range(self._threads):
                 self._work.put(None)
-        closing: Future[Any] = Future()
-        last: SimpleQueue[Work | None] = SimpleQueue()  # a thread of its own: the others may all be stuck
-        last.put((closing, self.inner.close))
-        last.put(None)
-        _start(f"kvstore-{self.name}-close", last)
         try:
-            closing.result(self._slow_timeout_s)
+            self._aside("close", self.inner.close).result(self._slow_timeout_s)
         except TimeoutError:
             logger.warning("the %s tier does not close within %s s; it is left behind", self.name, self._slow_timeout_s)
 
@@ -161,11 +176,22 @@ class Deadline(TierWrapper):
             message = f"{operation} of the {self.name} tier took longer than {timeout_s} s"
             raise TierTimeoutError(message, future) from error
 
+    def _aside(self, operation: str, action: Callable[[], None]) -> Future[None]:
+        """Start a call on a thread of its own: the others may all be stuck."""
+        future: Future[None] = Future()
+        work: SimpleQueue[Work | None] = SimpleQueue()
+        work.put((future, action))
+        work.put(None)
+        _start(f"kvstore-{self.name}-{operation}", work)
+        return future
+
     def _submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
         future: Future[Result] = Future()
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the {self.name} tier was closed")
+            if not self._late_reset.done():
+                raise TierError(f"{operation} of the {self.name} tier: an earlier reset has not ended")
             if len(self._stuck) >= self._threads:
                 raise TierError(
                     f"{operation} of the {self.name} tier: all {self._threads} threads hang in earlier calls"

@@ -25,7 +25,9 @@ from kvstore.wrappers.base import TierWrapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-OPERATIONS = ("scan", "contains", "get", "put", "remove", "clear")
+    from kvstore.keys import Namespace
+
+OPERATIONS = ("scan", "contains", "get", "put", "remove", "clear", "reset")
 
 
 class FaultKind(Enum):
@@ -180,6 +182,13 @@ class FaultInjector(TierWrapper):
         """Forward, or raise or hang as planned."""
         self._enter("clear", ())
         self.inner.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forward, or hang as planned; a planned error is raised when it is done, as the contract says."""
+        try:
+            self._enter("reset", ())
+        finally:
+            self.inner.reset(namespace)
 
     def _enter(self, operation: str, refs: Sequence[ChunkRef]) -> Call:
         """Count a call, and let it raise or hang."""

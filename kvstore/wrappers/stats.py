@@ -17,7 +17,9 @@ from kvstore.wrappers.base import TierWrapper
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-OPERATIONS = ("scan", "contains", "get", "put", "remove", "clear")
+    from kvstore.keys import Namespace
+
+OPERATIONS = ("scan", "contains", "get", "put", "remove", "clear", "reset")
 # Upper bounds of the buckets: from 10 us to 168 s in steps of the square root of two; one more bucket takes the rest.
 LATENCY_BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(49))
 _MOVED = (Outcome.HIT, Outcome.STORED)
@@ -95,6 +97,7 @@ class TierStats:
     put: OperationStats
     remove: OperationStats
     clear: OperationStats
+    reset: OperationStats
 
 
 @dataclass
@@ -209,6 +212,11 @@ class Statistics(TierWrapper):
         """Forward and count."""
         with self._recorders["clear"].call():
             self.inner.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forward and count."""
+        with self._recorders["reset"].call():
+            self.inner.reset(namespace)
 
     def _enter(self, tally: _Tally, transfers: Sequence[Transfer], outcomes: list[Outcome]) -> list[Outcome]:
         tally.outcomes.update(outcomes)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, SLOT_BYTES, FakeTier
+from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
@@ -188,6 +188,32 @@ def test_pending_says_when_a_late_read_has_ended(hanging: Callable[..., Hanging]
     assert bench.deadline.stuck_calls == 0
     assert bench.deadline.timeouts == 1
     assert bench.deadline.get([item]) == [HIT]
+
+
+def test_a_reset_happens_though_all_threads_are_stuck(hanging: Callable[..., Hanging]) -> None:
+    bench = hanging(threads=1)
+    bench.time_out(transfer(5))
+    bench.deadline.reset(NAMESPACE)
+    assert bench.tier.namespaces == [NAMESPACE]
+
+
+def test_a_reset_that_hangs_holds_back_what_comes_after_it(stack: ExitStack) -> None:
+    tier, gate = FakeTier(), threading.Event()
+    faulty = FaultInjector(tier, [Fault(FaultKind.HANG, "reset")])
+    deadline = Deadline(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
+    stack.callback(deadline.close)
+    deadline.put([transfer(1)])
+    with pytest.raises(TierTimeoutError, match="reset of the fake tier took longer") as caught:
+        deadline.reset(NAMESPACE)
+    with pytest.raises(TierError, match="an earlier reset has not ended"):
+        deadline.get([transfer(1)])
+    with pytest.raises(TierError, match="an earlier reset has not ended"):
+        deadline.put([transfer(2)])
+    caught.value.pending.add_done_callback(lambda _: gate.set())
+    faulty.heal()
+    assert gate.wait(HANG_GUARD_S)
+    assert deadline.get([transfer(1)]) == [MISS]
+    assert deadline.put([transfer(2)]) == [STORED]
 
 
 def test_pending_of_a_late_write_tells_its_outcome(hanging: Callable[..., Hanging]) -> None:
@@ -723,7 +749,7 @@ def test_errors_come_in_the_calls_planned() -> None:
     assert wrapped.injected == {FaultKind.ERROR: 2}
 
 
-@pytest.mark.parametrize("operation", ["scan", "contains", "get", "put", "remove", "clear"])
+@pytest.mark.parametrize("operation", ["scan", "contains", "get", "put", "remove", "clear", "reset"])
 def test_every_operation_can_break(operation: str) -> None:
     _, wrapped = injector(Fault(FaultKind.ERROR, operation))
     calls: dict[str, Callable[[], object]] = {
@@ -733,13 +759,27 @@ def test_every_operation_can_break(operation: str) -> None:
         "put": lambda: wrapped.put([transfer(1)]),
         "remove": lambda: wrapped.remove([]),
         "clear": wrapped.clear,
+        "reset": lambda: wrapped.reset(NAMESPACE),
     }
-    for name in ("scan", "contains", "get", "put", "remove", "clear"):
+    for name, call in calls.items():
         if name == operation:
             with pytest.raises(TierError, match="injected"):
-                calls[name]()
+                call()
         else:
-            calls[name]()
+            call()
+
+
+def test_what_was_cleared_while_it_was_put_opens_no_breaker() -> None:
+    tier = FakeTier()
+    breaker = CircuitBreaker(tier, failures=1)
+    tier.put_outcome = FAILED
+    for forget in (breaker.clear, lambda: breaker.reset(NAMESPACE)):
+        tier.before_put = forget
+        assert breaker.put([transfer(1)]) == [FAILED]
+        assert not breaker.is_open
+    tier.before_put = lambda: None
+    breaker.put([transfer(1)])
+    assert breaker.is_open
 
 
 def test_outcomes_strike_single_chunks() -> None:

@@ -126,6 +126,7 @@ class FakeTier(Tier):
         self.before_get: Callable[[], object] = lambda: None
         self.before_put: Callable[[], object] = lambda: None
         self.put_outcome = Outcome.STORED
+        self.namespaces: list[Namespace] = []  # entered by ``reset``
         self.is_closed = False
         self._lock = Lock()
 
@@ -161,6 +162,10 @@ class FakeTier(Tier):
     def clear(self) -> None:
         with self._lock:
             self.chunks.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        self.namespaces.append(namespace)
+        self.clear()
 
     def stored_bytes(self, num_blocks: int) -> int:
         return FILE_BYTES if num_blocks == BLOCKS_PER_CHUNK else FILE_BYTES - 1

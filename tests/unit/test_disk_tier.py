@@ -28,7 +28,7 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.errors import ConfigError, InvalidCallError
+from kvstore.errors import ConfigError, InvalidCallError, TierError
 from kvstore.layout import KVLayout
 from kvstore.tiers import _folder, _space, _survey
 from kvstore.tiers.base import ChunkRef, Outcome, Transfer
@@ -368,6 +368,43 @@ def test_clear_gives_everything_back(open_tier: Open, folder: Path) -> None:
 def test_clear_leaves_other_namespaces(open_tier: Open) -> None:
     put(open_tier(OTHER), make_ref(1))
     open_tier().clear()
+    assert get(open_tier(OTHER), make_ref(1)) is Outcome.HIT
+
+
+def test_a_reset_that_the_folder_refuses(open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored before is out of reach at once, and nothing is stored before it is gone."""
+    tier = open_tier()
+    put(tier, make_ref(1), make_ref(2))
+    rename, refuses = Path.rename, True
+
+    def rename_unless_home(self: Path, target: Path) -> Path:
+        if refuses and self == folder / MINE.id.hex():
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_unless_home)
+    with pytest.raises(TierError, match="Input/output error"):
+        tier.reset(MINE.at_epoch("1"))
+    assert get(tier, make_ref(1)) is Outcome.MISS
+    with pytest.raises(TierError, match="Input/output error"):
+        put(tier, make_ref(3))
+    assert tier.used_bytes == bytes_on_disk(folder) == 2 * CHUNK_BYTES
+    refuses = False
+    assert put(tier, make_ref(3)) == [Outcome.STORED]
+    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
+    assert open_tier().scan() == []
+
+
+def test_past_epochs_are_swept(open_tier: Open, folder: Path) -> None:
+    """Nobody enters one again, unlike other namespaces."""
+    put(open_tier(OTHER), make_ref(1))
+    tier = open_tier()
+    tier.reset(MINE.at_epoch("1"))
+    put(tier, make_ref(2))
+    assert tier.used_bytes == bytes_on_disk(folder) == 2 * CHUNK_BYTES
+    tier = open_tier()
+    assert tier.scan() == []
+    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
     assert get(open_tier(OTHER), make_ref(1)) is Outcome.HIT
 
 

@@ -286,6 +286,23 @@ def test_clear_of_a_sequence(rig: Rig, tmp_path: Path, local_cpu: bool) -> None:
         assert [rig.retrieve(engine, tokens_of(seed, 40)) for seed in (1, 2)] == [40, 40]
 
 
+@pytest.mark.parametrize("local_cpu", [True, False])
+def test_after_changed_weights_nothing_old_is_found(rig: Rig, tmp_path: Path, local_cpu: bool) -> None:
+    with rig.open(local_disk=tmp_path, local_cpu=local_cpu) as engine:
+        rig.store(engine, tokens_of(1, 40))
+        engine.reset_cache()
+        assert rig.retrieve(engine, tokens_of(1, 40)) == 0
+        check_idle(engine)
+        assert engine.stats().disk_used_bytes == 0
+        assert rig.store(engine, tokens_of(1, 40)) == 40
+        assert engine.flush()
+        assert rig.retrieve(engine, tokens_of(1, 40)) == 40
+        assert engine.stats().disk_used_bytes == 3 * FILE_BYTES
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.retrieve(engine, tokens_of(1, 40)) == 0
+        assert engine.stats().disk_used_bytes == 0
+
+
 def test_clear_of_everything(rig: Rig, tmp_path: Path) -> None:
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens_of(1, 40))

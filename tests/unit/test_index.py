@@ -556,13 +556,6 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     assert index.prepare_store(refs_of(32)) == []
 
 
-def test_after_the_end_of_writing_nothing_is_written() -> None:
-    index = make(4, disk_chunks=4)
-    index.stop_writing()
-    assert not any(step.write_behind for step in store(index, 32))
-    assert index.prepare_store(refs_of(32)) == []
-
-
 # Tails and the disk
 
 

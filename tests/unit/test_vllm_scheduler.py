@@ -305,6 +305,8 @@ def test_reset_in_the_middle_forgets_old_weights(
     vllm.ask("two", PROMPT)
     vllm.settle()
     vllm.assert_nothing_leaked()
+    assert vllm.chunk_files(), "the new weights' KV is written, too"
+    assert len(build(folder=tmp_path).index) == 0, "but nobody else may find it"
 
 
 def test_reset_cancels_what_an_ended_request_was_about_to_store(build: Build, tmp_path: Path) -> None:

@@ -114,12 +114,12 @@ def test_ended_requests_are_reported_once_even_without_stores(worker: StoreWorke
     assert worker.take_ended_requests() == set()
 
 
-def test_clear_forgets_memory_and_disk(worker: StoreWorker) -> None:
+def test_a_new_epoch_forgets_memory_and_disk(worker: StoreWorker) -> None:
     carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
     assert worker._mover.flush(10)
     for number, from_disk in ((2, False), (3, True)):
         report = carry_out(
-            worker, StepPlan(number, number, [load(REF, 0, [7, 5], from_disk=from_disk)], clear=number == 2)
+            worker, StepPlan(number, number, [load(REF, 0, [7, 5], from_disk=from_disk)], epoch="2" * (number == 2))
         )
         assert result_of(report, number).failed_loads == {REF.prefix_key}
 
