@@ -166,14 +166,15 @@ def test_scatter_writes_these_blocks_and_nothing_else(
 ) -> None:
     make, pages = LAYOUTS[layout]
     sources = [3, 8, 5, 0]
-    payload = slot_for(bind(make(dtype)))
-    bind(make(dtype)).gather(as_block_ids(sources), payload)
+    originals = make(dtype)
+    payload = slot_for(bind(originals))
+    bind(originals).gather(as_block_ids(sources), payload)
     for paged_of in (bind, on_device):
         caches = make(dtype)
         before = [_storage(cache) for cache in caches.values()]
         wanted = {block: [raw(page) for c in caches.values() for page in pages(c, block)] for block in range(B)}
         for source, target in zip(sources[first:], targets, strict=False):
-            wanted[target] = [raw(page) for c in make(dtype).values() for page in pages(c, source)]
+            wanted[target] = [raw(page) for c in originals.values() for page in pages(c, source)]
         paged_of(caches).scatter(as_block_ids(targets), payload, len(sources), first)
         for block in range(B):
             assert [raw(page) for c in caches.values() for page in pages(c, block)] == wanted[block], block
@@ -183,7 +184,7 @@ def test_scatter_writes_these_blocks_and_nothing_else(
 
 def _storage(cache: LayerCache) -> list[bytes]:
     parts = [cache] if isinstance(cache, torch.Tensor) else cache
-    return [bytes(part.untyped_storage()) for part in parts]
+    return [raw(torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())) for part in parts]
 
 
 @pytest.mark.parametrize("paged_of", [bind, on_device])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -25,13 +24,6 @@ from support.diskwork import (
 
 from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.disk import DiskTier
-
-CAPACITY_BYTES = 16 * CHUNK_BYTES
-
-Open = Callable[..., DiskTier]
-
-
-# Any order of calls
 
 REFS = st.builds(make_ref, st.integers(0, 5), st.sampled_from([1, 3, 8]))
 CALLS = st.lists(
@@ -78,8 +70,8 @@ def test_behaves_like_a_dictionary_and_counts_exactly(calls: list[tuple[str, Chu
         tier.close()
 
 
-def test_many_threads(open_tier: Open, folder: Path) -> None:
-    tier = open_tier(capacity_bytes=6 * CHUNK_BYTES)
+def test_many_threads(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, MINE, EVEN, 6 * CHUNK_BYTES)
     wrong: list[Outcome] = []
 
     def work(seed: int) -> None:
@@ -106,5 +98,6 @@ def test_many_threads(open_tier: Open, folder: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert tier.used_bytes == bytes_on_disk(folder)
+    assert tier.used_bytes == bytes_on_disk(tmp_path)
     assert all(get(tier, ref) is Outcome.HIT for ref, _ in tier.scan())
+    tier.close()
