@@ -80,7 +80,8 @@ class StoreConfig(BaseModel):
         default=10.0,
         gt=0,
         le=_MAX_TIMEOUT_S,
-        description="The longest that a read from disk, a flush or a close may make its caller wait.",
+        description="The longest that a read from disk or a flush may make its caller wait; a close flushes, and may "
+        "then take as long again.",
     )
     disk_io_threads: Annotated[int, Unit("threads")] = Field(
         default=4,

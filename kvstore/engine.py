@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -223,10 +224,15 @@ class CacheEngine:
             self._index.release(_pin_name(hasher))
 
     def prefetch(self, tokens: Tokens, tier: str = "cpu", *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one. Returns the tokens there.
+        """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
+
+        Returns how many leading tokens are in memory when it is done: what lies behind a chunk that could not be loaded
+        does not count, though it may be there. Without ``local_cpu`` nothing stays in memory: the answer is 0, and
+        nothing is read.
 
         Raises:
             InvalidCallError: another tier.
+            ClosedError: after ``close``.
         """
         if tier != "cpu":
             raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
@@ -234,10 +240,12 @@ class CacheEngine:
         with self._move_lock:
             with self._index_lock:
                 self._begin_decision()
-                steps = self._index.prepare_load(self._index.lookup(hasher).refs)
-            result = self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
-        here = [step.ref.num_blocks for step in steps if step.ref.prefix_key not in result.failed]
-        return sum(here) * self.layout.block_tokens
+                refs = self._index.lookup(hasher).refs if self._options.local_cpu else ()
+                steps = self._index.prepare_load(refs)
+            self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
+            with self._index_lock:
+                here = list(takewhile(lambda step: self._index.in_memory(step.ref.prefix_key), steps))
+        return sum(step.ref.num_blocks for step in here) * self.layout.block_tokens
 
     def store(
         self,
@@ -374,7 +382,11 @@ class CacheEngine:
             )
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Flush within the bound, end all threads, release the folder. Idempotent. False if writes were given up."""
+        """Flush within the bound, end all threads, release the folder. Idempotent. False if writes were given up.
+
+        A call under way ends first. With a disk that hangs this returns after the bound, and then as long again or 5
+        seconds, whichever is more; the folder stays locked until the disk lets go of it, or the process ends.
+        """
         with self._move_lock:
             if self._closed:
                 return True

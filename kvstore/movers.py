@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_THREADS = 4
 _LOG_INTERVAL_S = 60.0
+_END_WAIT_S = 5.0
 
 
 class LoadJob(NamedTuple):
@@ -215,14 +216,25 @@ class Mover:
             return self._write_lock.wait_for(lambda: not (self._writing or self._ending), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Flush within the bound, then end all threads and close the tiers. False if writes were given up."""
+        """Flush within the bound, then end all threads and close the tiers. False if writes were given up.
+
+        The end may take as long again, or 5 seconds if that is more. With a disk that hangs it goes on behind, and the
+        folder stays locked until then.
+        """
         flushed = self.flush(timeout_s)
+        end = threading.Thread(target=self._end, name="kvstore-close", daemon=True)  # a disk must not keep the process
+        end.start()
+        end.join(max(timeout_s, _END_WAIT_S))
+        if end.is_alive():
+            logger.warning("the disk tier hangs and is closed behind; its folder stays locked until that is done")
+        return flushed
+
+    def _end(self) -> None:
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the disk's deadline
         self._cpu.close()
         if self._disk is not None:
             self._disk.close()
-        return flushed
 
     def _start_read(self, step: LoadStep) -> Future[_Arrival] | None:
         if not step.from_disk:

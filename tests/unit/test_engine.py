@@ -13,7 +13,7 @@ from support.rig import CHUNK, FILE_BYTES, POISON, Rig, tokens_of
 
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError
-from kvstore.keys import KeyExtras, Namespace
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -518,4 +518,31 @@ def test_prefetch(rig: Rig, tmp_path: Path) -> None:
         assert engine.prefetch(tokens_of(2, 40)) == 0
         with pytest.raises(InvalidCallError, match="gpu"):
             engine.prefetch(tokens, "gpu")
+        check_idle(engine)
+
+
+def test_prefetch_counts_the_prefix_that_is_in_memory(rig: Rig, tmp_path: Path) -> None:
+    """Not what lies behind a chunk that is lost, though it was loaded."""
+    tokens = tokens_of(1, 40)
+    with rig.open(local_disk=tmp_path) as engine:
+        rig.store(engine, tokens)
+        second = engine._index.lookup(engine._hash(tokens, NO_EXTRAS)).refs[1].prefix_key.hex()
+    with rig.open(local_disk=tmp_path) as engine:
+        next(tmp_path.glob(f"*/*/{second}-*.safetensors")).unlink()
+        assert engine.lookup(tokens) == 40
+        assert engine.prefetch(tokens) == engine.lookup(tokens) == 16
+        assert engine.stats().slots_in_use == 2
+        assert engine.stats().mover.chunks_loaded_from_disk == 2
+        check_idle(engine)
+
+
+def test_prefetch_into_a_mere_passage(rig: Rig, tmp_path: Path) -> None:
+    """Nothing could stay there, so nothing is read."""
+    tokens = tokens_of(1, 40)
+    with rig.open(local_disk=tmp_path, local_cpu=False) as engine:
+        rig.store(engine, tokens)
+        assert engine.flush()
+        assert engine.prefetch(tokens) == 0
+        assert engine.stats().mover.chunks_loaded_from_disk == 0
+        assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 40
         check_idle(engine)
