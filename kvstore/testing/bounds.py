@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import ClosedError
-from kvstore.testing.harness import EVEN, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import Outcome
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
+FEW = [make_ref(number) for number in range(1, FEW_CHUNKS + 1)]
+STORED, FULL, HIT = Outcome.STORED, Outcome.FULL, Outcome.HIT
 
 
 class BoundsTests(TierHarness):
@@ -32,74 +34,78 @@ class BoundsTests(TierHarness):
 
     def test_full_is_an_answer(self) -> None:
         """The first chunks are stored, the rest is refused, each on its own."""
-        self.start(chunks=3)
-        outcomes = self.put(*(make_ref(number) for number in range(5)))
-        assert outcomes == [Outcome.STORED] * 3 + [Outcome.FULL] * 2
+        self.start(chunks=FEW_CHUNKS)
+        outcomes = self.put(*FEW) + self.put(make_ref(91), make_ref(92))
+        assert outcomes == [STORED] * FEW_CHUNKS + [FULL] * 2
         self.check_bytes()
 
     def test_full_writes_nothing(self) -> None:
         """What was refused is nowhere, and what was there is unharmed."""
-        tier = self.start(chunks=2)
-        self.put(A, B)
+        tier = self.start(chunks=FEW_CHUNKS)
+        self.put(*FEW)
         used_bytes = tier.used_bytes
-        assert self.put(C) == [Outcome.FULL]
-        assert self.raw_read(C) is None
-        assert tier.contains([A, B, C]) == [True, True, False]
-        assert self.get(A, B, C) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+        refused = make_ref(91)
+        assert self.put(refused) == [FULL]
+        assert self.raw_read(refused) is None
+        assert tier.contains([*FEW, refused]) == [True] * FEW_CHUNKS + [False]
+        assert self.get(*FEW, refused) == [HIT] * FEW_CHUNKS + [Outcome.MISS]
         assert tier.used_bytes == used_bytes == self.raw_used_bytes()
 
     def test_a_full_tier_can_replace(self) -> None:
         """Without room for two of them, the new one takes the place of the old."""
-        self.start(chunks=2)
-        self.put(A, B)
-        assert self.put(A, B, version=1) == [Outcome.STORED, Outcome.STORED]
-        assert self.get(A, B, version=1) == [Outcome.HIT, Outcome.HIT]
+        self.start(chunks=FEW_CHUNKS)
+        self.put(*FEW)
+        assert self.put(*FEW, version=1) == [STORED] * FEW_CHUNKS
+        assert self.get(*FEW, version=1) == [HIT] * FEW_CHUNKS
         self.check_bytes()
 
     def test_what_is_removed_makes_room(self) -> None:
         """At once, for as many chunks as were removed."""
-        tier = self.start(chunks=3)
-        self.put(A, B, C)
+        tier = self.start(chunks=FEW_CHUNKS)
+        self.put(*FEW)
         tier.remove([A, B])
-        assert self.put(make_ref(4), make_ref(5), make_ref(6)) == [Outcome.STORED, Outcome.STORED, Outcome.FULL]
-        assert self.held() == {C, make_ref(4), make_ref(5)}
+        assert self.put(make_ref(91), make_ref(92)) + self.put(make_ref(93)) == [STORED, STORED, FULL]
+        assert self.held() == {*FEW, make_ref(91), make_ref(92)} - {A, B}
         self.check_bytes()
 
     def test_room_of_one_length_serves_another(self) -> None:
         """Chunks of other lengths can take what a removed one gave back."""
-        tier = self.start(chunks=2)
-        self.put(A, B)
+        tier = self.start(chunks=FEW_CHUNKS)
+        self.put(*FEW)
         tier.remove([A])
-        assert self.put(make_ref(4, 1)) == [Outcome.STORED]
-        tier.remove([make_ref(4, 1)])
-        assert self.put(A) == [Outcome.STORED]
+        assert self.put(make_ref(91, 1)) == [STORED]
+        tier.remove([make_ref(91, 1)])
+        assert self.put(A) == [STORED]
         self.check_bytes()
 
     def test_clear_makes_room(self) -> None:
         """For all that fits."""
-        tier = self.start(chunks=3)
+        tier = self.start(chunks=FEW_CHUNKS)
         for version in range(3):
-            assert self.put(A, B, C, version=version) == [Outcome.STORED] * 3
+            assert self.put(*FEW, version=version) == [STORED] * FEW_CHUNKS
             tier.clear()
             self.check_bytes()
 
     def test_no_byte_is_lost_over_many_rounds(self) -> None:
         """Storing and removing again and again, in a tier that is nearly full."""
-        tier = self.start(chunks=4)
+        tier = self.start(chunks=FEW_CHUNKS)
+        keep = FEW_CHUNKS - 1
         for number in range(60):
-            assert self.put(make_ref(number, 1 + number % 4)) == [Outcome.STORED]
-            tier.remove([make_ref(number - 3, 1 + (number - 3) % 4)] if number >= 3 else [])
+            assert self.put(make_ref(number, 1 + number % 4)) == [STORED]
+            tier.remove([make_ref(number - keep, 1 + (number - keep) % 4)] if number >= keep else [])
             self.check_bytes()
 
     def test_counters_add_up(self) -> None:
         """One event for every chunk asked for, whatever its batch."""
-        tier = self.start(chunks=2)
-        self.put(A, B, C)
+        tier = self.start(chunks=FEW_CHUNKS)
+        refused = make_ref(91)
+        self.put(*FEW)
+        self.put(refused)
         self.put(A)
-        self.get(A, B, C, C)
-        self.get(C)
+        self.get(A, B, refused, refused)
+        self.get(refused)
         found = tier.counters
-        assert (found.stored, found.full, found.hits, found.misses) == (3, 1, 2, 3)
+        assert (found.stored, found.full, found.hits, found.misses) == (FEW_CHUNKS + 1, 1, 2, 3)
         assert (found.corrupt, found.failed) == (0, 0)
 
     def test_bytes_moved_are_counted(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from kvstore.testing.harness import EVEN, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, PAUSE_S, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import ChunkRef, Outcome, TierCounters
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
@@ -22,9 +24,9 @@ class ContentTests(TierHarness):
 
     def test_it_has_a_name_and_keeps_to_its_bound(self) -> None:
         """Both are told to people; the bound may be rounded down, never up."""
-        tier = self.start(chunks=5)
+        tier = self.start(chunks=FEW_CHUNKS)
         assert tier.name
-        assert tier.capacity_bytes == 5 * tier.stored_bytes(EVEN.blocks_per_chunk)
+        assert tier.usable_bytes <= tier.capacity_bytes == FEW_CHUNKS * tier.stored_bytes(EVEN.blocks_per_chunk)
 
     def test_get_of_an_unknown_chunk_is_a_miss(self) -> None:
         """A miss is a value, in an empty tier as in a full one."""
@@ -134,6 +136,21 @@ class ContentTests(TierHarness):
         refs = [make_ref(blocks, blocks) for blocks in range(1, 5)]
         self.put(*refs)
         assert dict(tier.scan()) == {ref: tier.stored_bytes(ref.num_blocks) for ref in refs}
+
+    def test_scan_names_the_longest_untouched_first(self) -> None:
+        """A hit and a put are touches, so an index that is filled from a scan evicts in the right order."""
+        refs = [make_ref(number) for number in range(8)]
+        tier = self.start()
+        self.put(*refs)
+        time.sleep(PAUSE_S)
+        self.get(*refs[::2])
+        self.put(refs[1], version=1)
+        tier.contains(refs)
+        touched = {*refs[::2], refs[1]}
+        for restarted in (False, True)[: 1 + self.persistent]:
+            order = [ref for ref, _ in (self.restart() if restarted else tier).scan()]
+            assert set(order[:3]) == set(refs) - touched
+            assert set(order[3:]) == touched
 
     def test_remove_forgets(self) -> None:
         """What is removed, and nothing else."""

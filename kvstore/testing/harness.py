@@ -27,6 +27,8 @@ LARGE = KVLayout(page_bytes=(16384,) * 2, planes=2, block_tokens=32, chunk_token
 DEEP = KVLayout(page_bytes=(24,) * 260, planes=1, block_tokens=16, chunk_tokens=32)
 TINY = KVLayout(page_bytes=(1,), planes=1, block_tokens=16, chunk_tokens=16)
 LAYOUTS = {"even": EVEN, "odd": ODD, "large": LARGE, "deep": DEEP, "tiny": TINY}
+FEW_CHUNKS = 6  # also over two parts or three: whole chunks for each, so that all of them fit, and no more
+PAUSE_S = 1.1  # chunks touched closer together may be named in another order: heads of prompts after their tails
 _ROOMY_CHUNKS = 64
 _UNTOUCHED = 0xA5
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace
-from kvstore.testing.harness import EVEN, TierHarness, make_buffer, make_payload, make_ref
+from kvstore.testing.harness import EVEN, FEW_CHUNKS, TierHarness, make_buffer, make_payload, make_ref
 from kvstore.tiers.base import ChunkRef, Outcome, Transfer
 
 A = make_ref(1)
@@ -126,8 +126,8 @@ class ThreadTests(TierHarness):
         self.check_bytes()
 
     def test_the_bound_holds_under_concurrent_puts(self) -> None:
-        """Eight threads put into a tier with room for three chunks: three are stored."""
-        tier = self.start(chunks=3)
+        """Twelve threads put into a tier with room for six chunks: six are stored."""
+        tier = self.start(chunks=FEW_CHUNKS)
         stored: list[ChunkRef] = []
 
         def put(number: int) -> None:
@@ -135,8 +135,8 @@ class ThreadTests(TierHarness):
                 stored.append(make_ref(number))
             assert tier.used_bytes <= tier.capacity_bytes
 
-        together(*(lambda number=number: put(number) for number in range(8)))
-        assert len(stored) == 3
+        together(*(lambda number=number: put(number) for number in range(2 * FEW_CHUNKS)))
+        assert len(stored) == FEW_CHUNKS
         assert self.held() == set(stored)
         self.check_bytes()
 

@@ -80,8 +80,10 @@ class ChunkIO:
         body_bytes = self.file_bytes[ref.num_blocks] - self._header_bytes
         return Body(ref, buffer[:body_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
 
-    def read(self, path: Path, body: Body) -> Damage | None:
-        """Fill the buffer from a chunk's file, whatever stands there; None if it is the chunk, and marked as used.
+    def read(self, path: Path, body: Body, used_ns: int) -> Damage | None:
+        """Fill the buffer from a chunk's file, whatever stands there; None if it is the chunk.
+
+        Then ``used_ns``, in ns since 1970, becomes the file's mtime.
 
         Raises:
             OSError: nothing stands there, or the system refused to read it.
@@ -103,11 +105,11 @@ class ChunkIO:
             layer_sums = "".join(part() for part in sums)
             damage = chunkfile.compare(self._layout, self._key(body.ref), body.ref.num_blocks, header, layer_sums)
             if damage is None:
-                _touch(fd)
+                _touch(fd, used_ns)
         return damage
 
-    def write(self, path: Path, body: Body) -> None:
-        """Make ``path`` the file of a chunk; the padding in the buffer becomes zeros.
+    def write(self, path: Path, body: Body, used_ns: int) -> None:
+        """Make ``path`` the file of a chunk, with an mtime of ``used_ns``; the padding in the buffer becomes zeros.
 
         Raises:
             OSError: the system refused; what stands in the file is undefined.
@@ -123,6 +125,7 @@ class ChunkIO:
                 _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data], 0)
             if os.fstat(fd).st_size != self.file_bytes[num_blocks]:
                 os.ftruncate(fd, self.file_bytes[num_blocks])
+            _touch(fd, used_ns)
 
     def close(self) -> None:
         """End the threads that calculate. Only after the last call."""
@@ -177,12 +180,10 @@ def _cut(layout: KVLayout, num_blocks: int) -> Iterator[_Piece]:
         yield _Piece(begin_bytes, end_bytes, range(first, done_layers))
 
 
-def _touch(fd: int) -> None:
-    """Mark a file as just used; a failure loses only the order of use."""
-    try:
-        os.utime(fd)
-    except OSError:
-        return
+def _touch(fd: int, used_ns: int) -> None:
+    """Note when a file was used; a failure loses only the order of use."""
+    with suppress(OSError):
+        os.utime(fd, ns=(used_ns, used_ns))
 
 
 def _read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:

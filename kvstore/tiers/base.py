@@ -154,7 +154,9 @@ class Tier(ABC):
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Every chunk held, with its stored bytes, the longest untouched first.
 
-        Called before any other use, as it may have to look through the storage; later calls are allowed.
+        ``put`` and a ``HIT`` are touches. Chunks touched without a pause of more than a second may come in another
+        order: a prompt is touched from its head to its tail, and should be evicted the other way. Called before any
+        other use, as it may have to look through the storage; later calls are allowed, and tell what is true then.
         """
 
     @abstractmethod
@@ -204,7 +206,10 @@ class Tier(ABC):
 
     @property
     def usable_bytes(self) -> int:
-        """What an index may fill: less than the capacity only where storage in several parts wastes some."""
+        """What an index may fill: less than the capacity only where storage in several parts wastes some.
+
+        What fits into it is stored; what fits only into the capacity is stored or ``FULL``.
+        """
         return self.capacity_bytes
 
     @property

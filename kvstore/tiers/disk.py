@@ -10,6 +10,8 @@ What keeps it right:
   ``used_bytes``. Spare files and chunks of other namespaces give way to new chunks before anything is called full.
 - A file may be recycled while it is read. Then the checksums do not match, and the reader sees in the dictionary that
   the chunk it meant is gone: a miss, not damage.
+- A chunk counts as used when its call began: those of a prompt are asked for from its head to its tail, several at
+  once, and may be answered in another order.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import logging
 import os
 import shutil
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore import chunkfile
 from kvstore.chunkfile import Damage
@@ -42,10 +45,17 @@ _CLOSE_WAIT_S = 30.0
 _GIB = 1 << 30
 
 
+class _Held(NamedTuple):
+    """A chunk in the folder: the serial number of the put that made it, and when it was used last."""
+
+    serial: int
+    used_ns: int
+
+
 class DiskTier(Tier):
     """Chunks as files in a folder, for one namespace and one owner at a time.
 
-    Files read are marked as touched (their mtime), so a restart finds them in order of use. The lock file, the
+    A file's mtime tells when its chunk was used last, so a restart finds them in order of use. The lock file, the
     ``namespace.json`` files and the folders themselves are not counted in ``used_bytes``.
 
     Args:
@@ -74,8 +84,7 @@ class DiskTier(Tier):
         self._sizes = self._io.file_bytes
         self._changed = threading.Condition()
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
-        self._chunks: dict[ChunkRef, int] = {}  # to the serial number of the put that made it
-        self._found: list[tuple[int, ChunkRef]] = []
+        self._chunks: dict[ChunkRef, _Held] = {}
         self._serials = itertools.count()
         self._generation = 0  # counts clears and resets
         self._condemned: dict[Path, int] = {}  # homes of before a reset, with their bytes, that must go
@@ -131,23 +140,23 @@ class DiskTier(Tier):
         return 0
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, the longest untouched first. The first call looks at the folder and sweeps it.
+        """Every chunk held, those of the oldest session first, as ``_survey.in_order_of_use`` says.
+
+        The first call looks at the folder and sweeps it; later ones answer from memory, as a restart would.
 
         Raises:
             TierError: the folder could not be read or swept.
         """
-        with self._operation():
-            self._found = []
-            return [(ref, self._sizes[ref.num_blocks]) for ref in list(self._chunks)]
+        return [(ref, self._sizes[ref.num_blocks]) for _, ref in _survey.in_order_of_use(self.uses())]
 
-    def found(self) -> list[tuple[int, ChunkRef]]:
-        """What the first look found, with mtimes in ns, for merging several folders; empty once ``scan`` was called.
+    def uses(self) -> list[tuple[int, ChunkRef]]:
+        """Every chunk held and when it was used last, in ns since 1970, in no order: for merging several folders.
 
         Raises:
             TierError: the folder could not be read or swept.
         """
-        with self._operation():
-            return self._found
+        with self._operation(), self._changed:
+            return [(held.used_ns, ref) for ref, held in self._chunks.items()]
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether it is held. Answers from memory."""
@@ -311,8 +320,8 @@ class DiskTier(Tier):
         except OSError as error:
             raise TierError(f"cannot read the disk folder {self._folder}: {_folder.reason(error)}") from error
         self.counters.swept += found.swept
-        self._found = _survey.in_order_of_use(found.own)
-        self._chunks = {ref: next(self._serials) for _, ref in self._found}
+        by_use = _survey.in_order_of_use(found.own)
+        self._chunks = {ref: _Held(next(self._serials), used_ns) for used_ns, ref in by_use}
         self._space.used_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
         self._space.add_foreign((Path(path), size) for _, path, size in sorted(found.foreign, reverse=True))
         self._space.shrink()
@@ -329,22 +338,29 @@ class DiskTier(Tier):
         return outcome
 
     def _get(self, body: Body) -> Outcome:
-        serial = self._chunks.get(body.ref)
-        if serial is None:
+        used_ns = time.time_ns()
+        held = self._chunks.get(body.ref)
+        if held is None:
             return Outcome.MISS
         try:
-            damage = self._io.read(self._path(body.ref), body)
+            damage = self._io.read(self._path(body.ref), body, used_ns)
         except (FileNotFoundError, NotADirectoryError):
-            return self._discard(body.ref, serial, None)
+            return self._discard(body.ref, held.serial, None)
         except OSError as error:
             self._complain("read", f"cannot read a chunk: {_folder.reason(error)}")
             return Outcome.FAILED
-        return Outcome.HIT if damage is None else self._discard(body.ref, serial, damage)
+        if damage is not None:
+            return self._discard(body.ref, held.serial, damage)
+        with self._changed:
+            if (now := self._chunks.get(body.ref)) is not None and now.serial == held.serial:
+                self._chunks[body.ref] = _Held(now.serial, used_ns)
+        return Outcome.HIT
 
     def _discard(self, ref: ChunkRef, serial: int, damage: Damage | None) -> Outcome:
         """Remove a chunk whose file is damaged, or gone (None), unless it was removed or replaced meanwhile."""
         with self._changed:
-            if self._chunks.get(ref) != serial:
+            held = self._chunks.get(ref)
+            if held is None or held.serial != serial:
                 return Outcome.MISS
             path = self._retire(ref)
             if path is not None:
@@ -374,6 +390,7 @@ class DiskTier(Tier):
         Raises:
             OSError: the system refused; the file is deleted, and its bytes are given back.
         """
+        used_ns = time.time_ns()
         size_bytes = self._sizes[body.ref.num_blocks]
         path = self._space.claim(size_bytes)
         if path is None:
@@ -384,8 +401,8 @@ class DiskTier(Tier):
             return Outcome.FULL
         is_named = False
         try:
-            self._io.write(path, body)
-            is_named = self._publish(path, body.ref, generation)
+            self._io.write(path, body, used_ns)
+            is_named = self._publish(path, body.ref, used_ns, generation)
         finally:
             if not is_named:
                 with self._changed:
@@ -394,7 +411,7 @@ class DiskTier(Tier):
         self._space.trim()
         return Outcome.STORED if is_named else Outcome.FAILED
 
-    def _publish(self, path: Path, ref: ChunkRef, generation: int) -> bool:
+    def _publish(self, path: Path, ref: ChunkRef, used_ns: int, generation: int) -> bool:
         """Make a whole file visible as ``ref``, unless the tier was cleared since ``generation``."""
         final = self._path(ref)
         with self._changed:
@@ -407,7 +424,7 @@ class DiskTier(Tier):
                 self._make_home()
                 final.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
                 path.rename(final)
-            self._chunks[ref] = next(self._serials)
+            self._chunks[ref] = _Held(next(self._serials), used_ns)
             return True
 
     def _recycle(self, ref: ChunkRef) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -107,13 +108,22 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
             raise unusable(folder, error) from error
 
 
+@dataclass
+class _Batch:
+    """Transfers on their way, and what has become of each so far."""
+
+    transfers: Sequence[Transfer]
+    outcomes: list[Outcome]
+    clears: int | None  # of a put: how often the tier had been cleared when it began
+
+
 class StripedTier(Tier):
     """Disk tiers side by side. Batches are served by all folders at once, and answered in their order.
 
     Args:
         disks: freshly opened tiers of one namespace and layout; ``close`` closes them.
         layout: the geometry of the chunks.
-        wrap: put around each of them for everything but the scan.
+        wrap: put around each of them.
     """
 
     name = "disk"
@@ -127,8 +137,10 @@ class StripedTier(Tier):
         self._pools = [
             ThreadPoolExecutor(THREADS_PER_FOLDER, f"kvstore-folder-{number}") for number in range(len(disks))
         ]
-        self._lock = threading.Lock()  # of the counters and the strays; never held during I/O
+        self._lock = threading.Lock()  # of what follows and the counters; never held during I/O
         self._strays: dict[ChunkRef, int] = {}
+        self._putting: set[ChunkRef] = set()
+        self._scanned = False
         self._clears = 0
         self._closed = False
         self._throttle = Throttle()
@@ -144,30 +156,43 @@ class StripedTier(Tier):
         return self.capacity_bytes - (len(self._disks) - 1) * self.stored_bytes(self._layout.blocks_per_chunk)
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, the longest untouched first, over all folders; they are looked at side by side.
+        """Every chunk held, in order of use over all folders; they are looked at side by side.
+
+        The first call finds the strays. Of a chunk in two folders it keeps what was used last.
 
         Raises:
             TierError: a folder could not be read or swept.
         """
-        looks = [self._submit(number, disk.found) for number, disk in enumerate(self._disks)]
+        self._check_open()
+        looks = [self._submit(number, self._look, number) for number in range(len(self._disks))]
         found = [look.result() for look in looks]
-        ordered = [ref for _, ref in in_order_of_use(chunk for chunks in found for chunk in chunks)]
+        if not self._scanned:
+            self._take_stock(found)
+        held = (use for number, chunks in enumerate(found) for use in chunks if self._place(use[1]) == number)
+        return [(ref, self.stored_bytes(ref.num_blocks)) for _, ref in in_order_of_use(held)]
+
+    def _look(self, number: int) -> list[tuple[int, ChunkRef]]:
+        """The chunks of a folder and when they were used last."""
+        self._tiers[number].scan()  # what is put around the folder guards the look at it; the rest is in memory
+        return self._disks[number].uses()
+
+    def _take_stock(self, found: Sequence[Sequence[tuple[int, ChunkRef]]]) -> None:
+        uses = sorted((used_ns, ref, number) for number, chunks in enumerate(found) for used_ns, ref in chunks)
+        places = {ref: number for _, ref, number in uses}  # of two, the one used last
         with self._lock:
             self.counters.swept = sum(disk.counters.swept for disk in self._disks)
-        places = {ref: number for number, disk in enumerate(self._disks) for ref, _ in disk.scan()}
-        for number, disk in enumerate(self._disks):
-            doubles = [ref for ref, _ in disk.scan() if places[ref] != number]
-            disk.remove(doubles)
-        with self._lock:
             self._strays = {ref: number for ref, number in places.items() if number != self._home(ref)}
-        order = dict.fromkeys(ref for ref in (*ordered, *places) if ref in places)
-        return [(ref, self.stored_bytes(ref.num_blocks)) for ref in order]
+            self._scanned = True
+        for number, chunks in enumerate(found):
+            doubles = [ref for _, ref in chunks if places[ref] != number]
+            if doubles:
+                self._tiers[number].remove(doubles)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether its folder holds it; one that cannot say does not."""
         self._check_open()
         held = [False] * len(refs)
-        for number, positions in self._by_place(refs).items():
+        for number, positions in _grouped([self._place(ref) for ref in refs]).items():
             try:
                 answers = self._tiers[number].contains([refs[position] for position in positions])
             except TierError as error:
@@ -183,42 +208,43 @@ class StripedTier(Tier):
         Raises:
             TierTimeoutError: a folder did not answer in time, and may still use its chunks' buffers.
         """
-        self._check(transfers)
-        outcomes = self._spread(transfers, [self._place(transfer.ref) for transfer in transfers], put=False)
-        return self._count(transfers, outcomes)
+        batch = self._begin(transfers)
+        self._spread(batch, [self._place(transfer.ref) for transfer in transfers])
+        return self._count(batch)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers: at home, or where there is room. A broken folder answers ``FAILED``.
 
+        So does a chunk that another call is just putting: it might end in two folders.
+
         Raises:
             TierTimeoutError: a folder did not answer in time, and may still use its chunks' buffers.
         """
-        self._check(transfers)
-        clears = self._clears
-        homes = [self._place(transfer.ref) for transfer in transfers]
-        outcomes = self._spread(transfers, homes, put=True)
-        for step in range(1, len(self._tiers)):
-            full = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.FULL]
-            if not full or clears != self._clears:
-                break
-            places = [(homes[position] + step) % len(self._tiers) for position in full]
-            again = self._spread([transfers[position] for position in full], places, put=True)
-            for position, place, outcome in zip(full, places, again, strict=True):
-                outcomes[position] = self._settle(transfers[position].ref, place, outcome, clears)
-        return self._count(transfers, outcomes)
+        batch = self._begin(transfers, self._clears)
+        with self._reserved(transfers) as mine:
+            homes = {ref: self._place(ref) for ref in mine}
+            places = [homes.get(ref) for ref, _ in transfers]
+            for step in range(1, len(self._tiers) + 1):
+                self._spread(batch, places)
+                places = [
+                    (homes[ref] + step) % len(self._tiers) if outcome is Outcome.FULL else None
+                    for (ref, _), outcome in zip(transfers, batch.outcomes, strict=True)
+                ]
+                if batch.clears != self._clears:
+                    break
+        return self._count(batch)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks; a folder that refuses does not keep the others from it."""
         self._check_open()
         refs = list(refs)
-        for number, positions in self._by_place(refs).items():
+        with self._lock:  # a put that ends later finds it forgotten, and notes it again
+            places = [self._strays.pop(ref, self._home(ref)) for ref in refs]
+        for number, positions in _grouped(places).items():
             try:
                 self._tiers[number].remove([refs[position] for position in positions])
             except TierError as error:
                 self._complain(number, error)
-        with self._lock:
-            for ref in refs:
-                self._strays.pop(ref, None)
 
     def clear(self) -> None:
         """Forget every chunk of the namespace, in every folder.
@@ -257,9 +283,11 @@ class StripedTier(Tier):
     def close(self) -> None:
         """Close all folders at once; waits as long as the slowest of them, which is bounded."""
         self._closed = True
-        with ThreadPoolExecutor(len(self._tiers), "kvstore-close") as closers:
-            for _ in closers.map(lambda tier: tier.close(), self._tiers):
-                pass
+        closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in self._tiers]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
         for pool in self._pools:
             pool.shutdown(wait=False)
 
@@ -268,10 +296,6 @@ class StripedTier(Tier):
 
     def _place(self, ref: ChunkRef) -> int:
         return self._strays.get(ref, self._home(ref))
-
-    def _by_place(self, refs: Sequence[ChunkRef]) -> dict[int, list[int]]:
-        """For each folder concerned, the positions of its chunks."""
-        return _grouped([self._place(ref) for ref in refs])
 
     def _check_open(self) -> None:
         if self._closed:
@@ -284,91 +308,132 @@ class StripedTier(Tier):
         except RuntimeError as error:
             raise ClosedError("the disk tier was closed") from error
 
-    def _check(self, transfers: Sequence[Transfer]) -> None:
+    def _begin(self, transfers: Sequence[Transfer], clears: int | None = None) -> _Batch:
         self._check_open()
         for transfer in transfers:  # all of them before any is moved
             payload_view(self._layout, transfer)
+        return _Batch(transfers, [Outcome.FAILED] * len(transfers), clears)
 
-    def _spread(self, transfers: Sequence[Transfer], places: Sequence[int], *, put: bool) -> list[Outcome]:
+    @contextmanager
+    def _reserved(self, transfers: Sequence[Transfer]) -> Iterator[set[ChunkRef]]:
+        """Keep other puts away from these chunks until the last folder has answered. Yields those that were free."""
+        with self._lock:
+            mine = {ref for ref, _ in transfers} - self._putting
+            self._putting |= mine
+
+        def give_back(_: Future[Any] | None = None) -> None:
+            with self._lock:
+                self._putting -= mine
+
+        pending: Future[Any] | None = None
+        try:
+            yield mine
+        except TierTimeoutError as error:
+            pending = error.pending
+            raise
+        finally:
+            pending.add_done_callback(give_back) if pending else give_back()
+
+    def _spread(self, batch: _Batch, places: Sequence[int | None]) -> None:
         """Serve each transfer in its place: the first folder on this thread, the others on theirs meanwhile."""
         groups = list(_grouped(places).items())
-        outcomes = [Outcome.FAILED] * len(transfers)
-        late: list[Future[Any]] = []
-
-        def serve(number: int, positions: Sequence[int]) -> None:
-            tier = self._tiers[number]
-            part = [transfers[position] for position in positions]
-            try:
-                answers = tier.put(part) if put else tier.get(part)
-            except TierError as error:
-                self._complain(number, error)
-                if isinstance(error, TierTimeoutError):
-                    late.append(error.pending)
-                return
-            for position, answer in zip(positions, answers, strict=True):
-                outcomes[position] = answer
-
-        jobs = [self._submit(number, serve, number, positions) for number, positions in groups[1:]]
+        jobs = [self._submit(number, self._serve, batch, number, positions) for number, positions in groups[1:]]
+        served = []
         try:
-            if groups:
-                serve(*groups[0])
+            served += [self._serve(batch, number, positions) for number, positions in groups[:1]]
         finally:
             errors = [job.exception() for job in jobs]  # buffers stay in use until all have ended
         for error in errors:
             if error is not None:
                 raise error
+        late = [pending for pending in served + [job.result() for job in jobs] if pending is not None]
         if late:
-            raise TierTimeoutError("a folder of the disk tier did not answer in time", _all_of(late))
-        return outcomes
+            raise TierTimeoutError("a folder of the disk tier did not answer in time", _all_of(late, batch.outcomes))
 
-    def _settle(self, ref: ChunkRef, place: int, outcome: Outcome, clears: int) -> Outcome:
-        """Remember a chunk that was stored away from where it was looked for, unless the tier was cleared meanwhile."""
-        if outcome is not Outcome.STORED:
-            return outcome
+    def _serve(self, batch: _Batch, number: int, positions: Sequence[int]) -> Future[None] | None:
+        """Let a folder serve its part of a batch. If it takes too long: what is done when it has."""
+        part = [batch.transfers[position] for position in positions]
+        try:
+            answers = self._tiers[number].get(part) if batch.clears is None else self._tiers[number].put(part)
+        except TierError as error:
+            self._complain(number, error)
+            return self._later(batch, number, positions, error) if isinstance(error, TierTimeoutError) else None
+        self._take(batch, number, positions, answers)
+        return None
+
+    def _later(self, batch: _Batch, number: int, positions: Sequence[int], error: TierTimeoutError) -> Future[None]:
+        ended: Future[None] = Future()
+
+        def take(call: Future[Sequence[Outcome]]) -> None:
+            try:
+                if not call.cancelled() and call.exception() is None:
+                    self._take(batch, number, positions, call.result())
+            except ClosedError:
+                pass  # the next start finds what it left
+            finally:
+                ended.set_result(None)
+
+        error.pending.add_done_callback(take)
+        return ended
+
+    def _take(self, batch: _Batch, number: int, positions: Sequence[int], answers: Sequence[Outcome]) -> None:
+        """Note what a folder answered."""
+        for position, answer in zip(positions, answers, strict=True):
+            ref = batch.transfers[position].ref
+            is_put = batch.clears is not None and answer is Outcome.STORED
+            batch.outcomes[position] = self._settle(ref, number, batch.clears) if is_put else answer
+
+    def _settle(self, ref: ChunkRef, place: int, clears: int | None) -> Outcome:
+        """Remember where a chunk was stored, and remove it from where it was before.
+
+        If the tier was cleared since the put began, remove the new one instead.
+        """
         with self._lock:
             before = self._strays.pop(ref, self._home(ref))
             is_current = clears == self._clears
             if is_current and place != self._home(ref):
                 self._strays[ref] = place
-        if is_current and before == place:
-            return outcome
-        try:
-            self._tiers[before if is_current else place].remove([ref])
-        except TierError as error:
-            self._complain(place, error)
+        obsolete = before if is_current else place
+        if not is_current or before != place:
+            try:
+                self._tiers[obsolete].remove([ref])
+            except TierError as error:
+                self._complain(obsolete, error)
         return Outcome.STORED if is_current else Outcome.FAILED
 
-    def _count(self, transfers: Sequence[Transfer], outcomes: list[Outcome]) -> list[Outcome]:
+    def _count(self, batch: _Batch) -> list[Outcome]:
         with self._lock:
-            for transfer, outcome in zip(transfers, outcomes, strict=True):
+            for transfer, outcome in zip(batch.transfers, batch.outcomes, strict=True):
                 self.counters.count(outcome, self.stored_bytes(transfer.ref.num_blocks))
-        return outcomes
+        return batch.outcomes
 
     def _complain(self, number: int, error: TierError) -> None:
         if self._throttle.is_due(str(number)):
             logger.warning("a folder of the disk tier is out of service, its chunks count as missing: %s", error)
 
 
-def _grouped(places: Iterable[int]) -> dict[int, list[int]]:
+def _grouped(places: Iterable[int | None]) -> dict[int, list[int]]:
+    """For each place named, the positions where it is."""
     groups: dict[int, list[int]] = {}
     for position, place in enumerate(places):
-        groups.setdefault(place, []).append(position)
+        if place is not None:
+            groups.setdefault(place, []).append(position)
     return groups
 
 
-def _all_of(calls: Sequence[Future[Any]]) -> Future[Any]:
-    """A future that is done when all of ``calls`` are."""
-    everything: Future[Any] = Future()
+def _all_of(calls: Sequence[Future[None]], result: T) -> Future[T]:
+    """A future that is done, with ``result``, when all of ``calls`` are."""
+    everything: Future[T] = Future()
     left = len(calls)
     lock = threading.Lock()
 
-    def note(_: Future[Any]) -> None:
+    def note(_: Future[None]) -> None:
         nonlocal left
         with lock:
             left -= 1
             is_last = not left
         if is_last:
-            everything.set_result(None)
+            everything.set_result(result)
 
     for call in calls:
         call.add_done_callback(note)

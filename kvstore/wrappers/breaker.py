@@ -126,7 +126,7 @@ class CircuitBreaker(TierWrapper):
         self._failures_in_a_row = 0
         self._since_s = 0.0  # the last failure while open
         self._owed: dict[ChunkRef, None] = {}  # removals to make good for, in order
-        self._clears = 0  # moves whenever one begins or ends
+        self._clears = 0  # begun and ended: odd while one is under way
         self._openings = 0
         self._recoveries = 0
         self._probes = 0
@@ -186,7 +186,7 @@ class CircuitBreaker(TierWrapper):
                     self._owed.pop(ref, None)
                 clears = self._clears
             outcomes = self.inner.put(transfers)
-            if clears == self._clears:  # what was cleared while it was put has failed, and proves nothing
+            if clears == self._clears and clears % 2 == 0:  # a put that is overtaken by a clear fails on a sound tier
                 passage.judge(outcomes)
             return outcomes
 

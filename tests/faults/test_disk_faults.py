@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.checks import check_index
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
 from support.rig import FILE_BYTES, Rig, tokens_of
 
+from kvstore import movers
 from kvstore.engine import CacheEngine
-from kvstore.errors import TierTimeoutError
+from kvstore.errors import FolderOwnedError, TierTimeoutError
+from kvstore.tiers._chunkio import ChunkIO
 from kvstore.tiers.base import Outcome, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.striped import StripedTier, open_folders
@@ -23,6 +27,39 @@ from kvstore.wrappers import Deadline, Fault, FaultInjector, FaultKind
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
+
+
+class Gate:
+    """Holds calls up until it is opened, and knows when one is waiting."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def held_up(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self._open.wait(60)
+            return call(*arguments)
+
+        return held_up
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+def _until(condition: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + 30
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return condition()
 
 
 class Broken:
@@ -73,9 +110,80 @@ def test_one_disk_hangs(tmp_path: Path) -> None:
     assert all(get(broken.tier, ref) is Outcome.HIT for ref in REFS if ref not in broken.lost)
     broken.injectors[1].heal()
     for pending in late:
-        pending.result(30)
+        assert set(pending.result(30)) == {Outcome.HIT}
     assert all(get(broken.tier, ref) is Outcome.HIT for ref in REFS)
     broken.tier.close()
+
+
+def test_a_late_write_to_one_of_several_disks(tmp_path: Path) -> None:
+    """``pending`` tells what became of every chunk, and the one that is late is found where it went."""
+    broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
+    tier, lost = broken.tier, broken.lost[0]
+    tier.remove(REFS)
+    broken.injectors[1].inject(Fault(FaultKind.HANG, "put"))
+    with pytest.raises(TierTimeoutError) as caught:
+        put(tier, *REFS)
+    assert put(tier, lost) == [Outcome.FAILED]  # the other put may still store it
+    assert not caught.value.pending.done()
+    broken.injectors[1].heal()
+    assert caught.value.pending.result(30) == [Outcome.STORED] * len(REFS)
+    assert put(tier, lost) == [Outcome.STORED]
+    assert all(get(tier, ref) is Outcome.HIT for ref in REFS)
+    assert {ref for ref, _ in tier.scan()} == set(REFS)
+    assert tier.used_bytes == bytes_on_disk(*broken.folders)
+    tier.close()
+
+
+@pytest.mark.parametrize("num_folders", [1, 2])
+def test_a_late_write_leaves_nothing_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, num_folders: int
+) -> None:
+    rig = Rig()
+    folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
+    with rig.open(local_disk=folders, io_timeout_s=0.1) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkIO, "write", gate.before(ChunkIO.write))
+            assert rig.store(engine, tokens_of(1, 64)) == 64
+            assert gate.reached.wait(30)
+            assert not engine.flush(0.5)
+            assert engine._index.uses
+        gate.open()
+        check_bytes(engine, folders)
+        assert rig.retrieve(engine, tokens_of(1, 64)) == 64
+
+
+@pytest.mark.parametrize("num_folders", [1, 2])
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_close_is_bounded_while_a_disk_hangs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gate: Gate,
+    num_folders: int,
+    what: str,
+) -> None:
+    """The tiers have longer deadlines than the caller gave; what hangs is closed behind, and then free again."""
+    rig, tokens = Rig(), tokens_of(1, 64)
+    folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
+    monkeypatch.setattr(movers, "_END_WAIT_S", 0.5)
+    engine = rig.open(local_disk=folders, io_timeout_s=2 if what == "read" else 40, local_cpu=False)
+    if what == "read":
+        rig.store(engine, tokens)
+        assert engine.flush(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkIO, what, gate.before(getattr(ChunkIO, what)))
+        loaded = rig.retrieve(engine, tokens) if what == "read" else rig.store(engine, tokens) - 64
+        assert (loaded, gate.reached.wait(30)) == (0, True)
+        begin_s = time.monotonic()
+        assert engine.close(timeout_s=0.5) == (what == "read")
+        assert time.monotonic() - begin_s < 15
+        assert "is closed behind" in caplog.text
+        with pytest.raises(FolderOwnedError):
+            rig.open(local_disk=folders)
+    gate.open()
+    assert _until(lambda: not any(thread.name == "kvstore-close" for thread in threading.enumerate()))
+    with rig.open(local_disk=folders) as engine:
+        assert rig.retrieve(engine, tokens) in (0, 16, 32, 48, 64)
 
 
 def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -559,6 +559,23 @@ def test_it_stays_open_while_removals_fail(monkeypatch: pytest.MonkeyPatch) -> N
     assert ref_of(0) not in bench.tier.chunks
 
 
+def test_puts_that_a_clear_overtakes_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fail on a sound tier, whether they began before the clear or while it was under way."""
+    bench = Bench()
+    bench.tier.put_outcome = FAILED
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "before_put", bench.breaker.clear)
+        assert [bench.breaker.put([transfer(0)]) for _ in range(5)] == [[FAILED]] * 5
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "clear", lambda: bench.breaker.put([transfer(0)]))
+        for _ in range(5):
+            bench.breaker.clear()
+    assert not bench.breaker.is_open
+    for _ in range(3):
+        bench.breaker.put([transfer(0)])
+    assert bench.breaker.is_open
+
+
 def test_clear_goes_through_an_open_breaker() -> None:
     bench = Bench()
     bench.open()

@@ -7,7 +7,9 @@ import json
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +30,11 @@ from support.diskwork import (
     put,
 )
 
+from kvstore.chunkfile import Damage
 from kvstore.errors import ConfigError, InvalidCallError, TierError
 from kvstore.layout import KVLayout
 from kvstore.tiers import _folder, _space, _survey
+from kvstore.tiers._chunkio import Body, ChunkIO
 from kvstore.tiers.base import ChunkRef, Outcome, Transfer
 from kvstore.tiers.disk import DiskTier
 
@@ -146,6 +150,33 @@ def test_restart_evicts_the_tail_of_a_prompt_before_its_head(open_tier: Open, fo
         used_s = 1000 * (number // 3) + 0.1 * (number % 3)
         os.utime(path_of(folder, make_ref(number)), (used_s, used_s))
     assert [ref for ref, _ in open_tier().scan()] == [make_ref(number) for number in (2, 1, 0, 5, 4, 3, 8, 7, 6)]
+
+
+def test_a_chunk_counts_as_used_when_its_read_began(
+    open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head and tail of a prompt are read at once; the tail is there first, and still goes first."""
+    tier = open_tier()
+    head, tail = make_ref(1), make_ref(2)
+    put(tier, tail, head)
+    began, go_on = threading.Event(), threading.Event()
+    original = ChunkIO.read
+
+    def read(self: ChunkIO, path: Path, body: Body, used_ns: int) -> Damage | None:
+        if body.ref == head:
+            began.set()
+            assert go_on.wait(30)
+        return original(self, path, body, used_ns)
+
+    monkeypatch.setattr(ChunkIO, "read", read)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(get, tier, head)
+        assert began.wait(30)
+        assert get(tier, tail) is Outcome.HIT
+        go_on.set()
+        assert reading.result() is Outcome.HIT
+    assert [ref for ref, _ in tier.scan()] == [tail, head]
+    assert [ref for ref, _ in open_tier().scan()] == [tail, head]
 
 
 def test_order_of_use_without_pauses() -> None:

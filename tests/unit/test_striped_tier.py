@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError
+from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import Outcome, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.striped import StripedTier, open_folders
+from kvstore.wrappers import Deadline, Fault, FaultInjector, FaultKind
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
@@ -169,13 +171,70 @@ def test_folders_may_come_and_go(open_tier: Open, folders: list[Path]) -> None:
     assert len(tier.scan()) == kept
 
 
-def test_a_chunk_in_two_folders_is_one(open_tier: Open, folders: list[Path]) -> None:
-    for folder in folders[:2]:
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_chunk_in_two_folders_is_one(open_tier: Open, folders: list[Path], newer: int) -> None:
+    for number, folder in enumerate(folders[:2]):
         put(open_tier([folder]), REFS[0])
+        os.utime(path_of(folder, REFS[0]), (2000 if number == newer else 1000,) * 2)
     tier = open_tier(folders[:2])
     assert [ref for ref, _ in tier.scan()] == [REFS[0]]
-    assert counts(folders[:2]) in ([1, 0], [0, 1])
+    assert counts(folders[:2]) == [newer == 0, newer == 1]
     assert get(tier, REFS[0]) is Outcome.HIT
+
+
+def test_two_puts_of_one_chunk_do_not_end_in_two_folders(
+    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is refused while the first is on its way from its full home to another folder."""
+    tier = open_tier(folders[:2], capacity_bytes=2 * CHUNK_BYTES)
+    assert isinstance(tier, StripedTier)
+    neighbour, stray = [ref for ref in REFS if tier._home(ref) == 0][:2]
+    put(tier, neighbour)
+    began, go_on = threading.Event(), threading.Event()
+    original = DiskTier.put
+
+    def hold_up(self: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+        if self is tier._disks[1]:
+            began.set()
+            assert go_on.wait(30)
+        return original(self, transfers)
+
+    monkeypatch.setattr(DiskTier, "put", hold_up)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(put, tier, stray)
+        assert began.wait(30)
+        tier.remove([neighbour])
+        assert put(tier, stray, neighbour) == [Outcome.FAILED, Outcome.STORED]
+        go_on.set()
+        assert first.result() == [Outcome.STORED]
+    assert put(tier, stray) == [Outcome.STORED]
+    assert counts(folders[:2]) == [1, 1]
+    assert {ref for ref, _ in tier.scan()} == {neighbour, stray}
+    tier.remove([stray])
+    assert tier.contains([neighbour, stray]) == [True, False]
+    assert tier.used_bytes == bytes_on_disk(*folders[:2])
+
+
+def test_a_stray_removed_while_it_is_replaced_is_not_lost_from_sight(
+    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(folders[:2], capacity_bytes=2 * CHUNK_BYTES)
+    assert isinstance(tier, StripedTier)
+    neighbour, stray = [ref for ref in REFS if tier._home(ref) == 0][:2]
+    put(tier, neighbour, stray)
+    original = DiskTier.put
+
+    def put_and_remove(self: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+        outcomes = original(self, transfers)
+        monkeypatch.undo()
+        tier.remove([stray])
+        return original(self, transfers) if outcomes == [Outcome.STORED] else outcomes
+
+    monkeypatch.setattr(DiskTier, "put", put_and_remove)
+    assert put(tier, stray) == [Outcome.STORED]
+    assert get(tier, stray) is Outcome.HIT
+    tier.remove([stray])
+    assert counts(folders[:2]) == [1, 0]
 
 
 def test_restart_orders_over_all_folders(open_tier: Open, folders: list[Path]) -> None:
@@ -187,6 +246,35 @@ def test_restart_orders_over_all_folders(open_tier: Open, folders: list[Path]) -
     open_tier().close()
     tier = open_folders(folders, MINE, EVEN, CAPACITY_BYTES)
     assert [ref for ref, _ in tier.scan()] == REFS[::-1]
+    tier.close()
+
+
+def test_later_scans_order_over_all_folders(open_tier: Open, folders: list[Path]) -> None:
+    """By what was touched since, in whatever folder it is."""
+    put(open_tier(), *REFS)
+    for age, ref in enumerate(REFS):
+        path = next(path_of(folder, ref) for folder in folders if path_of(folder, ref).exists())
+        os.utime(path, (10_000 - 100 * age,) * 2)
+    tier = open_tier()
+    touched = [REFS[20], REFS[3], REFS[11]]
+    for ref in touched:
+        assert get(tier, ref) is Outcome.HIT
+    untouched = [ref for ref in REFS[::-1] if ref not in touched]
+    assert [ref for ref, _ in tier.scan()] == untouched + touched[::-1]
+
+
+def test_the_first_look_is_guarded(folders: list[Path]) -> None:
+    """A folder that hangs makes the start fail, and not hang."""
+    injectors: list[FaultInjector] = []
+
+    def wrap(disk: DiskTier) -> Tier:
+        injectors.append(FaultInjector(disk, [Fault(FaultKind.HANG, "scan")] if len(injectors) == 1 else []))
+        return Deadline(injectors[-1], 30.0, slow_timeout_s=0.05)
+
+    tier = open_folders(folders, MINE, EVEN, CAPACITY_BYTES, wrap=wrap)
+    with pytest.raises(TierTimeoutError, match="scan"):
+        tier.scan()
+    injectors[1].heal()
     tier.close()
 
 
