@@ -61,15 +61,16 @@ class Bound(NamedTuple):
     floor: float
 
 
-# Goals are the project's. Floors leave room for noise: on two cores, as the load went from 1.8 to 6.7, an unchanged
-# tree went from 0.99 to 0.78 in CPU store and from 0.67 to 0.34 in write-behind, whose limit hardly needs a core while
-# the path copies and hashes. On a quiet machine, a line below its goal is worth a look even where its floor holds.
+# Goals are the project's. Floors leave room for noise: on two cores whose load stayed below 2, an unchanged tree went
+# from 0.62 to 0.76 in write-behind (at a load of 6.7 it was 0.34). Its limit hardly needs a core or memory bandwidth,
+# while the path copies and hashes: memcpy and raw writes of as much, side by side on two threads, reach 0.76 of the
+# raw writes alone. On a quiet machine, a line below its goal is worth a look even where its floor holds.
 BOUNDS: dict[str, dict[str, Bound]] = {
     "llama-8b": {
         "CPU store": Bound(0.75, 0.70),
         "CPU retrieve": Bound(0.80, 0.70),
-        "disk write-behind": Bound(0.70, 0.25),
-        "disk cold retrieve": Bound(0.80, 0.40),
+        "disk write-behind": Bound(0.70, 0.45),
+        "disk cold retrieve": Bound(0.80, 0.60),
     },
     "qwen-0.5b": {
         "CPU store": Bound(0.50, 0.40),
@@ -79,7 +80,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
 }
 LOOKUP_TARGETS_S = {"lookup, 128 known keys": 60e-6, "lookup, list of 32,768 tokens": 1e-3}
-LOOKUP_BOUND = Bound(1.0, 0.15)  # times, not ratios: one call took 1.5 to 4.9 ms as the load changed
+LOOKUP_BOUND = Bound(1.0, 0.50)  # times, not ratios: one call took 1.5 to 4.9 ms as the load changed
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,10 @@ class ChunkIO:
         body.array[self._layout.payload_bytes(num_blocks) :] = 0
         sums = self._sum_up(body, range(self._layout.num_layers))
         with self._opened(path, os.O_WRONLY | os.O_CREAT, body) as fd:
-            if len(self._pieces[num_blocks]) > 1:
-                _write_whole(fd, [body.array.data], self._header_bytes)
-                _write_whole(fd, [self._header(body.ref, sums()).data], 0)
-            else:
-                _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data], 0)
+            first = min(PIECE_BYTES, len(body.array))  # goes with the header, once the checksums are there
+            if first < len(body.array):
+                _write_whole(fd, [body.array.data[first:]], self._header_bytes + first)
+            _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data[:first]], 0)
             if os.fstat(fd).st_size != self.file_bytes[num_blocks]:
                 os.ftruncate(fd, self.file_bytes[num_blocks])
             _touch(fd, used_ns)
