@@ -6,6 +6,7 @@
     ├── InvalidCallError       an argument of a public call breaks its contract
     ├── TierError              a tier is broken: it may work again later
     │   ├── FolderOwnedError   the disk folder belongs to another live process
+    │   ├── TierSetupError     (and ConfigError) a server refuses what it was configured with
     │   └── TierTimeoutError   a call took too long, and may still be using the caller's buffers
     └── ClosedError            the engine was closed before the call
 
@@ -43,6 +44,13 @@ class TierError(KVStoreError):
 
 class FolderOwnedError(TierError):
     """The folder of a disk tier is locked by another process."""
+
+
+class TierSetupError(TierError, ConfigError):
+    """A tier's server answers, but not to this configuration: a password, a right, a certificate, a database.
+
+    At start that is a configuration to be corrected; later it is a tier that is broken until somebody corrects it.
+    """
 
 
 class TierTimeoutError(TierError):

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +33,7 @@ from kvstore.hostlimits import require_memory
 from kvstore.index import ChunkIndex
 from kvstore.keys import Namespace, PrefixHasher
 from kvstore.tiers.base import ChunkRef
+from kvstore.tools.bench_redis import measure_redis
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, RawDisk, Workbench, paired, timed
 
 if TYPE_CHECKING:
@@ -80,6 +81,13 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
 }
 LOOKUP_TARGETS_S = {"lookup, 128 known keys": 60e-6, "lookup, list of 32,768 tokens": 1e-3}
+# Of a plain socket client; the lookup's limit is three round trips and half a millisecond. Both sides share two cores
+# with the server, so that other work hits them unevenly.
+REDIS_BOUNDS = {
+    "redis store": Bound(0.65, 0.40),
+    "redis retrieve": Bound(0.65, 0.50),
+    "redis lookup, 128 known keys": Bound(1.0, 0.50),
+}
 LOOKUP_BOUND = Bound(1.0, 0.50)  # times, not ratios: one call took 1.5 to 4.9 ms as the load changed
 
 
@@ -92,12 +100,14 @@ class BenchOptions:
         batch_bytes: moved by one call, rounded down to whole chunks. The bench takes about eight times as much memory.
         rounds: samples of each line, warm-up excluded.
         folder: where to make a folder for the disk lines; None leaves them out.
+        redis_server: the program to start for the redis lines; None leaves them out.
     """
 
     geometry: Geometry
     batch_bytes: int = 256 * _MIB
     rounds: int = 15
     folder: Path | None = None
+    redis_server: Path | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < MIN_ROUNDS:
@@ -116,7 +126,7 @@ class BenchOptions:
     @property
     def total_rounds(self) -> int:
         """How often ``run_bench`` calls ``tick``."""
-        return (self.rounds + WARM_UP_ROUNDS) * (2 if self.folder else 1) + 1
+        return (self.rounds + WARM_UP_ROUNDS) * (1 + bool(self.folder) + bool(self.redis_server)) + 1
 
 
 @dataclass(frozen=True)
@@ -241,6 +251,13 @@ def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport
                     skipped.append(f"disk: {error}")
         tick("lookup")
         lines += _lookup_lines()
+        if options.redis_server is None:
+            skipped.append("redis: not asked for, or no redis-server on the PATH")
+        else:
+            try:
+                lines += _redis_lines(workbench, options, tick)
+            except ConfigError as error:
+                skipped.append(f"redis: {error}")
     return BenchReport(options, lines, skipped)
 
 
@@ -371,6 +388,28 @@ def _lookup_line(name: str, target_s: float, call: Callable[[], int], num_tokens
     return Line(name, "target", LOOKUP_BOUND, pairs)
 
 
+def _redis_lines(workbench: Workbench, options: BenchOptions, tick: Tick) -> list[Line]:
+    """The redis tier against a plain socket client, both with a server of the bench's own.
+
+    Raises:
+        ConfigError: there is no redis-py, or the server does not start.
+    """
+    assert options.redis_server is not None
+    samples = measure_redis(
+        options.redis_server,
+        workbench.paged.layout,
+        workbench.num_chunks,
+        rounds=WARM_UP_ROUNDS + options.rounds,
+        lookup_rounds=LOOKUP_ROUNDS,
+        tick=lambda: tick("redis"),
+    )
+    named = zip(REDIS_BOUNDS.items(), samples, ("plain socket SET", "plain socket GET", "3 round trips"), strict=True)
+    lines = [
+        Line(name, limit, bound, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes) for (name, bound), pairs, limit in named
+    ]
+    return [*lines[:2], replace(lines[2], pairs=samples.lookups, size_bytes=0)]
+
+
 def _pool_bytes(workbench: Workbench) -> int:
     """Bytes of a pool that holds one batch."""
     return workbench.num_chunks * workbench.paged.layout.slot_bytes
@@ -425,7 +464,13 @@ def _duration(seconds: float) -> str:
 
 
 def measure_and_print(
-    *, geometry: str, batch_mib: int, rounds: int, folder: Path | None, as_json: bool = False
+    *,
+    geometry: str,
+    batch_mib: int,
+    rounds: int,
+    folder: Path | None,
+    redis_server: Path | None = None,
+    as_json: bool = False,
 ) -> bool:
     """Run the bench and print its table, or one JSON object. False if a line is below its floor.
 
@@ -436,7 +481,8 @@ def measure_and_print(
     console = Console(stderr=True)
     if geometry not in GEOMETRIES:
         raise ConfigError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
-    report = _run_shown(BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder), console)
+    options = BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder, redis_server)
+    report = _run_shown(options, console)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

@@ -7,6 +7,7 @@ cannot be used.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -95,6 +96,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=7, help="Samples of each line.")] = 15,
     folder: Annotated[Path, typer.Option(help="The disk to measure.", exists=True, file_okay=False)] = BENCH_FOLDER,
     disk: Annotated[bool, typer.Option(help="Measure the disk too.")] = True,
+    redis: Annotated[bool, typer.Option(help="Measure Redis too, if redis-server is on the PATH.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure every path against the limit of this machine, in one run.
@@ -109,6 +111,7 @@ def bench(
             batch_mib=batch_mib,
             rounds=rounds,
             folder=folder if disk else None,
+            redis_server=Path(program) if redis and (program := shutil.which("redis-server")) else None,
             as_json=as_json,
         )
     except KVStoreError as error:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, PAUSE_S, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import ChunkRef, Outcome, TierCounters
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
@@ -142,7 +142,7 @@ class ContentTests(TierHarness):
         refs = [make_ref(number) for number in range(8)]
         tier = self.start()
         self.put(*refs)
-        time.sleep(PAUSE_S)
+        time.sleep(self.pause_s)
         self.get(*refs[::2])
         self.put(refs[1], version=1)
         tier.contains(refs)

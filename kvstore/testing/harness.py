@@ -28,7 +28,6 @@ DEEP = KVLayout(page_bytes=(24,) * 260, planes=1, block_tokens=16, chunk_tokens=
 TINY = KVLayout(page_bytes=(1,), planes=1, block_tokens=16, chunk_tokens=16)
 LAYOUTS = {"even": EVEN, "odd": ODD, "large": LARGE, "deep": DEEP, "tiny": TINY}
 FEW_CHUNKS = 6  # also over two parts or three: whole chunks for each, so that all of them fit, and no more
-PAUSE_S = 1.1  # chunks touched closer together may be named in another order: heads of prompts after their tails
 _ROOMY_CHUNKS = 64
 _UNTOUCHED = 0xA5
 
@@ -41,6 +40,8 @@ class TierHarness(ABC):
 
     Attributes:
         persistent: whether a tier opened again over the same folder finds its chunks.
+        pause_s: chunks touched closer together may be named in another order: heads of prompts after their tails, or
+            what a storage with coarse times cannot tell apart.
         checks_bytes: whether the tier finds out that its storage was changed behind its back. Then ``raw_write`` and
             ``raw_remove`` are needed.
         folder: an empty folder for this harness alone.
@@ -48,6 +49,7 @@ class TierHarness(ABC):
 
     persistent: ClassVar[bool] = False
     checks_bytes: ClassVar[bool] = False
+    pause_s: ClassVar[float] = 1.1
     folder: Path
     tier: Tier
     layout: KVLayout

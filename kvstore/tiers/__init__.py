@@ -21,7 +21,24 @@ GROUP = "kvstore.tiers"
 BUILT_IN = (
     EntryPoint("cpu", "kvstore.tiers.cpu:CpuTier.open", GROUP),
     EntryPoint("disk", "kvstore.tiers.disk:DiskTier.open", GROUP),
+    EntryPoint("redis", "kvstore.tiers.redis:RedisTier.open", GROUP),
 )
+
+SCHEMES = dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis")
+"""The name of the tier behind each scheme of a remote URL."""
+
+
+def tier_behind(url: str) -> str:
+    """The name of the tier that a remote URL leads to.
+
+    Raises:
+        ConfigError: its scheme leads to none.
+    """
+    scheme = url.partition("://")[0]
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ConfigError(f"a remote URL begins with one of {known}, not with {scheme[:20]!r}")
+    return SCHEMES[scheme]
 
 
 def known_tiers() -> dict[str, list[EntryPoint]]:

@@ -15,6 +15,7 @@ A tier decides nothing: the index says what goes in and what goes out.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
+UNBOUNDED_BYTES = sys.maxsize  # as a capacity: whatever the storage holds
 ByteArray = npt.NDArray[np.uint8]
 
 
@@ -157,6 +159,13 @@ class Tier(ABC):
         ``put`` and a ``HIT`` are touches. Chunks touched without a pause of more than a second may come in another
         order: a prompt is touched from its head to its tail, and should be evicted the other way. Called before any
         other use, as it may have to look through the storage; later calls are allowed, and tell what is true then.
+        """
+
+    def check(self) -> None:  # noqa: B027 - most tiers have nothing to find out
+        """Find out whether the storage can be used, for those who want to know at start.
+
+        Raises:
+            TierError: it cannot; the message says why.
         """
 
     @abstractmethod

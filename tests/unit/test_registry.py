@@ -42,7 +42,11 @@ def install(site: Path, name: str, entry: str, code: str | None = None) -> None:
 
 
 def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
-    options = {"cpu": {}, "disk": {"folder": tmp_path}}
+    options: dict[str, dict[str, object]] = {
+        "cpu": {},
+        "disk": {"folder": tmp_path},
+        "redis": {"url": "redis://localhost"},
+    }
     assert {entry.name for entry in BUILT_IN} == set(options)
     for name, own in options.items():
         tier = open_tier(name, make_setup(**own))
@@ -54,7 +58,7 @@ def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pyte
     (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
     section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
     install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
-    assert list(known_tiers()) == ["cpu", "disk", "sqlite"]
+    assert list(known_tiers()) == ["cpu", "disk", "redis", "sqlite"]
     tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
     assert tier.name == "sqlite"

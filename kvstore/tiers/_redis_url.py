@@ -1,0 +1,271 @@
+"""Where a Redis is and how to log in there: from a URL, and from options for what should not stand in a URL.
+
+    redis://[user:password@]host[:port][/db]          one server
+    rediss://...                                      the same over TLS
+    unix://[user:password@]/path/to/socket[?db=1]     the same through a unix socket
+    redis-sentinel://host[:port],host[:port]/service[/db]
+    redis-cluster://host[:port],host[:port]
+
+Options stand behind ``?`` or in the tier's options, where those of the tier count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_PORT = 6379
+_SENTINEL_PORT = 26379
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_FORMS = "redis://, rediss://, unix://, redis-sentinel:// or redis-cluster://"
+
+
+class Address(NamedTuple):
+    """Of a server: host and port, or the path of a unix socket and 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        if not self.port:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Kind(Enum):
+    """How the servers belong together."""
+
+    SINGLE = "a single server"
+    SENTINEL = "servers under Sentinel"
+    CLUSTER = "a cluster"
+
+
+@dataclass(frozen=True)
+class RedisTarget:
+    """Servers, and everything needed to connect to them.
+
+    Attributes:
+        kind: how they belong together.
+        addresses: the server; the Sentinels; or some nodes of the cluster.
+        service: what the Sentinels call the group of servers.
+        db: number of the database.
+        username: of the ACL, or None for the default user.
+        password: or None.
+        sentinel_username: the same at the Sentinels.
+        sentinel_password: the same at the Sentinels.
+        tls: whether to encrypt.
+        tls_ca: file of the certificates to trust; None for the system's.
+        tls_cert: file of the client's own certificate, if the server wants one.
+        tls_key: file of its key.
+        tls_check_hostname: whether the server's certificate must name the host.
+        connections: at the same time, to each server.
+        timeout_s: how long the server may be silent in the middle of a call.
+        connect_timeout_s: how long connecting may take.
+        ttl_s: after how many seconds a chunk expires, or None.
+    """
+
+    kind: Kind
+    addresses: tuple[Address, ...]
+    service: str = ""
+    db: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_check_hostname: bool = True
+    connections: int = 8
+    timeout_s: float = 5.0
+    connect_timeout_s: float = 2.0
+    ttl_s: int | None = None
+
+    def __str__(self) -> str:
+        places = ", ".join(map(str, self.addresses))
+        return f"{places} ({self.service})" if self.service else places
+
+    def connect_to(self, address: Address, parser_class: object) -> AbstractConnection:
+        """A connection that is not connected yet."""
+        common: dict[str, Any] = {
+            "db": self.db,
+            "username": self.username,
+            "password": self.password,
+            "protocol": 2,
+            "parser_class": parser_class,
+            "retry": Retry(NoBackoff(), 0),
+            **self._timeouts(),
+        }
+        if not address.port:
+            return UnixDomainSocketConnection(path=address.host, **common)  # type: ignore[abstract] # so it is declared
+        kind = SSLConnection if self.tls else Connection
+        return kind(host=address.host, port=address.port, **self._tls_files(), **common)
+
+    def sentinel(self) -> Sentinel:
+        """A client of the Sentinels."""
+        files = self._tls_files()
+        login: dict[str, Any] = {
+            "ssl": self.tls,
+            "username": self.sentinel_username,
+            "password": self.sentinel_password,
+            "retry": Retry(NoBackoff(), 0),
+            **(files if self.tls else {}),
+            **self._timeouts(),
+        }
+        return Sentinel(list(self.addresses), sentinel_kwargs=login)
+
+    def _timeouts(self) -> dict[str, float]:
+        return {"socket_timeout": self.timeout_s, "socket_connect_timeout": self.connect_timeout_s}
+
+    def _tls_files(self) -> dict[str, Any]:
+        if not self.tls:
+            return {}
+        return {
+            "ssl_ca_certs": self.tls_ca,
+            "ssl_certfile": self.tls_cert,
+            "ssl_keyfile": self.tls_key,
+            "ssl_check_hostname": self.tls_check_hostname,
+        }
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("it must be a text")
+    return value
+
+
+def _flag(value: object) -> bool:
+    text = str(value).lower()
+    if text not in _TRUE | _FALSE:
+        raise ValueError(f"it must be true or false, not {value!r}")
+    return text in _TRUE
+
+
+def _count(value: object) -> int:
+    text = str(value)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"it must be a whole number of 1 at least, not {value!r}")
+    return int(text)
+
+
+def _database(value: object) -> int:
+    text = str(value)
+    if not text.isdecimal():
+        raise ValueError(f"it must be a whole number of 0 at least, not {value!r}")
+    return int(text)
+
+
+def _seconds(value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"it must be a positive number of seconds, not {value!r}")
+    return number
+
+
+# Every option, and what makes a value of it. Passwords are taken from options and from before the @ only.
+_MAKERS: dict[str, Callable[[object], object]] = {
+    "username": _text,
+    "password": _text,
+    "sentinel_username": _text,
+    "sentinel_password": _text,
+    "tls": _flag,
+    "tls_ca": _text,
+    "tls_cert": _text,
+    "tls_key": _text,
+    "tls_check_hostname": _flag,
+    "db": _database,
+    "connections": _count,
+    "timeout_s": _seconds,
+    "connect_timeout_s": _seconds,
+    "ttl_s": _count,
+}
+OPTIONS = tuple(_MAKERS)
+
+
+def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
+    """Understand a URL. Options that are None are as if they were not there.
+
+    Raises:
+        ConfigError: says what is wrong, without naming the URL, in which a password may stand.
+    """
+    if not isinstance(url, str):
+        raise ConfigError("the redis tier needs the option 'url', such as redis://localhost:6379/0")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"the Redis URL cannot be read: {error}") from error
+    given: dict[str, Any] = dict(parse_qsl(parts.query))
+    given.update((name, value) for name, value in options.items() if value is not None)
+    login, _, places = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    given.setdefault("username", unquote(user) or None)
+    given.setdefault("password", unquote(password) or None)
+    path = [unquote(part) for part in parts.path.split("/") if part]
+    match parts.scheme:
+        case "redis" | "rediss":
+            _require(len(path) <= 1, "behind the address of a server stands at most the number of a database")
+            addresses = _addresses(places, _PORT)
+            _require(len(addresses) == 1, "redis:// names one server: redis-cluster:// names several")
+            if parts.scheme == "rediss":
+                given["tls"] = True
+            return RedisTarget(Kind.SINGLE, addresses, **_settings(given, path[:1]))
+        case "unix":
+            _require(bool(path) and not places, "a unix socket is named by its whole path: unix:///run/redis.sock")
+            return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **_settings(given, []))
+        case "redis-sentinel":
+            _require(1 <= len(path) <= 2, "behind the Sentinels stands the name of the service: host:26379/mymaster")
+            return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **_settings(given, path[1:]))
+        case "redis-cluster":
+            _require(not path and not given.get("db"), "a cluster has no databases: leave the number away")
+            return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **_settings(given, []))
+    raise ConfigError(f"a Redis URL begins with {_FORMS}, not {parts.scheme!r}")
+
+
+def _settings(given: Mapping[str, object], path_db: list[str]) -> dict[str, Any]:
+    """The options as they are to be."""
+    with_db = {**({"db": path_db[0]} if path_db else {}), **given}
+    settings: dict[str, Any] = {}
+    for name, value in with_db.items():
+        if value is None:
+            continue
+        if name not in _MAKERS:
+            raise ConfigError(f"a Redis URL has no option {name!r}: it knows {', '.join(OPTIONS)}")
+        try:
+            settings[name] = _MAKERS[name](value)
+        except ValueError as error:
+            raise ConfigError(f"the Redis option {name!r} cannot be used: {error}") from error
+    return settings
+
+
+def _addresses(places: str, default_port: int) -> tuple[Address, ...]:
+    found = []
+    for place in places.split(","):
+        parts = urlsplit(f"//{place}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"the Redis URL names a wrong port: {error}") from error
+        _require(bool(host), "the Redis URL names no host")
+        found.append(Address(str(host), port or default_port))
+    return tuple(found)
+
+
+def _require(right: bool, otherwise: str) -> None:
+    if not right:
+        raise ConfigError(f"the Redis URL cannot be used: {otherwise}")

@@ -1,0 +1,233 @@
+"""A connection to Redis that moves payloads between the socket and prepared memory, without a buffer in between.
+
+redis-py connects, checks certificates, logs in and selects the database. Its ``parser_class`` hook puts a ``Reader``
+between it and the socket, which reads large values straight to where they belong: 32 MiB of fresh memory for every
+chunk would cost more than the transfer itself.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import TYPE_CHECKING, Protocol
+
+from redis._parsers import BaseParser  # the base of every parser_class
+from redis.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+Reply = int | bytes | list["Reply"] | ResponseError | None
+Buffer = bytes | memoryview
+
+_READ_BYTES = 16 << 10
+_NO_VALUE = -1
+
+
+class _ReaderFactory(Protocol):
+    def __call__(self, socket_read_size: int) -> Reader: ...
+
+
+class Reader(BaseParser):
+    """Replies of a server in RESP2. One thread at a time; after an exception the connection is of no use any more."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._memory = bytearray(_READ_BYTES)
+        self._view = memoryview(self._memory)
+        self._begin = self._end = 0  # what was received and not yet read
+
+    def on_connect(self, connection: AbstractConnection) -> None:
+        """Read from another socket from now on; a hook of redis-py."""
+        self._socket = connection._sock  # noqa: SLF001 - all parsers of redis-py find their socket there
+        self._begin = self._end = 0
+
+    def on_disconnect(self) -> None:
+        """Forget the socket; a hook of redis-py."""
+        self._socket = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a socket to read from."""
+        return self._socket is not None
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether there is something to read, the end of the connection included; a hook of redis-py."""
+        if self._begin < self._end:
+            return True
+        watch = select.poll()  # unlike select, for any number of open files
+        watch.register(self._sock, select.POLLIN)
+        return bool(watch.poll(timeout * 1000))
+
+    def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:  # noqa: ARG002, FBT
+        """The next reply, errors as values; a hook of redis-py, which wants simple strings to be bytes."""
+        return self.reply()
+
+    def reply(self) -> Reply:
+        """The next reply, whatever it is. Errors of the server are values here."""
+        kind, rest = self._head()
+        if kind == b"+":
+            return rest
+        if kind == b":":
+            return int(rest)
+        if kind == b"-":
+            return self._error(rest)
+        length = int(rest)
+        if length == _NO_VALUE:
+            return None
+        if kind == b"$":
+            value = bytearray(length)
+            self._fill(memoryview(value))
+            self._end_of_value()
+            return bytes(value)
+        if kind == b"*":
+            return [self.reply() for _ in range(length)]
+        raise RedisConnectionError("the server does not speak RESP2")
+
+    def value_into(self, prefix_bytes: int, view: memoryview) -> Reply:
+        """Read a value of exactly ``prefix_bytes`` and the length of ``view``, the second part into ``view``.
+
+        Returns:
+            The prefix; empty bytes for a value of another length, which leaves ``view`` undefined; None for no value;
+            or the server's error.
+        """
+        kind, rest = self._head()
+        if kind != b"$":
+            return self._error(rest)
+        length = int(rest)
+        if length == _NO_VALUE:
+            return None
+        prefix = bytearray(prefix_bytes)
+        if length == prefix_bytes + len(view):
+            self._fill(memoryview(prefix))
+            self._fill(view)
+        else:
+            self._skip(length)
+            prefix.clear()
+        self._end_of_value()
+        return bytes(prefix)
+
+    def shut(self) -> None:
+        """End a read that another thread is waiting in. The socket stays open, so that its number is not reused."""
+        connected = self._socket
+        if connected is not None:
+            try:
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS would begin to read what is not deciphered
+            except OSError:  # it was not connected any more
+                return
+
+    @property
+    def _sock(self) -> socket.socket:
+        if self._socket is None:
+            raise RedisConnectionError("the connection was closed")
+        return self._socket
+
+    def _error(self, text: bytes) -> ResponseError:
+        error = BaseParser.parse_error(text.decode(errors="replace"))
+        if not isinstance(error, ResponseError):  # such as LOADING: redis-py counts it as a lost connection
+            raise error
+        return error
+
+    def _head(self) -> tuple[bytes, bytes]:
+        """Kind and rest of the line that a reply begins with."""
+        line = b""
+        while True:
+            stop = self._memory.find(b"\n", self._begin, self._end) + 1
+            if stop:
+                line += self._memory[self._begin : stop]
+                self._begin = stop
+                return line[:1], line[1:-2]
+            line += self._memory[self._begin : self._end]
+            self._receive()
+
+    def _receive(self) -> None:
+        self._begin, self._end = 0, self._receive_into(self._view)
+
+    def _receive_into(self, view: memoryview) -> int:
+        received = self._sock.recv_into(view)
+        if not received:
+            raise RedisConnectionError("the server closed the connection")
+        return received
+
+    def _fill(self, view: memoryview) -> None:
+        """Fill ``view`` with what comes next."""
+        done = min(len(view), self._end - self._begin)
+        view[:done] = self._view[self._begin : self._begin + done]
+        self._begin += done
+        while done < len(view):
+            done += self._receive_into(view[done:])
+
+    def _skip(self, length: int) -> None:
+        scratch = memoryview(bytearray(min(length, 1 << 20)))
+        while length:
+            step = min(length, len(scratch))
+            self._fill(scratch[:step])
+            length -= step
+
+    def _end_of_value(self) -> None:
+        end = bytearray(2)
+        self._fill(memoryview(end))
+        if end != b"\r\n":
+            raise RedisConnectionError("the server does not speak RESP2")
+
+
+class Link:
+    """A connection and its ``Reader``. It belongs to one thread at a time.
+
+    Every method may raise redis-py's ``RedisError`` or ``OSError``; half a reply may be waiting then, so the link must
+    be closed.
+    """
+
+    def __init__(self, new_connection: Callable[[_ReaderFactory], AbstractConnection]) -> None:
+        self.reader = Reader()
+        self._connection = new_connection(lambda socket_read_size: self.reader)  # noqa: ARG005 - redis-py names it
+
+    def connect(self) -> None:
+        """Be connected: again, if the server hung up meanwhile or something unexpected waits to be read."""
+        if self.reader.is_connected and self.reader.can_read():
+            self._connection.disconnect()
+        self._connection.connect()
+
+    def close(self) -> None:
+        """Disconnect. The next ``connect`` begins anew."""
+        self._connection.disconnect()
+
+    def send(self, pieces: Iterable[Buffer]) -> None:
+        """Send packed commands, piece by piece; large ones as views of where they lie."""
+        self._connection.send_packed_command(list(pieces))
+
+    def ask(self, commands: Sequence[bytes]) -> list[Reply]:
+        """Send packed commands in one go and read one reply for each, errors as values."""
+        self.send([b"".join(commands)])
+        return [self.reader.reply() for _ in commands]
+
+    def call(self, *arguments: bytes | str | int) -> Reply:
+        """One command and its reply.
+
+        Raises:
+            ResponseError: the server refused.
+        """
+        (reply,) = self.ask([pack(*arguments)])
+        return checked(reply)
+
+
+def pack(*arguments: bytes | str | int) -> bytes:
+    """A command as it goes over the wire."""
+    pieces = [b"*%d\r\n" % len(arguments)]
+    for argument in arguments:
+        text = argument if isinstance(argument, bytes) else str(argument).encode()
+        pieces.append(b"$%d\r\n%b\r\n" % (len(text), text))
+    return b"".join(pieces)
+
+
+def checked(reply: Reply) -> Reply:
+    """The reply, unless it is an error.
+
+    Raises:
+        ResponseError: it is.
+    """
+    if isinstance(reply, ResponseError):
+        raise reply
+    return reply

@@ -1,0 +1,219 @@
+"""The redis tier keeps the contract, against servers of every kind: alone, with users, TLS, Sentinel, as a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import redis
+from support.redis_server import (
+    ACL_USER,
+    RedisServer,
+    make_certificates,
+    running,
+    start_cluster,
+    start_sentinel,
+    tls_options,
+)
+
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.testing import MINE, TierConformance
+from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
+from kvstore.tiers._redis_chunk import PREFIX
+from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.redis import RedisTier
+from kvstore.wrappers import GuardOptions, guarded
+
+HANG_GUARD_S = 60.0
+
+
+class Redis(TierConformance):
+    """What they have in common: raw access through a client of its own."""
+
+    persistent = True
+    checks_bytes = True
+    pause_s = 2.5  # a server tells idle times in whole seconds of a clock that ticks once a second
+    options: ClassVar[dict[str, object]] = {}
+    admins: ClassVar[list[Any]]
+    _last_folder: Path | None = None
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        if self.folder != self._last_folder:  # a new harness begins with an empty storage
+            for admin in self.admins:
+                admin.flushall()
+            self._last_folder = self.folder
+        return RedisTier.open(self.with_options(setup, **self.options))
+
+    def raw_read(self, ref: ChunkRef) -> bytes | None:
+        found = self.values(ref)
+        return b"".join(value for _, _, value in found) if found else None
+
+    def raw_write(self, ref: ChunkRef, value: bytes) -> None:
+        found = self.values(ref)
+        for number, (admin, key, old) in enumerate(found):
+            end = len(old) if number + 1 < len(found) else len(value)
+            admin.set(key, value[:end])
+            value = value[end:]
+
+    def raw_remove(self, ref: ChunkRef) -> None:
+        for admin, key, _ in self.values(ref):
+            admin.delete(key)
+
+    def raw_used_bytes(self) -> int:
+        """Of all namespaces: after a reset the tier is in another one."""
+        found = ((admin, key) for admin in self.admins for key in admin.scan_iter("kvs:*", 1000))
+        return sum(len(admin.get(key)) for admin, key in found if not key.endswith(b":epoch"))
+
+    def test_the_padding_is_not_part_of_the_chunk(self) -> None:
+        """As in the suite, but for the ids of the writes, which differ."""
+        tier = self.start(ODD)
+        ref, buffer = make_transfer(ODD, make_ref(7, 1))
+        values = []
+        for filling in (0, 0x3C):
+            buffer[ODD.payload_bytes(1) :] = filling
+            tier.put([Transfer(ref, buffer)])
+            values.append([value[WRITE_ID_BYTES:] for _, _, value in self.values(ref)])
+        assert values[0] == values[1]
+        assert len(values[0]) == 2
+
+    def values(self, ref: ChunkRef) -> list[tuple[Any, bytes, bytes]]:
+        """Client, key and value of all that there is of a chunk, the commit first."""
+        # Globs know no braces, and the epoch is not our business.
+        pattern = f"{PREFIX.decode()}{MINE.id.hex()}:*:{ref.prefix_key.hex()}:{ref.num_blocks}}}:*"
+        found = [(admin, key) for admin in self.admins for key in admin.scan_iter(pattern, 1000)]
+        found.sort(key=lambda item: (not item[1].endswith(b"}:c"), item[1]))
+        return [(admin, key, admin.get(key)) for admin, key in found]
+
+
+def serve(cls: type[Redis], *servers: RedisServer, url: str, **options: object) -> Iterator[None]:
+    with running(*servers):
+        cls.admins = [server.admin() for server in servers]
+        cls.options = {"url": url, **options}
+        yield
+
+
+class TestTcp(Redis):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+        yield from serve(cls, server, url=f"redis://127.0.0.1:{server.port}")
+
+    def test_golden_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The example in docs/FORMAT.md. If this changes, so must the version there, and old chunks become misses."""
+        monkeypatch.setattr("secrets.token_bytes", lambda _: bytes(range(1, 9)))
+        admin = self.admins[0]
+        admin.flushall()
+        admin.set("kvs:{76b06e0a5a6b2136}:epoch", "00112233445566ff")
+        namespace = Namespace({"model": "example", "layout": "demo", "chunk_tokens": 4})
+        layout = KVLayout(page_bytes=(4, 8), planes=1, block_tokens=2, chunk_tokens=4)
+        tier = RedisTier.open(self.with_options(TierSetup(namespace, layout, UNBOUNDED_BYTES), **self.options))
+        buffer = make_buffer(4096)
+        buffer[:24] = range(24)
+        ref = ChunkRef(bytes.fromhex("d0549f4f41c632608cec3efe897712b0"), 2)
+        assert tier.put([Transfer(ref, buffer)]) == [Outcome.STORED]
+        tag = "kvs:{76b06e0a5a6b2136:00112233445566ff:d0549f4f41c632608cec3efe897712b0:2}"
+        header = (
+            b'{"__metadata__":{"format_version":"1","namespace":"76b06e0a5a6b2136",'
+            b'"prefix_key":"d0549f4f41c632608cec3efe897712b0","tokens":"4","blocks":"2","codec":"none",'
+            b'"xxh3_64":"3a1c2d7c85af88f88c52cdbb503f90e1"},'
+            b'"kv":{"dtype":"U8","shape":[24],"data_offsets":[0,24]},'
+            b'"_pad":{"dtype":"U8","shape":[4072],"data_offsets":[24,4096]}}'
+        )
+        write_id = bytes.fromhex("0102030405060708")
+        assert {key: admin.get(key) for key in admin.scan_iter()} == {
+            b"kvs:{76b06e0a5a6b2136}:epoch": b"00112233445566ff",
+            f"{tag}:c".encode(): write_id + bytes.fromhex("f80f000000000000") + header,
+            f"{tag}:0".encode(): write_id + bytes(range(24)),
+        }
+        assert tier.stored_bytes(2) == tier.used_bytes == 16 + 8 + len(header) + 24
+        tier.close()
+
+
+class TestUnixSocket(Redis):
+    """And a database of its own."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+        with running(server):
+            cls.admins = [server.admin(db=3)]
+            cls.options = {"url": f"unix://{server.unix_path}?db=3"}
+            yield
+
+
+class TestAclUser(Redis):
+    """With the least rights, and the password beside the URL."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        server = RedisServer(tmp_path_factory.mktemp("redis"), [ACL_USER])
+        url = f"redis://kvstore@127.0.0.1:{server.port}"
+        yield from serve(cls, server, url=url, password="s3cret")
+
+    def test_the_user_can_do_no_more(self) -> None:
+        user: Any = redis.Redis(
+            port=int(str(self.options["url"]).rsplit(":", 1)[1]), username="kvstore", password="s3cret"
+        )
+        for command in (("SET", "other", "x"), ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                user.execute_command(*command)
+        user.close()
+
+
+class TestTls(Redis):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("redis")
+        files = make_certificates(folder / "certificates")
+        server = RedisServer(folder / "server", tls_options(files), tls=True)
+        url = f"rediss://127.0.0.1:{server.port}?tls_ca={files['ca.crt']}"
+        yield from serve(cls, server, url=url, tls_cert=str(files["client.crt"]), tls_key=str(files["client.key"]))
+
+
+class TestSentinel(Redis):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("redis")
+        master = RedisServer(folder / "master")
+        with running(master):
+            sentinel = start_sentinel(folder / "sentinel", master)
+            try:
+                cls.admins = [master.admin()]
+                cls.options = {"url": f"redis-sentinel://127.0.0.1:{sentinel.port}/chunks"}
+                yield
+            finally:
+                sentinel.kill()
+
+
+class TestCluster(Redis):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        servers = start_cluster(tmp_path_factory.mktemp("redis"))
+        try:
+            cls.admins = [server.admin() for server in servers]
+            cls.options = {"url": f"redis-cluster://127.0.0.1:{servers[0].port},127.0.0.1:{servers[1].port}"}
+            yield
+        finally:
+            for server in servers:
+                server.kill()
+
+
+class TestGuarded(Redis):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+        yield from serve(cls, server, url=f"redis://127.0.0.1:{server.port}")
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        return guarded(super().open_tier(setup), GuardOptions(timeout_s=HANG_GUARD_S))
