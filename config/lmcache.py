@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Final
 
 FAMILIES: Final[dict[str, str]] = {
-    "remote_url remote_storage_plugins audit_actual_remote_url external_lookup_client mp_host mp_port": (
-        "there is no remote tier in this version: nothing will be shared between hosts"
+    "remote_storage_plugins audit_actual_remote_url external_lookup_client mp_host mp_port": (
+        "LMCache's servers and plugins are not used: `remote_url` names the tier that hosts share"
     ),
     "remote_serde": "chunks are stored as they are: nothing will be compressed",
     "pre_caching_hash_algorithm": "keys are always sha256 and equal in every process, whatever PYTHONHASHSEED is",
     "cache_policy cost_aware_half_life_seconds cost_aware_ewma_alpha": "the least recently used chunk is evicted first",
     "use_layerwise": "all layers of a hit are loaded before the model runs",
     "enable_async_loading": "a hit is loaded within the step that needs it",
-    "lookup_timeout_ms lookup_server_worker_ids enable_scheduler_bypass_lookup hit_miss_ratio": (
-        "lookups are answered from the scheduler's own memory: they ask no other process"
+    "lookup_server_worker_ids enable_scheduler_bypass_lookup hit_miss_ratio": (
+        "lookups are answered from the scheduler's own memory: they ask no other process but a remote tier"
     ),
     "pin_timeout_sec pin_check_interval_sec": (
         "a chunk is held for its request only, and released when the request ends"
@@ -81,6 +81,9 @@ FAMILIES: Final[dict[str, str]] = {
 """Keys that belong together, separated by spaces, and what their absence means."""
 
 NOT_IMPLEMENTED: Final = {key: meaning for keys, meaning in FAMILIES.items() for key in keys.split()}
+
+OTHER_SCHEMES: Final = frozenset({"lm", "s3", "fs", "infinistore", "mooncakestore", "blackhole", "audit", "eic"})
+"""Schemes of ``remote_url`` that LMCache knows and kvstore does not."""
 
 EXTRA_CONFIG: Final = "extra_config"
 EXTRA_CONFIG_KEYS: Final = frozenset({"disk_io_threads", "use_odirect"})

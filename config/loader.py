@@ -123,6 +123,10 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
     if config.local_disk is None and config.max_local_disk_size > 0:
         where = origins["max_local_disk_size"]
         lines.append(f"{where}: max_local_disk_size: ignored: local_disk is not set, so nothing is kept on disk")
-    if config.local_disk is None and not config.local_cpu:
-        lines.append(f"{origins['local_cpu']}: local_cpu: false without local_disk: nothing will be kept")
+    if config.remote_url != config.shared_url:
+        where = origins["remote_url"]
+        lines.append(f"{where}: remote_url: ignored: there is no such tier here: nothing will be shared between hosts")
+    if config.local_disk is None and config.shared_url is None and not config.local_cpu:
+        where = origins["local_cpu"]
+        lines.append(f"{where}: local_cpu: false without local_disk and remote_url: nothing will be kept")
     return lines

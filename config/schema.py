@@ -13,6 +13,9 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvstore.config.lmcache import OTHER_SCHEMES
+from kvstore.tiers import SCHEMES
+
 GIB_BYTES: Final = 2**30
 _MAX_SIZE_GIB: Final = 1_000_000
 _MAX_TIMEOUT_S: Final = 86_400
@@ -41,7 +44,7 @@ class StoreConfig(BaseModel):
     )
     local_cpu: bool = Field(
         default=True,
-        description="Keep chunks in CPU memory. If false, CPU memory only stages what goes to and comes from disk.",
+        description="Keep chunks in CPU memory. If false, it only stages what goes to and comes from slower tiers.",
     )
     max_local_cpu_size: Annotated[float, Unit("GiB per worker")] = Field(
         default=5.0,
@@ -80,8 +83,8 @@ class StoreConfig(BaseModel):
         default=10.0,
         gt=0,
         le=_MAX_TIMEOUT_S,
-        description="The longest that a read from disk or a flush may make its caller wait; a close flushes, and may "
-        "then take as long again.",
+        description="The longest that a read from a slower tier or a flush may make its caller wait; a close flushes, "
+        "and may then take as long again.",
     )
     disk_io_threads: Annotated[int, Unit("threads")] = Field(
         default=4,
@@ -100,6 +103,62 @@ class StoreConfig(BaseModel):
         description="How many chunks may wait to be written to disk; beyond that a chunk is counted and not written. "
         "If null, half of what fits in `max_local_cpu_size`.",
     )
+    remote_url: str | None = Field(
+        default=None,
+        description="A tier that several engines share: `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or "
+        "`redis-cluster://` (see [redis.md](redis.md)). Without it nothing is shared.",
+    )
+    remote_username: str | None = Field(
+        default=None,
+        min_length=1,
+        description="User to log in with at the remote tier, if not in its URL.",
+    )
+    remote_password: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="Password of that user. Best given as the variable `KVSTORE_REMOTE_PASSWORD`.",
+    )
+    remote_required: bool = Field(
+        default=False,
+        description="Refuse to start if the remote tier cannot be used. If false, a warning says why, and it is tried "
+        "again later.",
+    )
+    remote_ttl_secs: Annotated[int | None, Unit("seconds")] = Field(
+        default=None,
+        ge=1,
+        description="How long a chunk stays at the remote tier once stored. If null, until that tier evicts it.",
+    )
+    remote_connections: Annotated[int, Unit("connections")] = Field(
+        default=8,
+        ge=1,
+        le=1024,
+        description="Connections of each worker to each server of the remote tier.",
+    )
+    remote_io_threads: Annotated[int, Unit("threads")] = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Threads that read chunks from the remote tier.",
+    )
+    remote_lookup_cache_secs: Annotated[float, Unit("seconds")] = Field(
+        default=3.0,
+        ge=0,
+        le=_MAX_TIMEOUT_S,
+        description="How long an answer of the remote tier counts about what it holds.",
+    )
+    max_remote_queue: Annotated[int | None, Unit("chunks")] = Field(
+        default=None,
+        ge=1,
+        description="How many chunks may wait to be sent to the remote tier; beyond that a chunk is counted and not "
+        "sent. If null, a quarter of what fits in `max_local_cpu_size`.",
+    )
+    lookup_timeout_ms: Annotated[int, Unit("milliseconds")] = Field(
+        default=500,
+        ge=1,
+        le=60_000,
+        description="How long a request may wait to learn what the remote tier holds; then it is computed.",
+    )
     model_id: str | None = Field(
         default=None,
         min_length=1,
@@ -116,6 +175,12 @@ class StoreConfig(BaseModel):
     def max_local_disk_bytes(self) -> int:
         """``max_local_disk_size`` in bytes."""
         return int(self.max_local_disk_size * GIB_BYTES)
+
+    @property
+    def shared_url(self) -> str | None:
+        """``remote_url``, if it leads to a tier that there is."""
+        is_ours = self.remote_url is not None and self.remote_url.partition("://")[0] in SCHEMES
+        return self.remote_url if is_ours else None
 
     @property
     def local_disk_folders(self) -> tuple[str, ...]:
@@ -137,6 +202,17 @@ class StoreConfig(BaseModel):
         if len(set(folders)) < len(folders):
             raise PydanticCustomError("folder", "must not name a folder twice")
         return folders if len(folders) > 1 else folders[0]
+
+    @field_validator("remote_url")
+    @classmethod
+    def _known_scheme(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        scheme, mark, _ = value.partition("://")
+        if not mark or scheme not in {*SCHEMES, *OTHER_SCHEMES}:
+            known = ", ".join(f"{name}://" for name in SCHEMES)
+            raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
+        return value
 
     @field_validator("max_local_disk_size")
     @classmethod

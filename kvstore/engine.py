@@ -18,62 +18,31 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.errors import ClosedError, ConfigError, InvalidCallError
-from kvstore.index import ChunkIndex, IndexCounters
+from kvstore.errors import ClosedError, InvalidCallError
+from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
-from kvstore.movers import WRITE_THREADS, LoadJob, LoadResult, Mover, MoverCounters, StoreJob
+from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
+from kvstore.opening import EngineOptions, open_directory, open_tiers
 from kvstore.pages import BlockIds, PagedKV
-from kvstore.slabs import SlabPool
-from kvstore.tiers.base import ChunkRef, Tier, TierCounters
-from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.striped import open_folders
-from kvstore.wrappers import GuardOptions, disk_answers, guarded
+from kvstore.plans import IndexCounters, Place
+from kvstore.remote import RemoteView
+from kvstore.tiers.base import ChunkRef, TierCounters
+
+__all__ = ["CacheEngine", "EngineOptions", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
-_SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What one worker may use.
-
-    Attributes:
-        max_local_cpu_bytes: bound of the pool in host memory.
-        local_cpu: False makes that pool a mere passage to the disk.
-        local_disk: folder of the disk tier, or one on each of several disks; None or () for none.
-        max_local_disk_bytes: bound of all folders together, everything in them included.
-        save_unfull_chunk: store the last, shorter chunk of a sequence too.
-        use_odirect: None probes the folder.
-        disk_io_threads: reads in flight at once.
-        io_timeout_s: deadline of each call to the disk, and the default bound of ``flush`` and ``close``.
-        lease_timeout_s: how long a lease holds its chunks if nobody releases it.
-        max_write_queue: chunks that may wait for the disk; None means half of the pool.
-    """
-
-    max_local_cpu_bytes: int
-    local_cpu: bool = True
-    local_disk: Path | tuple[Path, ...] | None = None
-    max_local_disk_bytes: int = 0
-    save_unfull_chunk: bool = True
-    use_odirect: bool | None = None
-    disk_io_threads: int = 4
-    io_timeout_s: float = 10.0
-    lease_timeout_s: float = 300.0
-    max_write_queue: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,60 +55,7 @@ class EngineStats:
     index: IndexCounters
     mover: MoverCounters
     disk: TierCounters | None
-
-
-class OpenTiers(NamedTuple):
-    """The tiers of one worker, and the chunks that the disk held, the longest untouched first."""
-
-    cpu: CpuTier
-    disk: Tier | None
-    survivors: list[tuple[ChunkRef, int]]
-
-
-def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:
-    """Make the memory and open the folders that ``options`` ask for. A failure leaves nothing open or locked.
-
-    Raises:
-        ConfigError: a bound is too small, or more than the machine has.
-        FolderOwnedError: another process uses a folder.
-        TierError: a folder cannot be read.
-    """
-    slot_bytes = paged.layout.slot_bytes
-    num_slots = options.max_local_cpu_bytes // slot_bytes
-    if num_slots < 1:
-        raise ConfigError(
-            f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
-            f"{slot_bytes / 2**30:.3f} GiB: raise it"
-        )
-    folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
-    with ExitStack() as opened:
-        cpu = CpuTier(SlabPool(num_slots, slot_bytes))
-        opened.callback(cpu.close)
-        if not folders:
-            opened.pop_all()
-            return OpenTiers(cpu, None, [])
-        disk = open_folders(
-            folders,
-            namespace,
-            paged.layout,
-            options.max_local_disk_bytes,
-            direct=options.use_odirect,
-            wrap=lambda tier: guarded(tier, _guard_options(options)),
-        )
-        opened.callback(disk.close)
-        survivors = disk.scan()
-        opened.pop_all()
-    return OpenTiers(cpu, disk, survivors)
-
-
-def _guard_options(options: EngineOptions) -> GuardOptions:
-    """One time-out of all readers opens the breaker, so that a load waits for a hanging disk only once."""
-    return GuardOptions(
-        timeout_s=options.io_timeout_s,
-        slow_timeout_s=max(options.io_timeout_s, _SLOW_TIMEOUT_S),
-        threads=options.disk_io_threads + WRITE_THREADS + 2,
-        failures=min(3, options.disk_io_threads),
-    )
+    remote: TierCounters | None
 
 
 class CacheEngine:
@@ -155,22 +71,21 @@ class CacheEngine:
         self._num_blocks = paged.num_blocks
         self._namespace = namespace
         self._options = options
-        self._cpu, self._disk, survivors = open_tiers(paged, namespace, options)
+        self._tiers = open_tiers(paged, namespace, options)
+        remote, disk = options.remote, self._tiers.disk
+        self._view = RemoteView(remote.hold_s) if remote else None
+        self._directory = open_directory([namespace], self.layout, remote) if remote else None
         self._index = ChunkIndex(
-            self._cpu.num_slots,
+            self._tiers.cpu.num_slots,
             keep_in_memory=options.local_cpu,
-            disk_capacity_bytes=self._disk.usable_bytes if self._disk else 0,
-            stored_bytes=self._disk.stored_bytes if self._disk else None,
+            disk_capacity_bytes=disk.usable_bytes if disk else 0,
+            stored_bytes=disk.stored_bytes if disk else None,
             max_writes=options.max_write_queue,
+            remote=self._view,
+            max_sends=remote.max_queue if remote else None,
         )
-        self._index.adopt(survivors)
-        self._mover = Mover(
-            paged,
-            self._cpu,
-            self._disk,
-            self._on_written,
-            read_threads=options.disk_io_threads,
-        )
+        self._index.adopt(self._tiers.survivors)
+        self._mover = Mover(paged, self._tiers.cpu, self._tiers.open_lanes(options, self._on_written))
         self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._closed = False
@@ -184,13 +99,14 @@ class CacheEngine:
         self.close()
 
     def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS, lease_id: str | None = None) -> int:
-        """How many leading tokens ``retrieve`` would find, in whole blocks.
+        """How many leading tokens ``retrieve`` would find, in whole blocks; a remote tier is asked.
 
         With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; asking again under
-        the same name renews the lease. All leases together hold at most half of the pool: what goes beyond is answered
-        all the same, without a lease.
+        the same name renews the lease. All leases together hold at most half of the pool: what goes beyond, or is
+        only at the remote tier, is answered all the same, without a lease.
         """
         hasher = self._hash(tokens, extras)
+        self._ask_remote(hasher)
         with self._index_lock:
             self._begin_decision()
             match = self._index.lookup(hasher)
@@ -237,6 +153,7 @@ class CacheEngine:
         if tier != "cpu":
             raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
         hasher = self._hash(tokens, extras)
+        self._ask_remote(hasher)
         with self._move_lock:
             with self._index_lock:
                 self._begin_decision()
@@ -285,7 +202,7 @@ class CacheEngine:
             for step in steps:
                 begin = where[step.ref.prefix_key] - offset
                 jobs.append(StoreJob(step, blocks[begin : begin + step.ref.num_blocks]))
-            self._mover.remove(removals)
+            self._mover.remove(Place.DISK, removals)
             failed = {step.ref.prefix_key for step in steps}  # should gathering raise
             try:
                 failed = self._mover.store(jobs)
@@ -310,6 +227,7 @@ class CacheEngine:
         skip_tokens = self._skipped(mask, hasher.num_tokens)
         loaded = torch.zeros(hasher.num_tokens, dtype=torch.bool)
         blocks = self._blocks(slot_mapping, skip_tokens, hasher)
+        self._ask_remote(hasher, skip_tokens)
         with self._move_lock:
             with self._index_lock:
                 self._begin_decision()
@@ -333,7 +251,7 @@ class CacheEngine:
         return loaded
 
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many there were."""
+        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many were here."""
         with self._move_lock:
             if tokens is None:
                 with self._index_lock:
@@ -341,15 +259,15 @@ class CacheEngine:
                     count = self._index.clear()
                 self._mover.clear()
                 return count
-            hasher = self._hash(tokens, extras)
-            keys = list(hasher.chunk_keys())
-            for chunk in range(len(keys) + 1):
-                keys += hasher.block_keys(chunk)
+            refs = all_refs(self._hash(tokens, extras))
             with self._index_lock:
                 self._begin_decision()
-                count = self._index.remove(dict.fromkeys(keys))
+                count = self._index.remove(ref.prefix_key for ref in refs)
                 removals = self._index.take_removals()
-            self._mover.remove(removals)
+                if self._view is not None:
+                    self._view.forget(refs)
+            self._mover.remove(Place.DISK, removals)
+            self._mover.remove(Place.REMOTE, refs)
             return count
 
     def reset_cache(self) -> None:
@@ -362,10 +280,13 @@ class CacheEngine:
             with self._index_lock:
                 self._begin_decision()
                 self._index.clear()
-            self._mover.reset(self._namespace.at_epoch(new_epoch()))
+            namespace = self._namespace.at_epoch(new_epoch())
+            self._mover.reset(namespace)
+            if self._directory is not None:
+                self._directory.reset([namespace])
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was stored so far is on disk; False if time ran out first."""
+        """Wait until all that was stored so far is in the slower tiers; False if time ran out first."""
         self._check_open()
         return self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
 
@@ -373,12 +294,13 @@ class CacheEngine:
         """What the engine holds and did; the counters are live."""
         with self._index_lock:
             return EngineStats(
-                self._cpu.num_slots,
+                self._tiers.cpu.num_slots,
                 self._index.slots_in_use,
                 self._index.disk_used_bytes,
                 self._index.counters,
                 self._mover.counters,
-                self._disk.counters if self._disk else None,
+                self._tiers.disk.counters if self._tiers.disk else None,
+                self._tiers.remote.counters if self._tiers.remote else None,
             )
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -391,6 +313,8 @@ class CacheEngine:
             if self._closed:
                 return True
             self._closed = True
+            if self._directory is not None:
+                self._directory.close()
             return self._mover.close(self._options.io_timeout_s if timeout_s is None else timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -402,11 +326,26 @@ class CacheEngine:
     def _begin_decision(self) -> None:
         self._check_open()
         self._index.advance(time.monotonic())
-        self._index.set_disk_answers(answers=self._disk is None or disk_answers(self._disk))
+        self._index.set_disk_answers(answers=self._tiers.disk_answers)
+        self._index.set_remote_answers(answers=self._tiers.remote_answers)
+
+    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> None:
+        """Find out what the remote tier holds of a sequence; the index then knows for a while."""
+        if self._directory is None or self._view is None:
+            return
+        for _ in range(QUESTION_ROUNDS):
+            with self._index_lock:
+                self._begin_decision()
+                questions = self._index.questions(hasher, self._index.lookup(hasher, skip_tokens), skip_tokens)
+            if not questions:
+                return
+            answers = self._directory.ask(questions).result()  # each tier's deadline bounds it
+            with self._index_lock:
+                self._view.note(questions, answers, time.monotonic())
 
     def _load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Carry out planned loads and complete them, also if scattering raises."""
-        unfinished = {job.step.ref.prefix_key for job in jobs if job.step.from_disk}
+        unfinished = {job.step.ref.prefix_key for job in jobs if job.step.source is not Place.MEMORY}
         result = LoadResult(unfinished, set())
         try:
             result = self._mover.load(jobs)
@@ -414,14 +353,14 @@ class CacheEngine:
             with self._index_lock:
                 self._index.complete_load([job.step for job in jobs], result.failed, result.lost)
                 removals = self._index.take_removals()
-            self._mover.remove(removals)
+            self._mover.remove(Place.DISK, removals)
         return result
 
-    def _on_written(self, ref: ChunkRef, stored: bool) -> None:
+    def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         with self._index_lock:
-            self._index.complete_write(ref.prefix_key, stored=stored)
+            self._index.complete_write(ref.prefix_key, target, stored=stored)
             removals = self._index.take_removals()
-        self._mover.remove(removals)
+        self._mover.remove(Place.DISK, removals)
 
     def _complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
         steps = [job.step for job in jobs]
@@ -431,7 +370,7 @@ class CacheEngine:
             for key, tails in superseded_tails(hasher, stored).items():
                 self._index.supersede(key, tails)
             removals = self._index.take_removals()
-        self._mover.remove(removals)
+        self._mover.remove(Place.DISK, removals)
 
     def _hash(self, tokens: Tokens, extras: KeyExtras) -> PrefixHasher:
         hasher = PrefixHasher(self.layout.chunk_tokens, self.layout.block_tokens, extras)
@@ -489,6 +428,16 @@ def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) 
     refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
     if with_tail and (tail := hasher.block_keys(len(refs))):
         refs.append(ChunkRef(tail[-1], len(tail)))
+    return refs
+
+
+def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
+    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
+    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
+    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    for chunk in range(len(refs) + 1):
+        tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
+        refs += [ChunkRef(key, number) for number, key in enumerate(tails, 1)]
     return refs
 
 

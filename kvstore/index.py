@@ -7,6 +7,7 @@ No I/O, no threads, no clock. Invariants:
    a write to disk in flight, counts as a use.
 3. The chunks on disk, those being written included, never exceed the disk's capacity.
 4. What leaves the disk is announced by ``take_removals`` before anything that needs its room.
+5. What a remote tier holds is hearsay: a chunk that is only there has no entry here until a load of it is planned.
 
 The caller serialises all calls. Under vLLM this object lives in the scheduler and its plans travel to the workers; in
 ``CacheEngine`` both ends are in one process.
@@ -15,69 +16,18 @@ The caller serialises all calls. Under vLLM this object lives in the scheduler a
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.leases import Leases
+from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, Place, StoreStep
 from kvstore.policy import LRU
+from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
 
-
-class Match(NamedTuple):
-    """The longest prefix that can be loaded.
-
-    Attributes:
-        refs: its chunks, in order, from chunk number ``first_chunk`` on.
-        num_tokens: the tokens from position 0 to the end of the last of them.
-        first_chunk: the chunk in which the tokens end that the caller has already.
-    """
-
-    refs: tuple[ChunkRef, ...]
-    num_tokens: int
-    first_chunk: int = 0
-
-
-NO_MATCH = Match((), 0)
-
-
-class LoadStep(NamedTuple):
-    """Bring one chunk from its slot, or from disk through that slot, to the paged cache."""
-
-    ref: ChunkRef
-    slot: int
-    from_disk: bool
-
-
-class StoreStep(NamedTuple):
-    """Gather one chunk into its slot unless it is there already, and then write it to disk if ``write_behind``."""
-
-    ref: ChunkRef
-    slot: int
-    write_behind: bool
-    gather: bool = True
-
-
-@dataclass
-class IndexCounters:
-    """Decisions since the index was made."""
-
-    stored: int = 0  # chunks that became readable by a store
-    known: int = 0  # offered, but already here or on their way
-    refused: int = 0  # offered, but no slot could be freed
-    failed_stores: int = 0
-    failed_loads: int = 0
-    lost_chunks: int = 0  # failed loads whose chunk was missing or damaged, and is forgotten
-    expired: int = 0
-    evicted_memory: int = 0
-    evicted_disk: int = 0
-    writes_done: int = 0
-    writes_failed: int = 0
-    writes_dropped: int = 0  # not queued: the queue or the disk was full
-    writes_retried: int = 0  # queued when a chunk was offered again that had not been written
-    superseded_tails: int = 0
+QUESTION_ROUNDS = 2  # after which ``questions`` has been answered
 
 
 @dataclass
@@ -85,10 +35,12 @@ class _Chunk:
     ref: ChunkRef
     slot: int | None = None
     filling: bool = False  # the slot's bytes are not there yet
-    loading: bool = False  # they are on their way from disk: a load planned now is carried out after that
+    loading: bool = False  # they are on their way from elsewhere: a load planned now is carried out after that
     disk_bytes: int = 0  # on disk, or being written there
     unread: bool = False  # the last read from disk failed
     writing: bool = False
+    sent: bool = False  # at the remote tier, or on its way there
+    sending: bool = False
     uses: int = 0  # plans and writes in flight
     forgotten: bool = False  # dropped while in use: goes when the last use ends
     expires_s: float | None = None  # has a time to live, so it stays in memory
@@ -124,6 +76,8 @@ class ChunkIndex:
         disk_capacity_bytes: int = 0,
         stored_bytes: Callable[[int], int] | None = None,
         max_writes: int | None = None,
+        remote: RemoteView | None = None,
+        max_sends: int | None = None,
     ) -> None:
         """Start empty.
 
@@ -133,6 +87,8 @@ class ChunkIndex:
             disk_capacity_bytes: bound of the disk tier; 0 without one.
             stored_bytes: bytes that a chunk of so many blocks occupies on disk.
             max_writes: writes to disk that may be in flight at once; further chunks are not written.
+            remote: what a remote tier is known to hold; None without one.
+            max_sends: writes to the remote tier that may be in flight at once.
         """
         self.counters = IndexCounters()
         self._keep_in_memory = keep_in_memory
@@ -144,12 +100,15 @@ class ChunkIndex:
         self._disk = _Disk(disk_capacity_bytes, stored_bytes) if stored_bytes and disk_capacity_bytes else None
         self._writes = 0
         self._max_writes = max(1, num_slots // 2) if max_writes is None else max_writes
+        self._remote = remote
+        self._remote_answers = True
+        self._sends = 0
+        self._max_sends = max(1, num_slots // 4) if max_sends is None else max_sends
         self._removals: list[ChunkRef] = []
         self._disk_answers = True
         self._now_s = 0.0
         self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
-        self._leases: dict[str, _Lease] = {}
-        self._leased: Counter[PrefixKey] = Counter()
+        self._leases = Leases()
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -197,22 +156,52 @@ class ChunkIndex:
         missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would.
         """
         first_chunk = skip_tokens // hasher.chunk_tokens
+        blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
         found: list[ChunkRef] = []
         room = _StagingRoom(len(self._free_slots) + self._idle_slots)
         for key in hasher.chunk_keys()[first_chunk:]:
-            chunk = self._chunks.get(key)
-            if chunk is None or not self._is_readable(chunk) or not room.takes(chunk):
+            ref = self._find(key, blocks_per_chunk, room)
+            if ref is None:
                 break
-            found.append(chunk.ref)
+            found.append(ref)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
         block_keys = hasher.block_keys(first_chunk + len(found))
         for num_blocks in range(len(block_keys), 0, -1):
-            tail = self._chunks.get(block_keys[num_blocks - 1])
-            if tail is not None and self._is_readable(tail) and room.takes(tail):
-                found.append(tail.ref)
+            tail = self._find(block_keys[num_blocks - 1], num_blocks, room)
+            if tail is not None:
+                found.append(tail)
                 num_tokens += num_blocks * hasher.block_tokens
                 break
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+
+    def questions(self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0) -> list[ChunkRef]:
+        """What must be asked of the remote tier before a match is known to be the longest; none when it is.
+
+        First the whole chunks behind the match, with the tails inside the first of them and those at the end of the
+        sequence; in a second round, should it be needed, the tails inside the first one that is missing. The answers
+        go to the ``RemoteView``.
+        """
+        if self._remote is None or not self._remote_answers:
+            return []
+        blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
+        known_tokens = max(match.num_tokens, skip_tokens)
+        first_chunk = known_tokens // hasher.chunk_tokens
+        keys = hasher.chunk_keys()
+        asked = [ChunkRef(key, blocks_per_chunk) for key in keys[first_chunk:]]
+        for chunk in dict.fromkeys((first_chunk, len(keys))):
+            begin = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
+            tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
+            asked += [ChunkRef(key, number) for number, key in enumerate(tails, 1) if number > begin]
+        unknown = [ref for ref in asked if not self._is_here(ref)]
+        return self._remote.unknown(unknown, self._now_s)
+
+    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom) -> ChunkRef | None:
+        """A chunk that could be loaded, counted into ``room``."""
+        chunk = self._chunks.get(key)
+        if chunk is not None and self._is_readable(chunk):
+            return chunk.ref if room.takes(chunk) else None
+        ref = ChunkRef(key, num_blocks)
+        return ref if self._is_remote(ref) and room.takes_new() else None
 
     # -- load --------------------------------------------------------------------------------------------------------
 
@@ -221,28 +210,36 @@ class ChunkIndex:
 
         Every step holds its chunk until ``complete_load``.
         """
-        chunks = []
+        planned: list[tuple[_Chunk, Place]] = []
         for ref in refs:
-            chunk = self._chunks.get(ref.prefix_key)
-            if chunk is None or not self._is_readable(chunk) or chunk.ref != ref:
+            source = self._source(ref)
+            if source is None:
                 break
+            chunk = self._chunks.setdefault(ref.prefix_key, _Chunk(ref))
             self._begin_use(chunk)  # before slots are taken for others: this one must not be given away
-            chunks.append(chunk)
+            planned.append((chunk, source))
         steps: list[LoadStep] = []
-        for position, chunk in enumerate(chunks):
-            from_disk = chunk.slot is None
-            if from_disk:
+        for position, (chunk, source) in enumerate(planned):
+            if chunk.slot is None:
                 slot = self._take_slot()
                 if slot is None:
-                    for unreachable in chunks[position:]:
+                    for unreachable, _ in planned[position:]:
                         self._end_use(unreachable)
                     break
                 chunk.slot, chunk.filling, chunk.loading = slot, True, True
                 self._memory.add(chunk.ref.prefix_key)
-            assert chunk.slot is not None
-            steps.append(LoadStep(chunk.ref, chunk.slot, from_disk))
+            steps.append(LoadStep(chunk.ref, chunk.slot, source))
         self._touch([step.ref.prefix_key for step in steps])
         return steps
+
+    def _source(self, ref: ChunkRef) -> Place | None:
+        """Where a chunk would be loaded from now."""
+        chunk = self._chunks.get(ref.prefix_key)
+        if chunk is not None and self._is_readable(chunk):
+            if chunk.ref != ref:
+                return None
+            return Place.DISK if chunk.slot is None else Place.MEMORY
+        return Place.REMOTE if self._is_remote(ref) else None
 
     def complete_load(
         self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey]
@@ -256,20 +253,35 @@ class ChunkIndex:
             chunk = self._chunks[step.ref.prefix_key]
             if step.ref.prefix_key in failed:
                 self._fail_load(chunk, step, is_lost=step.ref.prefix_key in lost)
-            elif step.from_disk and not chunk.forgotten:
+            elif step.source is not Place.MEMORY and not chunk.forgotten:
                 chunk.filling = chunk.loading = chunk.unread = False
+                chunk.sent |= step.source is Place.REMOTE
             self._end_use(chunk)
 
     def _fail_load(self, chunk: _Chunk, step: LoadStep, *, is_lost: bool) -> None:
         self.counters.failed_loads += 1
+        if step.source is Place.REMOTE:
+            self._fail_remote_load(chunk)
+            return
         # A slot without its chunk's bytes. One that has changed since only waited for a read that failed.
-        is_mislabelled = not step.from_disk and chunk.in_memory and chunk.slot == step.slot
+        is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
         if is_lost or is_mislabelled:
             self.counters.lost_chunks += not chunk.forgotten
             self._forget(chunk)
-        elif step.from_disk:
+        elif step.source is Place.DISK:
             chunk.unread = True
             self._drop_from_memory(chunk)
+
+    def _fail_remote_load(self, chunk: _Chunk) -> None:
+        """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
+        if self._remote is not None:
+            self._remote.note([chunk.ref], [False], self._now_s)
+        if chunk.forgotten:
+            return
+        if chunk.disk_bytes:
+            self._drop_from_memory(chunk)
+        else:
+            self._forget(chunk)
 
     # -- store -------------------------------------------------------------------------------------------------------
 
@@ -283,7 +295,7 @@ class ChunkIndex:
         are kept in memory only, and go when that time is over.
 
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
-        step holds its slot until ``complete_store``, and until ``complete_write`` if it is written behind.
+        step holds its slot until ``complete_store``, and until ``complete_write`` for each of its targets.
         """
         for ref in refs:
             chunk = self._chunks.get(ref.prefix_key)
@@ -322,31 +334,36 @@ class ChunkIndex:
             return None
         expires_s = None if ttl_s is None else self._now_s + ttl_s
         chunk = _Chunk(ref, slot=slot, filling=True, uses=1, expires_s=expires_s)
-        write_behind = self._reserve_disk(chunk)
-        if not write_behind and not self._keep_in_memory:  # it would be gone as soon as it is here
+        targets = self._reserve_targets(chunk)
+        if not targets and not self._keep_in_memory:  # it would be gone as soon as it is here
             self._free_slots.append(slot)
             return None
         self._chunks[ref.prefix_key] = chunk
         self._memory.add(ref.prefix_key)
-        chunk.uses += write_behind
+        chunk.uses += len(targets)
         if expires_s is not None:
             heapq.heappush(self._expiries, (expires_s, ref.prefix_key))
-        return StoreStep(ref, slot, write_behind)
+        return StoreStep(ref, slot, targets)
 
     def _plan_known(self, chunk: _Chunk) -> StoreStep | None:
-        """Write a chunk that is only in memory, if the disk has room for it now."""
-        if not chunk.in_memory or chunk.disk_bytes or not self._reserve_disk(chunk):
+        """Write a chunk from memory to where it is missing, if there is room for it now."""
+        if not chunk.in_memory or not (targets := self._reserve_targets(chunk)):
             return None
         assert chunk.slot is not None
         self.counters.writes_retried += 1
-        self._begin_use(chunk)  # until complete_store
-        self._begin_use(chunk)  # until complete_write
-        return StoreStep(chunk.ref, chunk.slot, write_behind=True, gather=False)
+        for _ in range(1 + len(targets)):  # until complete_store, and until complete_write for each target
+            self._begin_use(chunk)
+        return StoreStep(chunk.ref, chunk.slot, targets, gather=False)
+
+    def _reserve_targets(self, chunk: _Chunk) -> tuple[Place, ...]:
+        """Where a chunk is to be written, with the room for it taken."""
+        disk = (Place.DISK,) if self._reserve_disk(chunk) else ()
+        return (*disk, Place.REMOTE) if self._reserve_send(chunk) else disk
 
     def complete_store(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
         """Take the results of stores; a failed one leaves nothing behind.
 
-        The write of a failed store is completed like any other, as not stored.
+        The writes of a failed store are completed like any other, as not stored.
         """
         for step in steps:
             chunk = self._chunks[step.ref.prefix_key]
@@ -360,9 +377,24 @@ class ChunkIndex:
                 self.counters.stored += 1
             self._end_use(chunk)
 
-    def complete_write(self, key: PrefixKey, *, stored: bool) -> None:
-        """Take the result of a write to disk."""
+    def complete_write(self, key: PrefixKey, target: Place, *, stored: bool) -> None:
+        """Take the result of a write behind."""
         chunk = self._chunks[key]
+        if target is Place.REMOTE:
+            self._complete_send(chunk, stored=stored)
+        else:
+            self._complete_disk_write(chunk, stored=stored)
+        self._end_use(chunk)
+
+    def _complete_send(self, chunk: _Chunk, *, stored: bool) -> None:
+        self.counters.sends_done += stored
+        self.counters.sends_failed += not stored
+        chunk.sending, chunk.sent = False, stored
+        self._sends -= 1
+        if stored and not chunk.forgotten and self._remote is not None:
+            self._remote.note([chunk.ref], [True], self._now_s)
+
+    def _complete_disk_write(self, chunk: _Chunk, *, stored: bool) -> None:
         if stored:
             self.counters.writes_done += 1
             if chunk.forgotten:  # its removal may have been carried out before the write began
@@ -375,7 +407,6 @@ class ChunkIndex:
         tails, chunk.tails = chunk.tails, ()
         if stored and not chunk.forgotten:
             self._drop_tails(chunk, tails)
-        self._end_use(chunk)
 
     def supersede(self, key: PrefixKey, tails: Sequence[PrefixKey]) -> None:
         """Forget the tails of a full chunk that has just been stored; unknown ones are ignored.
@@ -394,7 +425,7 @@ class ChunkIndex:
     def _drop_tails(self, chunk: _Chunk, tails: Iterable[PrefixKey]) -> None:
         for key in tails:
             tail = self._chunks.get(key)
-            if tail is None or tail.forgotten or key in self._leased:
+            if tail is None or tail.forgotten or key in self._leases:
                 continue
             if chunk.on_disk or not tail.disk_bytes:
                 self.counters.superseded_tails += 1
@@ -411,7 +442,7 @@ class ChunkIndex:
             if chunk is not None and chunk.expires_s == expires_s and not chunk.forgotten:
                 self.counters.expired += 1
                 self._discard(chunk)
-        for lease_id in [name for name, lease in self._leases.items() if lease.expires_s <= self._now_s]:
+        for lease_id in self._leases.expired(self._now_s):
             self.release(lease_id)
 
     def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
@@ -419,52 +450,34 @@ class ChunkIndex:
 
         Returns how many of them, from the front, are held: all leases together hold at most half of the slots' number.
         """
-        former = self._withdraw(lease_id)
+        former = self._leases.withdraw(lease_id)
         held: list[PrefixKey] = []
+        room = max(1, self._num_slots // 2) - self._leases.num_chunks
         for ref in refs:
             chunk = self._chunks.get(ref.prefix_key)
             if chunk is None or not self._is_readable(chunk):
                 break
-            if ref.prefix_key not in self._leased and len(self._leased) >= max(1, self._num_slots // 2):
+            room -= ref.prefix_key not in self._leases
+            if room < 0:
                 break
             self._begin_use(chunk)
-            self._leased[ref.prefix_key] += 1
             held.append(ref.prefix_key)
         if held:
-            self._leases[lease_id] = _Lease(held, self._now_s + ttl_s)
+            self._leases.add(lease_id, held, self._now_s + ttl_s)
         for key in former:  # only now: a renewed lease must not lose its chunks in between
             self._end_use(self._chunks[key])
         return len(held)
 
     def release(self, lease_id: str) -> None:
         """End a lease. Unknown and ended ones are ignored."""
-        for key in self._withdraw(lease_id):
+        for key in self._leases.withdraw(lease_id):
             self._end_use(self._chunks[key])
-
-    def _withdraw(self, lease_id: str) -> list[PrefixKey]:
-        """Strike a lease off the list, and return the chunks it has in use still."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            return []
-        for key in lease.keys:
-            self._leased[key] -= 1
-            if not self._leased[key]:
-                del self._leased[key]
-        return lease.keys
 
     def _unlease(self, chunk: _Chunk) -> None:
         """Take a chunk that is to go out of all leases, or it could not come back before they end."""
-        key = chunk.ref.prefix_key
-        if key not in self._leased:
-            return
-        for name, lease in list(self._leases.items()):
-            if key in lease.keys:
-                lease.keys.remove(key)
-                chunk.uses -= 1
-                if not lease.keys:
-                    del self._leases[name]
-        del self._leased[key]
-        if not chunk.uses and chunk.in_memory:
+        holders = self._leases.drop_chunk(chunk.ref.prefix_key)
+        chunk.uses -= holders
+        if holders and not chunk.uses and chunk.in_memory:
             self._idle_slots += 1
 
     def set_disk_answers(self, *, answers: bool) -> None:
@@ -473,6 +486,10 @@ class ChunkIndex:
         Writes go on: they fail at once, and one of them will be the first to succeed again.
         """
         self._disk_answers = answers
+
+    def set_remote_answers(self, *, answers: bool) -> None:
+        """While the remote tier does not answer, it is not asked, and nothing is loaded from it; writes go on."""
+        self._remote_answers = answers
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
@@ -490,6 +507,8 @@ class ChunkIndex:
         """
         count = self.remove(list(self._chunks))
         self._removals.clear()
+        if self._remote is not None:
+            self._remote.clear()
         return count
 
     def take_removals(self) -> list[ChunkRef]:
@@ -506,6 +525,17 @@ class ChunkIndex:
         if chunk.forgotten:
             return False
         return chunk.in_memory or chunk.loading or (chunk.on_disk and not chunk.filling and self._disk_answers)
+
+    def _is_here(self, ref: ChunkRef) -> bool:
+        chunk = self._chunks.get(ref.prefix_key)
+        return chunk is not None and self._is_readable(chunk)
+
+    def _is_remote(self, ref: ChunkRef) -> bool:
+        """Whether a chunk that is not here could be loaded from the remote tier."""
+        if self._remote is None or not self._remote_answers or not self._remote.holds(ref, self._now_s):
+            return False
+        chunk = self._chunks.get(ref.prefix_key)
+        return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.slot is None)
 
     def _touch(self, chain: Sequence[PrefixKey]) -> None:
         self._memory.touch_chain(chain)
@@ -531,6 +561,8 @@ class ChunkIndex:
             self._discard(chunk)
         elif chunk.in_memory and not self._keep_in_memory:
             self._drop_from_memory(chunk)
+        elif chunk.slot is None and not chunk.disk_bytes:  # a load from the remote tier for which there was no slot
+            del self._chunks[chunk.ref.prefix_key]
 
     def _take_slot(self) -> int | None:
         """A slot to fill: a free one, or that of the least valuable chunk nobody uses."""
@@ -545,7 +577,7 @@ class ChunkIndex:
     def _reserve_disk(self, chunk: _Chunk) -> bool:
         """Make room on disk for a chunk about to be stored; False if it will not be written."""
         disk = self._disk
-        if disk is None or chunk.expires_s is not None:
+        if disk is None or chunk.disk_bytes or chunk.expires_s is not None:
             return False
         need_bytes = disk.stored_bytes(chunk.ref.num_blocks)
         if self._writes >= self._max_writes or not self._make_disk_room(disk, need_bytes):
@@ -555,6 +587,20 @@ class ChunkIndex:
         disk.used_bytes += need_bytes
         disk.order.add(chunk.ref.prefix_key)
         self._writes += 1
+        return True
+
+    def _reserve_send(self, chunk: _Chunk) -> bool:
+        """Take a place in the queue to the remote tier; False if a chunk will not be sent."""
+        if self._remote is None or chunk.sent or chunk.expires_s is not None:
+            return False
+        if self._remote.holds(chunk.ref, self._now_s):  # somebody else's
+            chunk.sent = True
+            return False
+        if self._sends >= self._max_sends:
+            self.counters.sends_dropped += 1
+            return False
+        chunk.sent = chunk.sending = True
+        self._sends += 1
         return True
 
     def _make_disk_room(self, disk: _Disk, need_bytes: int) -> bool:
@@ -622,12 +668,6 @@ class ChunkIndex:
 
 
 @dataclass
-class _Lease:
-    keys: list[PrefixKey]
-    expires_s: float
-
-
-@dataclass
 class _StagingRoom:
     """Slots that a load could take, less those that hold the load's own chunks."""
 
@@ -643,4 +683,11 @@ class _StagingRoom:
         if staged > slots:
             return False
         self.slots, self.staged = slots, staged
+        return True
+
+    def takes_new(self) -> bool:
+        """Count in a chunk that no slot has."""
+        if self.staged >= self.slots:
+            return False
+        self.staged += 1
         return True

@@ -18,8 +18,8 @@ import torch
 from kvstore import chunkfile
 from kvstore.binding import bind_paged_kv
 from kvstore.errors import KVStoreError
+from kvstore.lanes import WRITE_THREADS
 from kvstore.layout import round_up
-from kvstore.movers import WRITE_THREADS
 from kvstore.slabs import SlabPool
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ class FactsMetadata(KVConnectorHandshakeMetadata):
 
 
 class KVStoreConnector(KVConnectorBase_V1):
-    """KV cache offload to CPU memory and disk. Configured as docs/configuration.md says."""
+    """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Check everything that can be checked, before vLLM serves.
@@ -165,6 +165,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     # -- scheduler side ------------------------------------------------------------------------------------------------
 
@@ -196,7 +198,11 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by the tier that holds it."""
         split = self._scheduling.hit_split(request.request_id, num_external_tokens)
-        sources = {CacheHitSource.HOST: split.memory_tokens, CacheHitSource.DISK: split.disk_tokens}
+        sources = {
+            CacheHitSource.HOST: split.memory_tokens,
+            CacheHitSource.DISK: split.disk_tokens,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: split.remote_tokens,
+        }
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import new_epoch, superseded_tails
 from kvstore.errors import InvalidCallError
-from kvstore.index import ChunkIndex, LoadStep, Match, StoreStep
-from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
+from kvstore.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.opening import RemoteOptions, open_directory
+from kvstore.plans import LoadStep, Match, Place, StoreStep
+from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
 
 logger = logging.getLogger(__name__)
@@ -30,6 +36,7 @@ class SchedulerOptions:
     local_cpu: bool = True
     min_retrieve_tokens: int = 0
     max_write_queue: int | None = None
+    remote: RemoteOptions | None = None
 
 
 class HitSplit(NamedTuple):
@@ -37,6 +44,7 @@ class HitSplit(NamedTuple):
 
     memory_tokens: int
     disk_tokens: int
+    remote_tokens: int
 
 
 @dataclass
@@ -69,7 +77,7 @@ class _Step:
 
 @dataclass
 class _Write:
-    """A write to disk that some ranks have not reported yet."""
+    """A write behind that some ranks have not reported yet."""
 
     ranks_left: int
     stored: bool = True
@@ -88,7 +96,9 @@ class StoreScheduler:
         self._ready: dict[str, ReqMeta] = {}  # loads, and stores of ended requests, for the next plan
         self._step = _Step(acked=0)  # what the next plan will hold
         self._in_flight: dict[int, _Step] = {}
-        self._writes: dict[PrefixKey, _Write] = {}
+        self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
+        self._remote: RemoteLookup | None = None
+        self._namespaces: list[Namespace] = []  # one for each shard
         self._number = 0
         self._acked = 0
         self._last_poisoned = 0
@@ -109,24 +119,33 @@ class StoreScheduler:
         def stored_bytes(num_blocks: int) -> int:
             return max(rank.stored_bytes[num_blocks - 1] for rank in facts)
 
+        remote = self._options.remote
+        if remote is not None:
+            self._namespaces = list({rank.namespace.id: rank.namespace for rank in facts}.values())
+            directory = open_directory(self._namespaces, first.layout, remote)
+            self._remote = RemoteLookup(directory, RemoteView(remote.hold_s), remote.lookup_timeout_s)
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
             keep_in_memory=self._options.local_cpu,
             disk_capacity_bytes=min(rank.disk_capacity_bytes for rank in facts),
             stored_bytes=stored_bytes,
             max_writes=self._options.max_write_queue,
+            remote=self._remote.view if self._remote else None,
+            max_sends=remote.max_queue if remote else None,
         )
         index.adopt((ref, stored_bytes(ref.num_blocks)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
         self._index = index
         self._num_ranks = len(facts)
+        ranks = len(facts)
         logger.info(
-            "%d chunks known from disk; CPU pool %.2f GiB x %d workers, disk %.2f GiB x %d workers",
+            "%d chunks known from disk; CPU pool %.2f GiB in all (%.2f GiB x %d workers), disk %.2f GiB in all%s",
             len(index),
+            ranks * first.num_slots * first.slot_bytes / 2**30,
             first.num_slots * first.slot_bytes / 2**30,
-            len(facts),
-            first.disk_capacity_bytes / 2**30,
-            len(facts),
+            ranks,
+            ranks * first.disk_capacity_bytes / 2**30,
+            "; and a remote tier" if remote else "",
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -144,8 +163,9 @@ class StoreScheduler:
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
 
-        None means to ask again after the next report: the local ones rest on a load that may yet fail. vLLM lets
-        requests share blocks before they are loaded, and when the load fails, it does not compute all of them anew.
+        None means to ask again. Either the remote tier has not answered yet; or the local tokens rest on a load that
+        may yet fail: vLLM lets requests share blocks before they are loaded, and when the load fails, it does not
+        compute all of them anew.
 
         Cheap, and without effect but to remember the answer: vLLM asks again while a request waits.
         """
@@ -156,12 +176,29 @@ class StoreScheduler:
         tracker.hasher.update(request.all_token_ids)
         if self._rests_on_unverified(tracker.hasher, num_local_tokens):
             return None
-        match = self._index.lookup(tracker.hasher, num_local_tokens)
+        match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
+        if match is None:
+            return None
         num_external_tokens = min(match.num_tokens, request.num_tokens - 1) - num_local_tokens
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
             return 0
         tracker.load = LoadSpec(match, num_local_tokens, num_external_tokens)
         return num_external_tokens
+
+    def _lookup(self, index: ChunkIndex, request_id: str, hasher: PrefixHasher, num_local_tokens: int) -> Match | None:
+        """The longest prefix in any tier; None while the remote one has yet to answer."""
+        for _ in range(QUESTION_ROUNDS):
+            index.advance(time.monotonic())
+            match = index.lookup(hasher, num_local_tokens)
+            if self._remote is None:
+                return match
+            questions = index.questions(hasher, match, num_local_tokens)
+            if not questions:
+                self._remote.end(request_id)
+                return match
+            if not self._remote.answered(request_id, questions):
+                return None
+        return index.lookup(hasher, num_local_tokens)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Plan the load of what vLLM took of the last answer: ``num_external_tokens``, possibly fewer, possibly 0."""
@@ -212,12 +249,17 @@ class StoreScheduler:
     def hit_split(self, request_id: str, num_external_tokens: int) -> HitSplit:
         """How the load just planned for a request divides over the tiers."""
         meta = self._ready.get(request_id)
-        blocks = sum(len(job.block_ids) for job in meta.loads if job.step.from_disk) if meta else 0
-        disk_tokens = min(num_external_tokens, blocks * self._rules.block_tokens)
-        return HitSplit(num_external_tokens - disk_tokens, disk_tokens)
+        blocks: Counter[Place] = Counter()
+        for job in meta.loads if meta else ():
+            blocks[job.step.source] += len(job.block_ids)
+        disk_tokens = min(num_external_tokens, blocks[Place.DISK] * self._rules.block_tokens)
+        remote_tokens = min(num_external_tokens - disk_tokens, blocks[Place.REMOTE] * self._rules.block_tokens)
+        return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
 
     def finish_request(self, request_id: str, block_ids: Sequence[int]) -> bool:
         """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
+        if self._remote is not None:
+            self._remote.end(request_id)
         tracker = self._trackers.pop(request_id, None)
         if tracker is None or not block_ids or not self._options.saves:
             return False
@@ -273,8 +315,8 @@ class StoreScheduler:
         for step in steps:
             begin = begins[step.ref.prefix_key]
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
-            if step.write_behind:
-                self._writes[step.ref.prefix_key] = _Write(self._num_ranks)
+            for target in step.targets:
+                self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         self._step.stores.append((tracker.hasher, steps))
         return True
 
@@ -283,6 +325,7 @@ class StoreScheduler:
         if self._index is None:
             return
         self._index.set_disk_answers(answers=report.disk_answers)
+        self._index.set_remote_answers(answers=report.remote_answers)
         for number, result in sorted(report.steps.items()):
             step = self._in_flight[number]
             step.result.merge(result)
@@ -290,19 +333,19 @@ class StoreScheduler:
                 del self._in_flight[number]
                 self._acked = number
                 self._complete_step(self._index, number, step)
-        for ref, stored in report.writes:
-            self._complete_write(self._index, ref, stored=stored)
+        for target, ref, stored in report.writes:
+            self._complete_write(self._index, target, ref, stored=stored)
 
-    def _complete_write(self, index: ChunkIndex, ref: ChunkRef, *, stored: bool) -> None:
-        write = self._writes[ref.prefix_key]
+    def _complete_write(self, index: ChunkIndex, target: Place, ref: ChunkRef, *, stored: bool) -> None:
+        write = self._writes[target, ref.prefix_key]
         write.ranks_left -= 1
         write.stored &= stored
         write.left_behind |= stored
         if write.ranks_left:
             return
-        del self._writes[ref.prefix_key]
-        index.complete_write(ref.prefix_key, stored=write.stored)
-        if write.left_behind and not write.stored:
+        del self._writes[target, ref.prefix_key]
+        index.complete_write(ref.prefix_key, target, stored=write.stored)
+        if target is Place.DISK and write.left_behind and not write.stored:
             self._stray.append(ref)
 
     def _complete_step(self, index: ChunkIndex, number: int, step: _Step) -> None:
@@ -335,10 +378,17 @@ class StoreScheduler:
             self._cancel_ready_stores(self._index)
             self._index.clear()
         self._epoch = new_epoch()
+        if self._remote is not None:
+            self._remote.reset([namespace.at_epoch(self._epoch) for namespace in self._namespaces])
         self._trackers = {
             req_id: tracker for req_id, tracker in self._trackers.items() if not tracker.request.num_computed_tokens
         }
         self._restart_saving()
+
+    def close(self) -> None:
+        """End the questions to the remote tier."""
+        if self._remote is not None:
+            self._remote.close()
 
     def _cancel_ready_stores(self, index: ChunkIndex) -> None:
         """Fail what ended requests were about to store: the workers would do it after they have cleared."""
@@ -347,9 +397,9 @@ class StoreScheduler:
         stores, self._step.stores = self._step.stores, []
         for step in (step for _, steps in stores for step in steps):
             index.complete_store([step], {step.ref.prefix_key})
-            if step.write_behind:
-                del self._writes[step.ref.prefix_key]
-                index.complete_write(step.ref.prefix_key, stored=False)
+            for target in step.targets:
+                del self._writes[target, step.ref.prefix_key]
+                index.complete_write(step.ref.prefix_key, target, stored=False)
 
 
 def _overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:

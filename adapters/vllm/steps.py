@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.keys import PrefixKey
+from kvstore.keys import Namespace, PrefixKey
+from kvstore.layout import KVLayout
 from kvstore.movers import LoadJob, StoreJob
+from kvstore.plans import Place
 from kvstore.tiers.base import ChunkRef
 
 
@@ -78,11 +80,12 @@ class StepResult:
 
 @dataclass
 class StepReport:
-    """Workers to scheduler: results of steps, and of writes to disk that have ended since the last report."""
+    """Workers to scheduler: results of steps, and of writes to slower tiers that have ended since the last report."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
-    writes: list[tuple[ChunkRef, bool]] = field(default_factory=list)
+    writes: list[tuple[Place, ChunkRef, bool]] = field(default_factory=list)
     disk_answers: bool = True
+    remote_answers: bool = True
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
@@ -90,6 +93,7 @@ class StepReport:
             self.steps.setdefault(number, StepResult()).merge(theirs)
         self.writes += other.writes
         self.disk_answers &= other.disk_answers
+        self.remote_answers &= other.remote_answers
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class WorkerFacts:
         disk_capacity_bytes: bound of its disk tier; 0 without one.
         stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
         survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
+        namespace: whose chunks its tiers hold.
+        layout: their geometry.
     """
 
     num_slots: int
@@ -109,3 +115,5 @@ class WorkerFacts:
     disk_capacity_bytes: int
     stored_bytes: Sequence[int]
     survivors: Sequence[tuple[ChunkRef, int]]
+    namespace: Namespace
+    layout: KVLayout

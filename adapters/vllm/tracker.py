@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.index import Match
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
+from kvstore.plans import Match
 from kvstore.tiers.base import ChunkRef
 
 

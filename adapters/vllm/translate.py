@@ -17,9 +17,9 @@ from kvstore.adapters.vllm.scheduler import SchedulerOptions
 from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.binding import bind_paged_kv
 from kvstore.chunkfile import FORMAT_VERSION
-from kvstore.engine import EngineOptions
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.keys import Feature, KeyExtras, Namespace
+from kvstore.opening import EngineOptions, RemoteOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,11 +55,13 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a chunk that cannot be loaded would end '
             f"its request with an error. Start vLLM with {CONNECTOR_FLAG}"
         )
-    if config.local_disk and transfer.is_kv_consumer and vllm_config.scheduler_config.async_scheduling:
+    slow = {"local_disk": config.local_disk, "remote_url": config.shared_url}
+    if any(slow.values()) and transfer.is_kv_consumer and vllm_config.scheduler_config.async_scheduling:
+        keys = " and ".join(key for key, value in slow.items() if value)
         raise ConfigError(
-            "local_disk is set, and vLLM schedules asynchronously: vLLM 0.32 would deliver a token that it computed "
+            f"{keys} is set, and vLLM schedules asynchronously: vLLM 0.32 would deliver a token that it computed "
             "before it learned that a chunk could not be read. Start vLLM with --no-async-scheduling, or do without "
-            "local_disk"
+            f"{keys}"
         )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -112,6 +114,30 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         local_cpu=config.local_cpu,
         min_retrieve_tokens=config.min_retrieve_tokens,
         max_write_queue=config.max_write_queue,
+        remote=remote_options(config),
+    )
+
+
+def remote_options(config: StoreConfig) -> RemoteOptions | None:
+    """The tier that several engines share; None without one."""
+    url = config.shared_url
+    if url is None:
+        return None
+    settings = {
+        "username": config.remote_username,
+        "password": config.remote_password,
+        "ttl_s": config.remote_ttl_secs,
+        "connections": config.remote_connections,
+        "timeout_s": config.blocking_timeout_secs,
+    }
+    return RemoteOptions(
+        url,
+        {name: value for name, value in settings.items() if value is not None},
+        required=config.remote_required,
+        io_threads=config.remote_io_threads,
+        lookup_timeout_s=config.lookup_timeout_ms / 1000,
+        hold_s=config.remote_lookup_cache_secs,
+        max_queue=config.max_remote_queue,
     )
 
 
@@ -127,6 +153,7 @@ def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOption
         disk_io_threads=config.disk_io_threads,
         io_timeout_s=config.blocking_timeout_secs,
         max_write_queue=config.max_write_queue,
+        remote=remote_options(config),
     )
 
 

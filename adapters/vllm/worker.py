@@ -6,12 +6,12 @@ import logging
 from collections import deque
 
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
-from kvstore.engine import EngineOptions, open_tiers
 from kvstore.keys import Namespace
 from kvstore.movers import Mover
+from kvstore.opening import EngineOptions, open_tiers
 from kvstore.pages import PagedKV
+from kvstore.plans import Place
 from kvstore.tiers.base import ChunkRef
-from kvstore.wrappers import disk_answers
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,12 @@ class StoreWorker:
         self._namespace = namespace
         self._options = options
         self._layout = paged.layout
-        self._cpu, self._disk, self._survivors = open_tiers(paged, namespace, options)
-        self._written: deque[tuple[ChunkRef, bool]] = deque()
-        self._mover = Mover(
-            paged,
-            self._cpu,
-            self._disk,
-            lambda ref, stored: self._written.append((ref, stored)),
-            read_threads=options.disk_io_threads,
-        )
+        self._tiers = open_tiers(paged, namespace, options)
+        self._written: deque[tuple[Place, ChunkRef, bool]] = deque()
+        lanes = self._tiers.open_lanes(options, lambda *written: self._written.append(written))
+        self._mover = Mover(paged, self._tiers.cpu, lanes)
         self._report = StepReport()
-        self._said_disk_answers = True
+        self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
         self._ended_requests: set[str] = set()
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
@@ -46,16 +41,18 @@ class StoreWorker:
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
-        survivors, self._survivors = self._survivors, []
+        disk, survivors = self._tiers.disk, list(self._tiers.survivors)
+        self._tiers.survivors.clear()
         return WorkerFacts(
-            num_slots=self._cpu.num_slots,
+            num_slots=self._tiers.cpu.num_slots,
             slot_bytes=self._layout.slot_bytes,
-            disk_capacity_bytes=self._disk.usable_bytes if self._disk else 0,
+            disk_capacity_bytes=disk.usable_bytes if disk else 0,
             stored_bytes=tuple(
-                self._disk.stored_bytes(count + 1) if self._disk else 0
-                for count in range(self._layout.blocks_per_chunk)
+                disk.stored_bytes(count + 1) if disk else 0 for count in range(self._layout.blocks_per_chunk)
             ),
             survivors=survivors,
+            namespace=self._namespace,
+            layout=self._layout,
         )
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -63,7 +60,7 @@ class StoreWorker:
         self._plan = plan
         if plan.epoch:
             self._mover.reset(self._namespace.at_epoch(plan.epoch))
-        self._mover.remove(plan.removals)
+        self._mover.remove(Place.DISK, plan.removals)
 
     def load(self) -> None:
         """Carry out the loads. Safe to call where there are none, and more than once a step."""
@@ -122,15 +119,14 @@ class StoreWorker:
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
-        report.disk_answers = self._disk is None or disk_answers(self._disk)
-        changed = report.disk_answers != self._said_disk_answers
-        self._said_disk_answers = report.disk_answers
+        answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
+        changed, self._said_answers = answers != self._said_answers, answers
         return report if report.steps or report.writes or changed else None
 
     def close(self) -> None:
         """Let pending writes reach the disk, within the configured bound, and release everything."""
         if not self._mover.close(self._options.io_timeout_s):
             logger.warning(
-                "shutting down: the disk did not take all chunks within %s s; those left are lost",
+                "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
                 self._options.io_timeout_s,
             )

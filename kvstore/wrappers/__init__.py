@@ -36,7 +36,7 @@ __all__ = [
     "Statistics",
     "TierStats",
     "TierWrapper",
-    "disk_answers",
+    "answers",
     "find",
     "guarded",
     "layers",
@@ -53,6 +53,7 @@ class GuardOptions:
         threads: calls at the same time; more than the callers' threads.
         failures: failures in a row after which the tier is left out.
         probe_interval_s: how often a tier that is left out is tried again.
+        asks_storage: ``contains`` reaches the storage, so that it proves whether the tier works.
     """
 
     timeout_s: float = 10.0
@@ -60,10 +61,11 @@ class GuardOptions:
     threads: int = 8
     failures: int = 5
     probe_interval_s: float = 10.0
+    asks_storage: bool = False
 
 
-def disk_answers(tier: Tier) -> bool:
-    """Whether any part of a tier answers: False while the breakers of all its folders are open."""
+def answers(tier: Tier) -> bool:
+    """Whether any part of a tier answers: False while the breakers of all its parts are open."""
     parts = tier.parts if isinstance(tier, StripedTier) else (tier,)
     breakers = [find(part, CircuitBreaker) for part in parts]
     return any(breaker is None or not breaker.is_open for breaker in breakers)
@@ -80,4 +82,6 @@ def guarded(tier: Tier, options: GuardOptions) -> Statistics:
         InvalidCallError: an option is out of range.
     """
     deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s)
-    return Statistics(CircuitBreaker(deadline, options.failures, options.probe_interval_s))
+    return Statistics(
+        CircuitBreaker(deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage)
+    )

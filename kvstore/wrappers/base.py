@@ -31,6 +31,10 @@ class TierWrapper(Tier):
         """Forward."""
         return self.inner.scan()
 
+    def check(self) -> None:
+        """Forward."""
+        self.inner.check()
+
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward."""
         return self.inner.contains(refs)

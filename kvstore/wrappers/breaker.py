@@ -9,7 +9,8 @@ What counts:
 - Failure is a ``TierError``, or a batch of which every chunk is ``FAILED``.
 - Success is a batch for which the storage was reached: a ``HIT``, ``CORRUPT`` or ``STORED``.
 - All else proves nothing, and changes nothing: ``MISS`` and ``FULL`` may come from memory, as ``contains`` does. A disk
-  whose every read fails would otherwise be kept in use by the lookups between them.
+  whose every read fails would otherwise be kept in use by the lookups between them. Where ``contains`` asks the
+  storage, its answer is a success, too.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class CircuitBreaker(TierWrapper):
         inner: the tier to guard.
         failures: how many in a row open it.
         probe_interval_s: from a failure of the open tier to the next probe.
+        asks_storage: ``contains`` reaches the storage: an answer is a success, and it may be a probe.
         clock: seconds. A clock that jumps costs at most one interval more or less.
 
     Raises:
@@ -114,6 +116,8 @@ class CircuitBreaker(TierWrapper):
         failures: int = 5,
         probe_interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        asks_storage: bool = False,
     ) -> None:
         super().__init__(inner)
         if failures < 1 or not probe_interval_s >= 0:
@@ -121,6 +125,7 @@ class CircuitBreaker(TierWrapper):
         self._max_failures = failures
         self._probe_interval_s = probe_interval_s
         self._clock = clock
+        self._asks_storage = asks_storage
         self._lock = threading.Lock()
         self._state = BreakerState.CLOSED
         self._failures_in_a_row = 0
@@ -151,13 +156,18 @@ class CircuitBreaker(TierWrapper):
             )
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Forward; all False while open. Never a probe.
+        """Forward; all False while open. A probe only where it reaches the storage.
 
         Raises:
-            TierError: the tier is broken, and the breaker was still closed.
+            TierError: the tier is broken, and this call went through.
         """
-        with self._passage(may_probe=False) as passage:
-            return self.inner.contains(refs) if passage else [False] * len(refs)
+        with self._passage(may_probe=self._asks_storage) as passage:
+            if passage is None:
+                return [False] * len(refs)
+            held = self.inner.contains(refs)
+            if self._asks_storage and refs:
+                passage.verdict = _Verdict.SUCCESS
+            return held
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward; all ``FAILED`` while open: the chunks may well be there.

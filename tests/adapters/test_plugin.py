@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,14 @@ from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, Rep
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
 from kvstore.tiers.base import ChunkRef
 
 pytestmark = pytest.mark.vllm
 
-FACTS = WorkerFacts(4, 4096, 0, (0, 0), [])
+LAYOUT = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=32)
+FACTS = WorkerFacts(4, 4096, 0, (0, 0), [], Namespace({}), LAYOUT)
 HOOKS = sorted(
     name
     for name, member in vars(KVStoreConnector).items()
@@ -84,8 +88,8 @@ def test_facts_connect_in_the_order_of_ranks() -> None:
     found = _NothingConnected()
     refs = [ChunkRef(bytes([number]) * 16, 1) for number in range(2)]
     ranks = {
-        (0, 1): FactsMetadata(WorkerFacts(4, 4096, 0, (0, 0), [(refs[0], 1)])),
-        (0, 0): FactsMetadata(WorkerFacts(4, 4096, 0, (0, 0), [(ref, 1) for ref in refs])),
+        (0, 1): FactsMetadata(replace(FACTS, survivors=[(refs[0], 1)])),
+        (0, 0): FactsMetadata(replace(FACTS, survivors=[(ref, 1) for ref in refs])),
     }
     found.set_xfer_handshake_metadata_pp_aware(ranks)
     assert found._scheduling.index is not None

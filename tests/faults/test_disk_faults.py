@@ -19,6 +19,7 @@ from support.rig import FILE_BYTES, Rig, tokens_of
 from kvstore import movers
 from kvstore.engine import CacheEngine
 from kvstore.errors import FolderOwnedError, TierTimeoutError
+from kvstore.plans import Place
 from kvstore.tiers._chunkio import ChunkIO
 from kvstore.tiers.base import Outcome, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
@@ -230,8 +231,8 @@ def test_folders_disappear_while_running(tmp_path: Path) -> None:
 
 
 def disk_of(engine: CacheEngine) -> Tier:
-    assert engine._disk is not None
-    return engine._disk
+    assert engine._tiers.disk is not None
+    return engine._tiers.disk
 
 
 def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
@@ -241,7 +242,7 @@ def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
         check_index(engine._index)
         assert engine._index.uses == 0
         removals = engine._index.take_removals()
-    engine._mover.remove(removals)
+    engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)
     assert disk.used_bytes == bytes_on_disk(*folders) <= disk.capacity_bytes
     held = dict(disk.scan())

@@ -65,8 +65,8 @@ def gate() -> Iterator[Gate]:
 
 
 def breaker_of(engine: CacheEngine) -> CircuitBreaker:
-    assert engine._disk is not None
-    breaker = find(engine._disk, CircuitBreaker)
+    assert engine._tiers.disk is not None
+    breaker = find(engine._tiers.disk, CircuitBreaker)
     assert breaker is not None
     return breaker
 
@@ -147,7 +147,7 @@ def test_a_tier_that_cannot_be_read(rig: Rig, tier: FakeTier, tmp_path: Path, ca
         assert engine.lookup(TOKENS) == 40
         tier.before_get = broken
         assert rig.retrieve(engine, TOKENS) == 0
-        assert caplog.text.count("cannot read from the disk tier: broken on purpose") == 1  # not once a chunk
+        assert caplog.text.count("cannot read from the fake tier: broken on purpose") == 1  # not once a chunk
         check_idle(engine)
         assert engine.stats().slots_in_use == 0
         # Three failures opened the breaker: what is only on disk is promised no more, but not forgotten either.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvstore.plans import Place
 from kvstore.tiers.disk import DiskTier
 from kvstore.wrappers import layers
 
@@ -23,6 +24,7 @@ def check_index(index: ChunkIndex) -> None:
     assert set(index._memory.oldest_first()) == {key for key, chunk in chunks.items() if chunk.slot is not None}
     assert index._writes == sum(chunk.writing for chunk in chunks.values())
     assert index._writes <= index._max_writes
+    assert index._sends == sum(chunk.sending for chunk in chunks.values()) <= index._max_sends
     assert index.uses == sum(chunk.uses for chunk in chunks.values())
     for key, chunk in chunks.items():
         assert chunk.ref.prefix_key == key
@@ -30,8 +32,8 @@ def check_index(index: ChunkIndex) -> None:
         assert chunk.slot is not None or chunk.disk_bytes, "a chunk that is nowhere"
         assert chunk.uses or not (chunk.filling or chunk.writing or chunk.forgotten), "unfinished, and nobody at it"
         assert index._keep_in_memory or chunk.uses or chunk.slot is None
-    leased = Counter(key for lease in index._leases.values() for key in lease.keys)
-    assert index._leased == leased, "a lease is lost"
+    leased = Counter(key for lease in index._leases._leases.values() for key in lease.keys)
+    assert index._leases._holders == leased, "a lease is lost"
     assert len(leased) <= max(1, index._num_slots // 2)
     for key, leases in leased.items():
         assert not chunks[key].forgotten
@@ -50,15 +52,16 @@ def check_idle(engine: CacheEngine) -> None:
     index, mover = engine._index, engine._mover
     with engine._index_lock:
         check_index(index)
-        assert index.uses == index._leased.total()
-        for ref in index.take_removals():  # the next call would carry them out
-            mover.remove([ref])
-    assert not mover._writing
-    assert not mover._doomed
+        assert index.uses == index._leases._holders.total()
+        mover.remove(Place.DISK, index.take_removals())  # the next call would carry them out
+    for lane in mover._lanes.values():
+        assert not lane._writing
+        assert not lane._doomed
     for chunk in index._chunks.values():
         if chunk.slot is not None:
-            assert engine._cpu.read(chunk.slot, chunk.ref) is not None, "a slot that holds something else"
-    if engine._disk is not None and isinstance([*layers(engine._disk)][-1], DiskTier):
-        held = dict(engine._disk.scan())
+            assert engine._tiers.cpu.read(chunk.slot, chunk.ref) is not None, "a slot that holds something else"
+    disk = engine._tiers.disk
+    if disk is not None and isinstance([*layers(disk)][-1], DiskTier):
+        held = dict(disk.scan())
         assert held == {chunk.ref: chunk.disk_bytes for chunk in index._chunks.values() if chunk.disk_bytes}
-        assert engine._disk.used_bytes <= engine._disk.capacity_bytes
+        assert disk.used_bytes <= disk.capacity_bytes

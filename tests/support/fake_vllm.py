@@ -10,24 +10,28 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore import opening
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport
 from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.adapters.vllm.worker import StoreWorker
 from kvstore.binding import bind_paged_kv
-from kvstore.engine import EngineOptions
 from kvstore.index import ChunkIndex
 from kvstore.keys import KeyExtras, Namespace
+from kvstore.opening import EngineOptions
+from support.remote import REMOTE, FakeServer
 
 BLOCK = 4
 CHUNK = 16
@@ -134,6 +138,7 @@ class Setup:
     max_running: int = 8
     defer_stores: bool = False  # a draft model: the report leaves before the stores are done
     seed: int = 0
+    server: FakeServer | None = None  # a remote tier, shared with others
 
 
 class FakeVllm:
@@ -142,6 +147,7 @@ class FakeVllm:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.random = random.Random(setup.seed)
+        self._remote = None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
         self.scheduler = StoreScheduler(
             SchedulerOptions(
                 SaveRules(BLOCK, CHUNK, setup.save_decode, setup.save_tails),
@@ -150,14 +156,16 @@ class FakeVllm:
                 local_cpu=setup.local_cpu,
                 min_retrieve_tokens=setup.min_retrieve_tokens,
                 max_write_queue=setup.max_write_queue,
+                remote=self._remote,
             )
         )
         self.weights = 0
         self.caches = [
             [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(LAYERS)] for _ in range(setup.ranks)
         ]
-        self.workers = [self._worker(rank) for rank in range(setup.ranks)]
-        self.scheduler.connect([worker.facts() for worker in self.workers])
+        with patch.object(opening, "open_tier", setup.server.open if setup.server else None):
+            self.workers = [self._worker(rank) for rank in range(setup.ranks)]
+            self.scheduler.connect([worker.facts() for worker in self.workers])
         self.free: deque[int] = deque(range(1, setup.gpu_blocks))  # vLLM keeps block 0 for itself
         self.uses = dict.fromkeys(range(setup.gpu_blocks), 0)
         self.hashes: OrderedDict[tuple[str, tuple[int, ...]], int] = OrderedDict()  # the local prefix cache
@@ -183,6 +191,7 @@ class FakeVllm:
             max_local_disk_bytes=setup.disk_chunks * CHUNK_FILE_BYTES,
             use_odirect=False,
             disk_io_threads=2,
+            remote=self._remote,
         )
         return StoreWorker(paged, Namespace({"model": "fake", "rank": rank}), options)
 
@@ -196,6 +205,7 @@ class FakeVllm:
         """End the workers."""
         for worker in self.workers:
             worker.close()
+        self.scheduler.close()
 
     # -- what a client does -----------------------------------------------------------------------------------------
 
@@ -305,6 +315,7 @@ class FakeVllm:
             external = self.scheduler.num_new_matched_tokens(request, len(local) * BLOCK)
             if external is None:
                 skipped.append(request)
+                time.sleep(0.001)  # a real step takes at least as long, and a remote tier answers meanwhile
                 continue
             assert external == 0 or (external >= self.setup.min_retrieve_tokens and self.setup.loads)
             external = self.take(external)

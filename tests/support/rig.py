@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvstore import engine as engine_module
+from kvstore import opening
 from kvstore.binding import bind_paged_kv
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.keys import Namespace
@@ -180,4 +180,4 @@ class FakeTier(Tier):
 
 def install(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
     """Let engines opened from now on use ``tier`` as their disk."""
-    monkeypatch.setattr(engine_module, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))
+    monkeypatch.setattr(opening, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))

@@ -176,17 +176,33 @@ class TestLMCache:
 
     @pytest.mark.parametrize("value", ["false", "null", "0", "[]", "''"])
     def test_a_feature_switched_off_does_not_warn(self, file: Path, value: str) -> None:
-        assert load_text(file, f"enable_blending: {value}\nremote_url: {value}").warnings == ()
+        assert load_text(file, f"enable_blending: {value}\nenable_p2p: {value}").warnings == ()
 
     def test_what_we_do_anyway_does_not_warn(self, file: Path) -> None:
         assert load_text(file, "cache_policy: LRU\nremote_serde: naive").warnings == ()
         assert len(load_text(file, "cache_policy: LFU\nremote_serde: cachegen").warnings) == 2
 
     def test_one_warning_for_a_key_given_twice(self, file: Path) -> None:
-        file.write_text("remote_url: redis://:secret@host")
-        (warning,) = load_config(path=file, environ={"LMCACHE_REMOTE_URL": "redis://:secret@host"}).warnings
-        assert warning.startswith("environment LMCACHE_REMOTE_URL: remote_url: ignored")
+        file.write_text("controller_url: tcp://:secret@host")
+        (warning,) = load_config(path=file, environ={"LMCACHE_CONTROLLER_URL": "tcp://:secret@host"}).warnings
+        assert warning.startswith("environment LMCACHE_CONTROLLER_URL: controller_url: ignored")
         assert "secret" not in warning
+
+    @pytest.mark.parametrize("value", ["null", "''", ""])
+    def test_no_remote_url(self, file: Path, value: str) -> None:
+        assert load_text(file, f"remote_url: {value}").config.shared_url is None
+
+    def test_a_remote_url_that_only_lmcache_knows_warns(self, file: Path) -> None:
+        loaded = load_text(file, "remote_url: lm://host:1")
+        assert loaded.config.shared_url is None
+        assert [warning.partition("remote_url: ")[2] for warning in loaded.warnings] == [
+            "ignored: there is no such tier here: nothing will be shared between hosts"
+        ]
+
+    @pytest.mark.parametrize("value", ["host:6379", "http://host", "redis:/host"])
+    def test_a_remote_url_that_nobody_knows_is_refused(self, file: Path, value: str) -> None:
+        with pytest.raises(ConfigError, match="must begin with one of redis://, rediss://"):
+            load_text(file, f"remote_url: {value}")
 
     def test_unknown_extra_config_warns_once_each(self, file: Path) -> None:
         loaded = load_text(file, "extra_config: {ping_timeout: 3, use_odirect: true, mystery: 1, off: false}")

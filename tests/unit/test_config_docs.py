@@ -30,8 +30,8 @@ class TestExamples:
         assert bool(loaded.warnings) == (example_file.stem == "from-lmcache")
         assert FLAG in example_file.read_text()
 
-    def test_are_the_three_that_the_documentation_names(self) -> None:
-        assert [path.stem for path in EXAMPLES] == ["cpu-and-disk", "cpu", "from-lmcache"]
+    def test_are_the_four_that_the_documentation_names(self) -> None:
+        assert [path.stem for path in EXAMPLES] == ["cpu-and-disk", "cpu", "from-lmcache", "redis"]
 
     def test_cpu_and_disk(self) -> None:
         config = load_config(path=EXAMPLES[0], environ={}).config
@@ -45,7 +45,6 @@ class TestExamples:
         assert loaded.config.use_odirect is True
         named = {line.split(": ")[1] for line in loaded.warnings}
         assert named == {
-            "remote_url",
             "use_layerwise",
             "pre_caching_hash_algorithm",
             "internal_api_server_enabled",

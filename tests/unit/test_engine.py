@@ -399,7 +399,7 @@ def test_the_checks_here_have_teeth(rig: Rig) -> None:
         rig.store(engine, tokens)
         (chunk,) = engine._index._chunks.values()
         assert chunk.slot is not None
-        slot = engine._cpu.read(chunk.slot, chunk.ref)
+        slot = engine._tiers.cpu.read(chunk.slot, chunk.ref)
         assert slot is not None
         slot[130] ^= 1
         with pytest.raises(AssertionError, match="is wrong"):
@@ -413,7 +413,7 @@ def test_a_slot_that_holds_something_else_is_a_miss(rig: Rig) -> None:
         rig.store(engine, tokens)
         first, second = engine._index._chunks.values()
         assert second.slot is not None
-        engine._cpu.publish(second.slot, first.ref)
+        engine._tiers.cpu.publish(second.slot, first.ref)
         assert rig.retrieve(engine, tokens) == CHUNK
         assert engine.stats().mover.mislabelled_slots == 1
         assert engine.lookup(tokens) == CHUNK

@@ -8,14 +8,15 @@ import pytest
 from support.checks import check_index
 
 from kvstore.engine import chunk_refs, superseded_tails
-from kvstore.index import NO_MATCH, ChunkIndex, Match
+from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher
+from kvstore.plans import NO_MATCH, Match, Place, StoreStep
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstore.index import LoadStep, StoreStep
+    from kvstore.plans import LoadStep
 
 BLOCK, CHUNK = 4, 16
 FULL_BYTES = 100
@@ -54,8 +55,8 @@ def store(index: ChunkIndex, num_tokens: int, seed: int = 0, *, write: bool = Tr
     steps = index.prepare_store(refs_of(num_tokens, seed))
     index.complete_store(steps, set())
     for step in steps:
-        if step.write_behind and write:
-            index.complete_write(step.ref.prefix_key, stored=True)
+        if bool(step.targets) and write:
+            index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
     return steps
 
@@ -87,7 +88,7 @@ def test_a_chunk_is_found_only_after_its_store_is_complete() -> None:
     steps = index.prepare_store(refs_of(40))
     assert [step.ref.num_blocks for step in steps] == [4, 4, 2]
     assert len({step.slot for step in steps}) == 3
-    assert not any(step.write_behind for step in steps)
+    assert not any(bool(step.targets) for step in steps)
     assert (known_tokens(index, 40), index.uses, index.slots_in_use) == (0, 3, 3)
     index.complete_store(steps, set())
     assert (known_tokens(index, 40), index.uses, index.slots_in_use) == (40, 0, 3)
@@ -103,7 +104,7 @@ def test_a_failed_store_leaves_nothing_behind() -> None:
     assert known_tokens(index, 48) == 16
     assert index.take_removals() == [steps[1].ref]
     for step in steps:
-        index.complete_write(step.ref.prefix_key, stored=step is not steps[1])
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=step is not steps[1])
     check_index(index)
     assert (len(index), index.uses, index.disk_used_bytes) == (2, 0, 2 * FULL_BYTES)
     assert index.counters.failed_stores == index.counters.writes_failed == 1
@@ -126,7 +127,7 @@ def test_a_forgotten_chunk_cannot_come_back_before_its_last_use_has_ended() -> N
     assert index.remove(keys([step])) == 0
     assert index.prepare_store(refs_of(16)) == []
     assert index.counters.refused == 1
-    index.complete_write(step.ref.prefix_key, stored=False)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
     assert (len(index), index.slots_in_use, index.disk_used_bytes) == (0, 0, 0)
     assert len(index.prepare_store(refs_of(16))) == 1
 
@@ -218,7 +219,7 @@ def test_loading_from_memory_moves_nothing() -> None:
     index = make()
     stored = store(index, 24)
     steps = index.prepare_load(index.lookup(hasher_of(24)).refs)
-    assert [(step.ref, step.slot, step.from_disk) for step in steps] == [(s.ref, s.slot, False) for s in stored]
+    assert steps == [(step.ref, step.slot, Place.MEMORY) for step in stored]
     assert index.uses == 2
     index.complete_load(steps, set(), set())
     check_index(index)
@@ -230,8 +231,8 @@ def test_loading_from_disk_promotes() -> None:
     index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
     assert known_tokens(index, 32) == 32
     assert index.slots_in_use == 0
-    assert [step.from_disk for step in load(index, 32)] == [True, True]
-    assert [step.from_disk for step in load(index, 32)] == [False, False]
+    assert [step.source for step in load(index, 32)] == [Place.DISK, Place.DISK]
+    assert [step.source for step in load(index, 32)] == [Place.MEMORY, Place.MEMORY]
     assert (index.slots_in_use, index.disk_used_bytes) == (2, 2 * FULL_BYTES)
 
 
@@ -240,7 +241,7 @@ def test_a_second_load_waits_in_line_behind_the_first() -> None:
     index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
     refs = index.lookup(hasher_of(16)).refs
     first, second = index.prepare_load(refs), index.prepare_load(refs)
-    assert [(s.slot, s.from_disk) for s in (*first, *second)] == [(first[0].slot, True), (first[0].slot, False)]
+    assert [(s.slot, s.source) for s in (*first, *second)] == [(0, Place.DISK), (0, Place.MEMORY)]
     index.complete_load(first, set(), set())
     check_index(index)
     index.complete_load(second, set(), set())
@@ -288,7 +289,7 @@ def test_lookup_counts_the_slots_that_chunks_from_disk_need() -> None:
     assert known_tokens(index, 80) == 48
     store(index, 16, seed=1, write=False)  # its write is in flight: that slot cannot be given away
     assert known_tokens(index, 80) == 32
-    index.complete_write(refs_of(16, 1)[0].prefix_key, stored=True)
+    index.complete_write(refs_of(16, 1)[0].prefix_key, Place.DISK, stored=True)
     assert known_tokens(index, 80) == 48
     assert len(load(index, 80)) == 3
     assert known_tokens(index, 80) == 48  # the fourth would have to displace one of the first three
@@ -303,7 +304,7 @@ def test_prepare_load_gives_up_what_no_longer_fits() -> None:
     assert [step.ref for step in steps] == [refs[0]]
     check_index(index)
     index.complete_load(steps, set(), set())
-    index.complete_write(held[0].ref.prefix_key, stored=True)
+    index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
     assert index.uses == 0
 
@@ -328,7 +329,7 @@ def test_what_is_evicted_from_memory_is_still_on_disk() -> None:
         store(index, 16, seed)
     assert [known_tokens(index, 16, seed) for seed in range(3)] == [16] * 3
     assert (index.slots_in_use, index.disk_used_bytes) == (1, 3 * FULL_BYTES)
-    assert [step.from_disk for step in load(index, 16, 0)] == [True]
+    assert [step.source for step in load(index, 16, 0)] == [Place.DISK]
 
 
 def test_the_disk_gives_way_in_order_of_use_and_says_so_first() -> None:
@@ -339,9 +340,9 @@ def test_the_disk_gives_way_in_order_of_use_and_says_so_first() -> None:
     assert index.take_removals() == []
     steps = index.prepare_store(refs_of(16, 2))
     assert index.take_removals() == refs_of(16, 1)
-    assert steps[0].write_behind
+    assert steps[0].targets == (Place.DISK,)
     index.complete_store(steps, set())
-    index.complete_write(steps[0].ref.prefix_key, stored=True)
+    index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=True)
     assert index.disk_used_bytes == 2 * FULL_BYTES
     assert [known_tokens(index, 16, seed) for seed in range(3)] == [16, 0, 16]
     assert index.counters.evicted_disk == 1
@@ -351,14 +352,14 @@ def test_a_failed_write_leaves_the_chunk_in_memory() -> None:
     index = make(2, disk_chunks=2)
     (step,) = store(index, 16, write=False)
     assert index.disk_used_bytes == FULL_BYTES
-    index.complete_write(step.ref.prefix_key, stored=False)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
     assert (known_tokens(index, 16), index.disk_used_bytes, index.take_removals()) == (16, 0, [])
 
 
 def test_a_write_that_ends_before_its_store_shows_nothing_early() -> None:
     index = make(2, disk_chunks=2)
     (step,) = index.prepare_store(refs_of(16))
-    index.complete_write(step.ref.prefix_key, stored=True)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     assert known_tokens(index, 16) == 0
     index.complete_store([step], set())
     assert known_tokens(index, 16) == 16
@@ -368,7 +369,7 @@ def test_a_write_that_ends_before_its_store_shows_nothing_early() -> None:
 def test_the_number_of_writes_is_bounded() -> None:
     index = make(8, disk_chunks=8, max_writes=2)
     steps = index.prepare_store(refs_of(64))
-    assert [step.write_behind for step in steps] == [True, True, False, False]
+    assert [bool(step.targets) for step in steps] == [True, True, False, False]
     assert index.counters.writes_dropped == 2
     check_index(index)
 
@@ -376,7 +377,7 @@ def test_the_number_of_writes_is_bounded() -> None:
 def test_a_chunk_larger_than_the_disk_is_only_kept_in_memory() -> None:
     index = ChunkIndex(2, disk_capacity_bytes=FULL_BYTES - 1, stored_bytes=stored_bytes)
     steps = index.prepare_store(refs_of(24))
-    assert [step.write_behind for step in steps] == [False, True]  # the tail is smaller
+    assert [bool(step.targets) for step in steps] == [False, True]  # the tail is smaller
     check_index(index)
 
 
@@ -386,12 +387,12 @@ def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
     held = store(index, 16, 1, write=False)
     refs = index.prepare_load(refs_of(16, 0))
     steps = index.prepare_store(refs_of(16, 2))  # both on disk are in use
-    assert [step.write_behind for step in steps] == [False]
+    assert [bool(step.targets) for step in steps] == [False]
     assert index.take_removals() == []
     assert index.disk_used_bytes == 2 * FULL_BYTES
     index.complete_store(steps, set())
     index.complete_load(refs, set(), set())
-    index.complete_write(held[0].ref.prefix_key, stored=True)
+    index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
     assert index.uses == 0
 
@@ -401,9 +402,9 @@ def test_pool_as_a_mere_passage() -> None:
     (step,) = store(index, 16, write=False)
     assert index.slots_in_use == 1
     assert known_tokens(index, 16) == 16
-    index.complete_write(step.ref.prefix_key, stored=True)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     assert (index.slots_in_use, known_tokens(index, 16)) == (0, 16)
-    assert [step.from_disk for step in load(index, 16)] == [True]
+    assert [step.source for step in load(index, 16)] == [Place.DISK]
     assert index.slots_in_use == 0
 
 
@@ -414,7 +415,7 @@ def test_a_passage_does_not_take_what_it_cannot_pass_on() -> None:
     assert index.counters.refused == index.counters.writes_dropped == 2
     check_index(index)
     index.complete_store(steps, set())
-    index.complete_write(steps[0].ref.prefix_key, stored=False)
+    index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=False)
     check_index(index)
     assert (len(index), index.slots_in_use) == (0, 0)
 
@@ -445,7 +446,7 @@ def test_remove(in_flight: bool) -> None:
     assert index.slots_in_use == (2 if in_flight else 0)
     for step in steps:
         if in_flight:
-            index.complete_write(step.ref.prefix_key, stored=False)
+            index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
     check_index(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes, index.take_removals()) == (0, 0, 0, [])
 
@@ -457,7 +458,7 @@ def test_a_file_written_after_its_removal_is_announced_again() -> None:
     index.remove(keys([step]))
     assert index.take_removals() == [step.ref]
     index.complete_store([step], set())
-    index.complete_write(step.ref.prefix_key, stored=True)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
     assert index.take_removals() == [step.ref]
     assert len(index) == 0
@@ -485,7 +486,7 @@ def test_clear_forgets_all_and_announces_nothing() -> None:
     index.complete_load(load_steps, set(), set())
     index.complete_store(in_flight, set())
     assert known_tokens(index, 16, 1) == 0
-    index.complete_write(in_flight[0].ref.prefix_key, stored=False)
+    index.complete_write(in_flight[0].ref.prefix_key, Place.DISK, stored=False)
     check_index(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes, index.uses) == (0, 0, 0, 0)
 
@@ -544,13 +545,13 @@ def test_nothing_is_promised_that_only_a_silent_disk_has() -> None:
 def test_a_write_that_was_dropped_is_planned_again() -> None:
     index = make(4, disk_chunks=4, max_writes=1)
     first, second = store(index, 32)
-    assert (first.write_behind, second.write_behind) == (True, False)
+    assert (bool(first.targets), bool(second.targets)) == (True, False)
     (step,) = index.prepare_store(refs_of(32))
-    assert step == (second.ref, second.slot, True, False)
+    assert step == StoreStep(second.ref, second.slot, (Place.DISK,), gather=False)
     assert index.prepare_store(refs_of(32)) == []  # on its way
     index.complete_store([step], keys([step]))  # nothing was copied: the chunk is what it was
     assert known_tokens(index, 32) == 32
-    index.complete_write(step.ref.prefix_key, stored=True)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
     assert (index.disk_used_bytes, index.uses, index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
     assert index.prepare_store(refs_of(32)) == []
@@ -567,7 +568,7 @@ def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
     supersede(index, hasher_of(32), steps)
     assert (index.counters.superseded_tails, index.take_removals()) == (0, [])
     for step in steps:
-        index.complete_write(step.ref.prefix_key, stored=stored)
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=stored)
     check_index(index)
     assert index.counters.superseded_tails == stored
     assert index.take_removals() == refs_of(20)[1:] * stored
@@ -629,7 +630,7 @@ def test_a_time_to_live_ends_also_in_use() -> None:
     index = make(4, disk_chunks=4)
     index.advance(100)
     steps = index.prepare_store(refs_of(32), ttl_s=5)
-    assert not any(step.write_behind for step in steps)
+    assert not any(bool(step.targets) for step in steps)
     index.complete_store(steps, set())
     loads = index.prepare_load(refs_of(32)[:1])
     index.advance(104)
@@ -664,9 +665,9 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
         index.complete_load(steps, keys(steps), set())
     (step,) = index.prepare_store(refs_of(CHUNK))
     assert step.gather
-    assert step.write_behind
+    assert bool(step.targets)
     assert index.take_removals() == refs_of(CHUNK)
     index.complete_store([step], set())
     assert known_tokens(index, CHUNK) == CHUNK
-    index.complete_write(step.ref.prefix_key, stored=True)
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)

@@ -19,8 +19,10 @@ from hypothesis.stateful import (
 from support.checks import check_index
 
 from kvstore.engine import chunk_refs, superseded_tails
-from kvstore.index import ChunkIndex, LoadStep, StoreStep
+from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.plans import LoadStep, Place, StoreStep
+from kvstore.remote import RemoteView
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import ChunkRef
@@ -42,15 +44,19 @@ class Store:
 
 @dataclass
 class World:
-    """What a mover and its disk would hold."""
+    """What a mover and its tiers would hold."""
 
     slots: dict[int, ChunkRef] = field(default_factory=dict)
     disk: set[ChunkRef] = field(default_factory=set)
+    remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
     stores: list[Store] = field(default_factory=list)
     loads: list[list[LoadStep]] = field(default_factory=list)
-    writes: dict[ChunkRef, int] = field(default_factory=dict)  # started, by slot
-    doomed: set[ChunkRef] = field(default_factory=set)
+    writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
+    doomed: set[tuple[Place, ChunkRef]] = field(default_factory=set)
     stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
+
+    def written_to_disk(self) -> set[ChunkRef]:
+        return {ref for place, ref in self.writes if place is Place.DISK}
 
     def busy_slots(self) -> set[int]:
         steps = [step for store in self.stores for step in store.steps]
@@ -65,14 +71,24 @@ class IndexMachine(RuleBasedStateMachine):
         keep=st.booleans(),
         max_writes=st.none() | st.integers(1, 4),
         survivors=st.integers(0, 4),
+        remote_hold_s=st.none() | st.integers(1, 9),
     )
-    def start(self, num_slots: int, capacity: int, keep: bool, max_writes: int | None, survivors: int) -> None:
+    def start(
+        self,
+        num_slots: int,
+        capacity: int,
+        keep: bool,
+        max_writes: int | None,
+        survivors: int,
+        remote_hold_s: int | None,
+    ) -> None:
         capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
         self.has_disk = capacity_bytes > 0
         self.capacity_bytes = capacity_bytes
         self.world = World()
         self.now_s = 0.0
         self.disk_answers = True
+        self.view = None if remote_hold_s is None else RemoteView(remote_hold_s)
         self.leases: dict[str, tuple[float, set[PrefixKey]]] = {}
         self.expiries: dict[PrefixKey, float] = {}
         self.stored: set[PrefixKey] = set()  # completed, and not removed since: whatever else is found is wrong
@@ -82,6 +98,8 @@ class IndexMachine(RuleBasedStateMachine):
             disk_capacity_bytes=capacity_bytes,
             stored_bytes=stored_bytes if capacity_bytes else None,
             max_writes=max_writes,
+            remote=self.view,
+            max_sends=max_writes,
         )
         adopted = chunk_refs(self.hasher(2, CHUNK * min(survivors, capacity)), CHUNK // BLOCK, with_tail=True)
         if self.has_disk:
@@ -96,8 +114,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def carry_out_removals(self) -> None:
         for ref in self.index.take_removals():
-            if ref in self.world.writes:
-                self.world.doomed.add(ref)
+            if (Place.DISK, ref) in self.world.writes:
+                self.world.doomed.add((Place.DISK, ref))
             else:
                 self.world.disk.discard(ref)
 
@@ -116,7 +134,7 @@ class IndexMachine(RuleBasedStateMachine):
         hasher = self.hasher(family, length)
         refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=with_tail)
         busy = self.world.busy_slots()
-        before = self.index.lookup(hasher).refs
+        before = [ref for ref in self.index.lookup(hasher).refs if ref.prefix_key in self.index._chunks]
         held = self.held()
         steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
         self.check_held(held)
@@ -125,13 +143,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert [step.ref for step in steps] == [r for r in refs[first:] if r in {step.ref for step in steps}]
         for step in steps:
             if not step.gather:  # a write that is made good for
-                assert step.write_behind
+                assert step.targets
                 assert self.world.slots[step.slot] == step.ref
-                assert step.ref not in self.world.disk
+                assert Place.DISK not in step.targets or step.ref not in self.world.disk
                 continue
             assert step.slot not in busy, "a slot in use was given away"
             busy.add(step.slot)
-            assert not step.write_behind or (self.has_disk and ttl_s is None)
+            assert not step.targets or ttl_s is None
+            assert Place.DISK not in step.targets or self.has_disk
+            assert Place.REMOTE not in step.targets or self.view is not None
             self.expiries.pop(step.ref.prefix_key, None)
             if ttl_s is not None:
                 self.expiries[step.ref.prefix_key] = self.now_s + ttl_s
@@ -151,18 +171,18 @@ class IndexMachine(RuleBasedStateMachine):
             if step.ref.prefix_key not in failed:
                 assert step.gather or self.world.slots[step.slot] == step.ref
                 self.world.slots[step.slot] = step.ref
-                if step.write_behind:
-                    self.world.writes[step.ref] = step.slot
-            elif step.write_behind and early:
-                self.index.complete_write(step.ref.prefix_key, stored=False)
+                for target in step.targets:
+                    self.world.writes[target, step.ref] = step.slot
+            elif early:
+                self.fail_writes(step)
         if early and self.world.writes:
             self.end_write(data)
         alive = [s.ref.prefix_key for s in store.steps if not self.index._chunks[s.ref.prefix_key].forgotten]
         self.index.complete_store(store.steps, failed)
         self.stored.update(key for key in alive if key not in failed)
         for step in store.steps:
-            if step.ref.prefix_key in failed and step.write_behind and not early:
-                self.index.complete_write(step.ref.prefix_key, stored=False)
+            if step.ref.prefix_key in failed and not early:
+                self.fail_writes(step)
         tails = superseded_tails(store.hasher, {step.ref.prefix_key for step in store.steps} - failed)
         for key, keys in tails.items():
             self.index.supersede(key, keys)
@@ -171,18 +191,22 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.writes)
     @rule(data=st.data())
     def end_write(self, data: st.DataObject) -> None:
-        ref = data.draw(st.sampled_from(sorted(self.world.writes)))
-        slot = self.world.writes.pop(ref)
+        write = data.draw(st.sampled_from(sorted(self.world.writes, key=lambda write: (write[0].value, write[1]))))
+        slot, (target, ref) = self.world.writes.pop(write), write
         assert self.world.slots[slot] == ref, "the slot changed while it was being written"
-        stored = data.draw(st.integers(0, 3)) > 0 and ref not in self.world.doomed
-        self.world.doomed.discard(ref)
+        stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
+        self.world.doomed.discard(write)
         if stored:
-            self.world.disk.add(ref)
-        self.index.complete_write(ref.prefix_key, stored=stored)
+            (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
+        self.index.complete_write(ref.prefix_key, target, stored=stored)
         self.carry_out_removals()
 
+    def fail_writes(self, step: StoreStep) -> None:
+        for target in step.targets:
+            self.index.complete_write(step.ref.prefix_key, target, stored=False)
+
     def held(self) -> set[PrefixKey]:
-        return {key for lease in self.index._leases.values() for key in lease.keys}
+        return set(self.index._leases._holders)
 
     def check_held(self, held: set[PrefixKey]) -> None:
         chunks = self.index._chunks
@@ -214,6 +238,30 @@ class IndexMachine(RuleBasedStateMachine):
         self.leases.pop(name, None)
 
     @rule(answers=st.booleans())
+    def remote_goes_or_comes_back(self, answers: bool) -> None:
+        self.index.set_remote_answers(answers=answers)
+
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), stored=st.booleans())
+    def others_use_the_remote(self, family: int, length: int, stored: bool) -> None:
+        refs = chunk_refs(self.hasher(family, length), CHUNK // BLOCK, with_tail=True)
+        if stored:
+            self.world.remote.update(refs)
+        else:
+            self.world.remote.difference_update(refs)
+
+    @precondition(lambda self: self.view is not None)
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
+    def ask_the_remote(self, family: int, length: int, skip_blocks: int) -> None:
+        assert self.view is not None
+        hasher, skip_tokens = self.hasher(family, length), skip_blocks * BLOCK
+        for _ in range(QUESTION_ROUNDS):
+            match = self.index.lookup(hasher, skip_tokens)
+            questions = self.index.questions(hasher, match, skip_tokens)
+            self.view.note(questions, [ref in self.world.remote for ref in questions], self.now_s)
+        match = self.index.lookup(hasher, skip_tokens)
+        assert not self.index.questions(hasher, match, skip_tokens), "asked again what was just answered"
+
+    @rule(answers=st.booleans())
     def disk_goes_or_comes_back(self, answers: bool) -> None:
         self.disk_answers = answers
         self.index.set_disk_answers(answers=answers)
@@ -226,9 +274,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert end == match.num_tokens <= length
         assert match.num_tokens > skip_tokens or not match.refs
         for ref in match.refs:
-            assert ref.prefix_key in self.stored, "found what was never stored, or was removed"
-            on_its_way = self.index._chunks[ref.prefix_key].slot is not None
-            assert self.disk_answers or on_its_way, "promised what a disk holds that does not answer"
+            is_remote = self.view is not None and bool(self.view.holds(ref, self.now_s))
+            assert is_remote or ref.prefix_key in self.stored, "found what was never stored, or was removed"
         busy = self.world.busy_slots()
         held = self.held()
         steps = self.index.prepare_load(match.refs)
@@ -236,10 +283,13 @@ class IndexMachine(RuleBasedStateMachine):
         if steps:
             self.world.loads.append(steps)
         assert [step.ref for step in steps] == list(match.refs), "lookup promised more than can be loaded"
-        coming = {step.slot: step.ref for load in self.world.loads[:-1] for step in load if step.from_disk}
+        earlier = [step for load in self.world.loads[:-1] for step in load]
+        coming = {step.slot: step.ref for step in earlier if step.source is not Place.MEMORY}
         for step in steps:
-            if step.from_disk:
+            if step.source is Place.DISK:
                 assert step.ref in self.world.disk
+                assert self.disk_answers, "promised what a disk holds that does not answer"
+            if step.source is not Place.MEMORY:
                 assert step.slot not in busy, "a slot in use was given away"
                 self.world.slots.pop(step.slot, None)
             else:
@@ -251,31 +301,46 @@ class IndexMachine(RuleBasedStateMachine):
         steps = self.world.loads.pop(0)  # loads are carried out in the order in which they were planned
         failed, lost = set(), set()
         for step in steps:
-            there = step.ref in self.world.disk if step.from_disk else self.world.slots.get(step.slot) == step.ref
-            if not there or data.draw(st.integers(0, 5)) == 0:
+            if not self.is_there(step) or data.draw(st.integers(0, 5)) == 0:
                 failed.add(step.ref.prefix_key)
                 chunk = self.index._chunks[step.ref.prefix_key]
-                is_here = not step.from_disk and chunk.in_memory and chunk.slot == step.slot
-                if is_here or (step not in self.world.stale and data.draw(st.booleans())):
+                is_here = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
+                if step.source is Place.REMOTE:
+                    self.mark_stale(step)
+                elif is_here or (step not in self.world.stale and data.draw(st.booleans())):
                     lost.add(step.ref.prefix_key)
-                elif step.from_disk:
-                    behind = (other for load in self.world.loads for other in load if other.ref == step.ref)
-                    self.world.stale.update(other for other in behind if other.slot == step.slot)
-            elif step.from_disk:
+                elif step.source is Place.DISK:
+                    self.mark_stale(step)
+            elif step.source is not Place.MEMORY:
                 self.world.slots[step.slot] = step.ref
+                if not self.index._chunks[step.ref.prefix_key].forgotten:
+                    self.stored.add(step.ref.prefix_key)
         # What was to come from a slot and is not there is forgotten whether the mover calls it lost or not.
         named = {key for key in lost if data.draw(st.booleans())} | {
-            s.ref.prefix_key for s in steps if s.from_disk
+            s.ref.prefix_key for s in steps if s.source is Place.DISK
         } & lost
-        self.index.complete_load(steps, failed, named)
+        remote = {step.ref.prefix_key for step in steps if step.source is Place.REMOTE} & failed
+        self.index.complete_load(steps, failed, named | remote if data.draw(st.booleans()) else named)
         self.world.stale.difference_update(steps)
         self.forget(list(lost))
+
+    def is_there(self, step: LoadStep) -> bool:
+        if step.source is Place.MEMORY:
+            return self.world.slots.get(step.slot) == step.ref
+        return step.ref in (self.world.disk if step.source is Place.DISK else self.world.remote)
+
+    def mark_stale(self, failed: LoadStep) -> None:
+        """What was planned behind a read that failed finds nothing in its slot."""
+        behind = (other for load in self.world.loads for other in load if other.ref == failed.ref)
+        self.world.stale.update(other for other in behind if other.slot == failed.slot)
 
     @rule(family=st.integers(0, 2), chunk=st.integers(0, 5))
     def remove(self, family: int, chunk: int) -> None:
         keys = self.hasher(family, 36).block_keys(chunk)
         assume(keys)
         assert self.index.remove(keys) <= len(keys)
+        if self.view is not None:
+            self.view.forget([ref for ref in self.view._answers if ref.prefix_key in keys])
         self.forget(keys)
 
     @precondition(lambda self: self.stored)
@@ -285,13 +350,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.clear()
         assert not self.index.take_removals()
         self.world.disk.clear()
+        self.world.remote.clear()
         self.world.doomed.update(self.world.writes)
         self.stored.clear()
 
     @invariant()
     def consistent(self) -> None:
         check_index(self.index)
-        held = sum(stored_bytes(ref.num_blocks) for ref in self.world.disk | set(self.world.writes))
+        held = sum(stored_bytes(ref.num_blocks) for ref in self.world.disk | self.world.written_to_disk())
         assert held <= self.capacity_bytes, "more on disk than fits"
         on_disk = {chunk.ref for chunk in self.index._chunks.values() if chunk.on_disk and not chunk.forgotten}
         assert on_disk <= self.world.disk, "the index believes in a file that is not there"
@@ -300,9 +366,10 @@ class IndexMachine(RuleBasedStateMachine):
                 assert chunk.slot is not None
                 assert self.world.slots[chunk.slot] == chunk.ref
         pending = [*self.world.stores, *self.world.loads, *self.world.writes]
-        leased = sum(len(lease.keys) for lease in self.index._leases.values())
+        leases = self.index._leases._leases
+        leased = sum(len(lease.keys) for lease in leases.values())
         assert (self.index.uses > leased) == bool(pending)
-        for name, lease in self.index._leases.items():
+        for name, lease in leases.items():
             assert set(lease.keys) <= self.leases[name][1], "a lease on what was never leased, or has ended"
         if not pending:
             assert on_disk == self.world.disk, "files that nobody knows of"
@@ -316,11 +383,10 @@ class IndexMachine(RuleBasedStateMachine):
         for store in self.world.stores:
             self.index.complete_store(store.steps, {step.ref.prefix_key for step in store.steps})
             for step in store.steps:
-                if step.write_behind:
-                    self.index.complete_write(step.ref.prefix_key, stored=False)
+                self.fail_writes(step)
         self.carry_out_removals()
-        for ref in self.world.writes:
-            self.index.complete_write(ref.prefix_key, stored=False)
+        for target, ref in self.world.writes:
+            self.index.complete_write(ref.prefix_key, target, stored=False)
         self.world = World(self.world.slots, self.world.disk)
         self.carry_out_removals()
         self.consistent()

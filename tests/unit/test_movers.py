@@ -11,8 +11,9 @@ import pytest
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
 from kvstore.errors import TierError
-from kvstore.index import LoadStep, StoreStep
-from kvstore.movers import WRITE_THREADS, LoadJob, LoadResult, Mover, StoreJob, as_block_ids
+from kvstore.lanes import WRITE_THREADS, Lane
+from kvstore.movers import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
+from kvstore.plans import LoadStep, Place, StoreStep
 from kvstore.slabs import SlabPool
 from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
@@ -36,14 +37,21 @@ class Bench:
         self.written: list[tuple[ChunkRef, bool]] = []
         self.tier = tier
         disk = None if tier is None else Deadline(tier, timeout_s, slow_timeout_s=timeout_s)
-        self.mover = Mover(self.rig.paged, self.cpu, disk, lambda ref, stored: self.written.append((ref, stored)))
+        lanes = (
+            {} if disk is None else {Place.DISK: Lane(self.cpu, disk, lambda *written: self.written.append(written))}
+        )
+        self.mover = Mover(self.rig.paged, self.cpu, lanes)
+        self.targets = tuple(lanes)
 
     def store(self, *numbers: int, write: bool = True) -> set[bytes]:
         """Store chunk n, of the blocks 4n ..., in slot n."""
         return self.mover.store([self.store_job(number, write=write) for number in numbers])
 
     def store_job(self, number: int, *, write: bool = True) -> StoreJob:
-        return StoreJob(StoreStep(ref_of(number), number, write), as_block_ids(range(4 * number, 4 * number + 4)))
+        return StoreJob(
+            StoreStep(ref_of(number), number, self.targets if write else ()),
+            as_block_ids(range(4 * number, 4 * number + 4)),
+        )
 
     def load(self, *numbers: int, from_disk: bool = False, first_block: int = 0) -> set[bytes]:
         """Load chunk n through slot n to the blocks 60, 59, ...; the keys of those that failed."""
@@ -51,7 +59,8 @@ class Bench:
 
     def results(self, *numbers: int, from_disk: bool = True, first_block: int = 0) -> LoadResult:
         ids = as_block_ids(range(60, 60 - BLOCKS_PER_CHUNK + first_block, -1))
-        return self.mover.load([LoadJob(LoadStep(ref_of(n), n, from_disk), ids, first_block) for n in numbers])
+        source = Place.DISK if from_disk else Place.MEMORY
+        return self.mover.load([LoadJob(LoadStep(ref_of(n), n, source), ids, first_block) for n in numbers])
 
     def held(self) -> list[int]:
         """What fills the blocks 60, 59, 58, 57."""
@@ -109,7 +118,7 @@ def test_without_a_disk() -> None:
     assert bench.store(1, write=False) == set()
     assert bench.load(1) == set()
     assert bench.load(2, from_disk=True) == {key_of(2)}
-    bench.mover.remove([ref_of(1)])
+    bench.mover.remove(Place.DISK, [ref_of(1)])
     bench.mover.clear()
     assert bench.load(1) == {key_of(1)}
     assert bench.mover.close(HANG_GUARD_S)
@@ -123,7 +132,7 @@ def test_refused_stores_are_reported_like_others(bench: Bench) -> None:
 
 
 def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
-    bad = StoreJob(StoreStep(ref_of(2), 2, True), as_block_ids([999]))
+    bad = StoreJob(StoreStep(ref_of(2), 2, (Place.DISK,)), as_block_ids([999]))
     with pytest.raises(ValueError, match="999"):
         bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
     assert bench.mover.flush(HANG_GUARD_S)
@@ -134,12 +143,12 @@ def test_removed_while_being_written(bench: Bench, tier: FakeTier) -> None:
     gate = threading.Event()
     tier.before_put = lambda: gate.wait(HANG_GUARD_S)
     bench.store(1, 2)
-    bench.mover.remove([ref_of(1), ref_of(7)])
+    bench.mover.remove(Place.DISK, [ref_of(1), ref_of(7)])
     gate.set()
     assert bench.mover.flush(HANG_GUARD_S)
     assert sorted(bench.written) == [(ref_of(1), False), (ref_of(2), True)]
     assert list(tier.chunks) == [ref_of(2)]
-    bench.mover.remove([ref_of(2)])
+    bench.mover.remove(Place.DISK, [ref_of(2)])
     assert tier.chunks == {}
 
 
@@ -163,7 +172,7 @@ def test_a_tier_that_cannot_remove_or_clear(bench: Bench, tier: FakeTier, monkey
     bench.mover.flush(HANG_GUARD_S)
     monkeypatch.setattr(tier, "remove", broken)
     monkeypatch.setattr(tier, "clear", broken)
-    bench.mover.remove([ref_of(1)])
+    bench.mover.remove(Place.DISK, [ref_of(1)])
     bench.mover.clear()
     assert bench.load(1) == {key_of(1)}
 
@@ -185,7 +194,7 @@ def test_writes_given_up_by_close_are_reported(tier: FakeTier) -> None:
 
 def test_flush_ends_even_if_a_report_fails(tier: FakeTier) -> None:
     bench = Bench(tier)
-    bench.mover._on_written = lambda *_: 1 / 0  # type: ignore[assignment]
+    bench.mover._lanes[Place.DISK]._on_written = lambda *_: 1 / 0  # type: ignore[assignment]
     bench.store(1)
     assert bench.mover.flush(HANG_GUARD_S)
     assert bench.mover.close(HANG_GUARD_S)
@@ -219,14 +228,14 @@ def test_a_load_without_blocks_only_fills_the_slot(bench: Bench) -> None:
     bench.mover.flush(HANG_GUARD_S)
     bench.cpu.clear()
     before = bench.held()
-    assert bench.mover.load([LoadJob(LoadStep(ref_of(1), 3, True), as_block_ids([]), 0)]) == (set(), set())
+    assert bench.mover.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)]) == (set(), set())
     assert bench.held() == before
     assert bench.cpu.read(3, ref_of(1)) is not None
 
 
 def test_a_write_without_a_gather_writes_what_the_slot_holds(bench: Bench, tier: FakeTier) -> None:
     bench.store(1, write=False)
-    step = StoreStep(ref_of(1), 1, write_behind=True, gather=False)
+    step = StoreStep(ref_of(1), 1, (Place.DISK,), gather=False)
     assert bench.mover.store([StoreJob(step, as_block_ids([0, 0, 0, 0]))]) == set()
     assert bench.mover.flush(HANG_GUARD_S)
     assert bench.written == [(ref_of(1), True)]
@@ -284,7 +293,7 @@ def test_a_removal_that_comes_after_close_is_dropped(tier: FakeTier) -> None:
     tier.before_put = lambda: gate.wait(HANG_GUARD_S)
     try:
         bench.store(1)
-        bench.mover.remove([ref_of(1)])
+        bench.mover.remove(Place.DISK, [ref_of(1)])
         assert not bench.mover.close(0.05)
     finally:
         gate.set()

@@ -9,6 +9,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
+from support.remote import FakeServer
+
+from kvstore.errors import TierError
 
 HEADER = 4096
 
@@ -28,6 +31,7 @@ SETUPS = st.builds(
     budget=st.sampled_from([10, 32, 100]),
     defer_stores=st.booleans(),
     seed=st.integers(0, 2**32),
+    server=st.sampled_from([False, True]).map(lambda shared: FakeServer() if shared else None),
 )
 
 
@@ -59,6 +63,8 @@ class _Client:
             self.vllm.reset(preempt=self.random.random() < 0.5)
         elif chance < 0.55 and self.with_faults:
             self.break_a_file()
+        elif chance < 0.58 and self.vllm.setup.server is not None:
+            self.upset(self.vllm.setup.server)
         else:
             self.vllm.step()
 
@@ -71,10 +77,21 @@ class _Client:
         salt = self.random.choice(["", "", "salt"])
         self.requests.append(self.vllm.add(name, tokens, max_tokens=self.random.randint(1, 12), salt=salt))
 
+    def upset(self, server: FakeServer) -> None:
+        """A server evicts what it likes, and fails, and recovers."""
+        server.lose(ref for ref in server.all_chunks() if self.random.random() < 0.5)
+        for call in ("before_contains", "before_get", "before_put"):
+            fails = self.with_faults and self.random.random() < 0.3
+            setattr(server, call, broken if fails else lambda: None)
+
     def break_a_file(self) -> None:
         files = self.vllm.chunk_files(self.random.randrange(self.vllm.setup.ranks))
         if files:
             break_file(self.random.choice(files), self.random)
+
+
+def broken() -> None:
+    raise TierError("broken on purpose")
 
 
 def break_file(path: Path, chooser: random.Random) -> None:

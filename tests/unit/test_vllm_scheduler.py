@@ -12,7 +12,9 @@ from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.keys import NO_EXTRAS
+from kvstore.keys import NO_EXTRAS, Namespace
+from kvstore.layout import KVLayout
+from kvstore.plans import Place
 from kvstore.tiers.base import Outcome
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
@@ -126,7 +128,7 @@ def test_restart_serves_from_disk(build: Build, tmp_path: Path, ranks: int) -> N
     vllm.add("again", PROMPT)
     vllm.step()
     split = vllm.scheduler.hit_split("again", 0)
-    assert split == (0, 0), "the plan has left"
+    assert split == (0, 0, 0), "the plan has left"
     vllm.run()
     assert vllm.loaded_tokens["again"] == len(PROMPT) - 1
 
@@ -328,7 +330,7 @@ def test_a_write_that_fails_on_one_rank_leaves_nothing_on_the_other(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = build(folder=tmp_path, ranks=2)
-    monkeypatch.setattr(vllm.workers[1]._mover, "_write", lambda *_: [Outcome.FAILED])
+    monkeypatch.setattr(vllm.workers[1]._mover._lanes[Place.DISK], "_write", lambda *_: [Outcome.FAILED])
     vllm.ask("first", PROMPT)
     vllm.settle()
     vllm.assert_nothing_leaked()
@@ -348,7 +350,8 @@ def test_a_step_is_over_when_every_rank_says_so(build: Build) -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_chunk_counts_when_the_slowest_rank_has_it(*, failed: bool) -> None:
     scheduler = StoreScheduler(SchedulerOptions(SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=False)))
-    scheduler.connect([WorkerFacts(4, 4096, 0, (0,) * 4, [])] * 2)
+    layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
+    scheduler.connect([WorkerFacts(4, 4096, 0, (0,) * 4, [], Namespace({}), layout)] * 2)
     scheduler.add_request(FakeRequest("one", PROMPT), NO_EXTRAS)
     plan = scheduler.plan_step({"one": CHUNK}, lambda _: [1, 2, 3, 4])
     (job,) = plan.requests[0].stores

@@ -13,9 +13,9 @@ from kvstore.adapters.vllm.worker import StoreWorker
 from kvstore.binding import bind_paged_kv
 from kvstore.engine import EngineOptions
 from kvstore.errors import TierError
-from kvstore.index import LoadStep, StoreStep
 from kvstore.keys import Namespace
 from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.plans import LoadStep, Place, StoreStep
 from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.disk import DiskTier
 
@@ -39,11 +39,15 @@ def worker(cache: torch.Tensor, tmp_path: Path) -> Iterator[StoreWorker]:
 
 
 def store(ref: ChunkRef, slot: int, blocks: list[int], *, write_behind: bool = False) -> ReqMeta:
-    return ReqMeta("store", stores=[StoreJob(StoreStep(ref, slot, write_behind), as_block_ids(blocks))])
+    return ReqMeta(
+        "store", stores=[StoreJob(StoreStep(ref, slot, (Place.DISK,) if write_behind else ()), as_block_ids(blocks))]
+    )
 
 
 def load(ref: ChunkRef, slot: int, blocks: list[int], *, from_disk: bool = False) -> ReqMeta:
-    return ReqMeta("load", loads=[LoadJob(LoadStep(ref, slot, from_disk), as_block_ids(blocks), 0)])
+    return ReqMeta(
+        "load", loads=[LoadJob(LoadStep(ref, slot, Place.DISK if from_disk else Place.MEMORY), as_block_ids(blocks), 0)]
+    )
 
 
 def carry_out(worker: StoreWorker, plan: StepPlan) -> StepReport | None:
@@ -104,7 +108,7 @@ def test_stores_are_refused_until_the_failure_is_known(worker: StoreWorker) -> N
         report = carry_out(worker, StepPlan(number, acked, [store(REF, 0, [1, 2], write_behind=refused)]))
         assert (result_of(report, number).failed_stores == {REF.prefix_key}) is refused
         assert report is not None
-        assert report.writes == ([(REF, False)] if refused else [])
+        assert report.writes == ([(Place.DISK, REF, False)] if refused else [])
 
 
 def test_ended_requests_are_reported_once_even_without_stores(worker: StoreWorker) -> None:
@@ -132,17 +136,17 @@ def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
-    report = StepReport({1: StepResult(failed_loads={b"a"})}, [(REF, True)])
+    report = StepReport({1: StepResult(failed_loads={b"a"})}, [(Place.DISK, REF, True)])
     report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
     assert report.disk_answers
     other = StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, ranks_ended=1)
-    report.merge(StepReport({2: other}, [(REF, False)], disk_answers=False))
+    report.merge(StepReport({2: other}, [(Place.DISK, REF, False)], disk_answers=False))
     assert report == StepReport(
         {
             1: StepResult(failed_loads={b"a"}, failed_stores={b"b"}, ranks_ended=1),
             2: StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, lost_blocks=True, ranks_ended=1),
         },
-        [(REF, True), (REF, False)],
+        [(Place.DISK, REF, True), (Place.DISK, REF, False)],
         disk_answers=False,
     )
 

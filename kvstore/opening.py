@@ -1,0 +1,216 @@
+"""Opens what one worker or engine uses: the pool, the slower tiers with their guards, and the lanes to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvstore.directory import RemoteDirectory
+from kvstore.errors import ConfigError, TierError
+from kvstore.keys import Namespace
+from kvstore.lanes import WRITE_THREADS, Lane
+from kvstore.layout import KVLayout
+from kvstore.pages import PagedKV
+from kvstore.plans import Place
+from kvstore.slabs import SlabPool
+from kvstore.tiers import open_tier, tier_behind
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
+from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.striped import open_folders
+from kvstore.wrappers import GuardOptions, answers, guarded
+
+logger = logging.getLogger(__name__)
+
+_SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """A tier that several engines share.
+
+    Attributes:
+        url: where it is; its scheme says what it is.
+        settings: what only this kind of tier has.
+        required: refuse to start without it, instead of a warning and another try later.
+        io_threads: reads in flight at once.
+        lookup_timeout_s: how long an answer about what it holds may take; then it holds nothing.
+        hold_s: how long such an answer counts.
+        max_queue: chunks that may wait to be sent; None means a quarter of the pool.
+    """
+
+    url: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    required: bool = False
+    io_threads: int = 4
+    lookup_timeout_s: float = 1.0
+    hold_s: float = 3.0
+    max_queue: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What one worker may use.
+
+    Attributes:
+        max_local_cpu_bytes: bound of the pool in host memory.
+        local_cpu: False makes that pool a mere passage to the disk.
+        local_disk: folder of the disk tier, or one on each of several disks; None or () for none.
+        max_local_disk_bytes: bound of all folders together, everything in them included.
+        save_unfull_chunk: store the last, shorter chunk of a sequence too.
+        use_odirect: None probes the folder.
+        disk_io_threads: reads in flight at once.
+        io_timeout_s: deadline of each call to a slower tier, and the default bound of ``flush`` and ``close``.
+        lease_timeout_s: how long a lease holds its chunks if nobody releases it.
+        max_write_queue: chunks that may wait for the disk; None means half of the pool.
+        remote: a tier that several engines share; None for none.
+    """
+
+    max_local_cpu_bytes: int
+    local_cpu: bool = True
+    local_disk: Path | tuple[Path, ...] | None = None
+    max_local_disk_bytes: int = 0
+    save_unfull_chunk: bool = True
+    use_odirect: bool | None = None
+    disk_io_threads: int = 4
+    io_timeout_s: float = 10.0
+    lease_timeout_s: float = 300.0
+    max_write_queue: int | None = None
+    remote: RemoteOptions | None = None
+
+
+@dataclass(frozen=True)
+class OpenTiers:
+    """The tiers of one worker.
+
+    Attributes:
+        cpu: the pool.
+        disk: None without one.
+        remote: None without one.
+        survivors: the chunks that the disk held, the longest untouched first.
+    """
+
+    cpu: CpuTier
+    disk: Tier | None = None
+    remote: Tier | None = None
+    survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
+
+    def open_lanes(
+        self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, bool], None]
+    ) -> dict[Place, Lane]:
+        """Start the threads between the pool and each slower tier; see ``Lane`` for ``on_written``."""
+        lanes = {}
+        if self.disk is not None:
+            report = partial(on_written, Place.DISK)
+            lanes[Place.DISK] = Lane(self.cpu, self.disk, report, read_threads=options.disk_io_threads)
+        if self.remote is not None and options.remote is not None:
+            report = partial(on_written, Place.REMOTE)
+            threads = options.remote.io_threads
+            lanes[Place.REMOTE] = Lane(self.cpu, self.remote, report, read_threads=threads, writes_absent_only=True)
+        return lanes
+
+    @property
+    def disk_answers(self) -> bool:
+        """Whether chunks can be read from the disk, or there is none."""
+        return self.disk is None or answers(self.disk)
+
+    @property
+    def remote_answers(self) -> bool:
+        """Whether chunks can be read from the remote tier, or there is none."""
+        return self.remote is None or answers(self.remote)
+
+
+def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:
+    """Make the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
+
+    Raises:
+        ConfigError: a bound is too small, or more than the machine has; or something cannot be used as configured.
+        FolderOwnedError: another process uses a folder.
+        TierError: a folder cannot be read, or a remote tier that is required does not answer.
+    """
+    slot_bytes = paged.layout.slot_bytes
+    num_slots = options.max_local_cpu_bytes // slot_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
+            f"{slot_bytes / 2**30:.3f} GiB: raise it"
+        )
+    folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
+    disk, remote, survivors = None, None, []
+    with ExitStack() as opened:
+        cpu = CpuTier(SlabPool(num_slots, slot_bytes))
+        opened.callback(cpu.close)
+        if options.remote is not None:
+            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s, check=True)
+            opened.callback(remote.close)
+        if folders:
+            disk = open_folders(
+                folders,
+                namespace,
+                paged.layout,
+                options.max_local_disk_bytes,
+                direct=options.use_odirect,
+                wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
+            )
+            opened.callback(disk.close)
+            survivors = disk.scan()
+        opened.pop_all()
+    return OpenTiers(cpu, disk, remote, survivors)
+
+
+def open_remote(
+    namespace: Namespace, layout: KVLayout, options: RemoteOptions, io_timeout_s: float, *, check: bool = False
+) -> Tier:
+    """Open the tier that several engines share, guarded.
+
+    Args:
+        namespace: whose chunks these are.
+        layout: the geometry of the chunks.
+        options: which tier.
+        io_timeout_s: deadline of each call.
+        check: find out now whether it can be used, and if not, say so, or refuse it where it is required.
+
+    Raises:
+        ConfigError: the URL or a setting is wrong.
+        TierError: it is required, and cannot be used now.
+    """
+    settings = {**options.settings, "url": options.url}
+    tier = open_tier(tier_behind(options.url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+    try:
+        if check:
+            tier.check()
+    except TierError as error:
+        if options.required:
+            tier.close()
+            raise
+        logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+    return guarded(tier, _guard_options(io_timeout_s, options.io_threads, asks_storage=True))
+
+
+def open_directory(namespaces: Sequence[Namespace], layout: KVLayout, options: RemoteOptions) -> RemoteDirectory:
+    """Open a remote tier for questions only, once for each namespace that must hold its part of a chunk.
+
+    Raises:
+        ConfigError: the URL or a setting is wrong.
+    """
+    with ExitStack() as opened:
+        tiers = []
+        for namespace in namespaces:
+            tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s))
+            opened.callback(tiers[-1].close)
+        opened.pop_all()
+    return RemoteDirectory(tiers)
+
+
+def _guard_options(io_timeout_s: float, read_threads: int, *, asks_storage: bool = False) -> GuardOptions:
+    """One time-out of all readers opens the breaker, so that a load waits for a hanging tier only once."""
+    return GuardOptions(
+        timeout_s=io_timeout_s,
+        slow_timeout_s=max(io_timeout_s, _SLOW_TIMEOUT_S),
+        threads=read_threads + WRITE_THREADS + 2,
+        failures=min(3, read_threads),
+        asks_storage=asks_storage,
+    )

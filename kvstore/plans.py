@@ -1,0 +1,74 @@
+"""What the index answers: matches, and the plans that movers carry out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from kvstore.tiers.base import ChunkRef
+
+
+class Match(NamedTuple):
+    """The longest prefix that can be loaded.
+
+    Attributes:
+        refs: its chunks, in order, from chunk number ``first_chunk`` on.
+        num_tokens: the tokens from position 0 to the end of the last of them.
+        first_chunk: the chunk in which the tokens end that the caller has already.
+    """
+
+    refs: tuple[ChunkRef, ...]
+    num_tokens: int
+    first_chunk: int = 0
+
+
+NO_MATCH = Match((), 0)
+
+
+class Place(Enum):
+    """Where a chunk can be."""
+
+    MEMORY = "memory"  # in a slot
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+class LoadStep(NamedTuple):
+    """Bring one chunk from its slot, or from a slower place through that slot, to the paged cache."""
+
+    ref: ChunkRef
+    slot: int
+    source: Place
+
+
+class StoreStep(NamedTuple):
+    """Gather one chunk into its slot unless it is there already, and then write it behind to each of ``targets``."""
+
+    ref: ChunkRef
+    slot: int
+    targets: tuple[Place, ...]
+    gather: bool = True
+
+
+@dataclass
+class IndexCounters:
+    """Decisions since the index was made."""
+
+    stored: int = 0  # chunks that became readable by a store
+    known: int = 0  # offered, but already here or on their way
+    refused: int = 0  # offered, but no slot could be freed
+    failed_stores: int = 0
+    failed_loads: int = 0
+    lost_chunks: int = 0  # failed loads whose chunk was missing or damaged, and is forgotten
+    expired: int = 0
+    evicted_memory: int = 0
+    evicted_disk: int = 0
+    writes_done: int = 0
+    writes_failed: int = 0
+    writes_dropped: int = 0  # not queued: the queue or the disk was full
+    writes_retried: int = 0  # planned when a chunk was offered again that had not been written
+    sends_done: int = 0  # to the remote tier
+    sends_failed: int = 0
+    sends_dropped: int = 0  # not queued: the queue was full
+    superseded_tails: int = 0
