@@ -14,7 +14,7 @@ FAMILIES: Final[dict[str, str]] = {
     ),
     "remote_serde": "chunks are stored as they are: nothing will be compressed",
     "pre_caching_hash_algorithm": "keys are always sha256 and equal in every process, whatever PYTHONHASHSEED is",
-    "cache_policy cost_aware_half_life_seconds cost_aware_ewma_alpha": "the least recently used chunk is evicted first",
+    "cost_aware_half_life_seconds cost_aware_ewma_alpha": "there is no such policy: `cache_policy` has one that adapts",
     "use_layerwise": "all layers of a hit are loaded before the model runs",
     "enable_async_loading": "a hit is loaded within the step that needs it",
     "lookup_server_worker_ids enable_scheduler_bypass_lookup hit_miss_ratio": (
@@ -94,7 +94,7 @@ NOT_KEYS: Final = {
 }
 """Variables that LMCache reads outside its configuration and whose absence changes what a user gets."""
 
-_SAME_HERE: Final[dict[str, object]] = {"cache_policy": "LRU", "remote_serde": "naive", "py_enable_gc": True}
+_SAME_HERE: Final[dict[str, object]] = {"remote_serde": "naive", "py_enable_gc": True}
 
 
 def loses_nothing(key: str, value: object) -> bool:

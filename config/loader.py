@@ -14,6 +14,7 @@ from kvstore.config.lmcache import NOT_IMPLEMENTED, loses_nothing
 from kvstore.config.problems import Entry, Findings
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError
+from kvstore.policies import choose_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,6 +124,10 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
     if config.local_disk is None and config.max_local_disk_size > 0:
         where = origins["max_local_disk_size"]
         lines.append(f"{where}: max_local_disk_size: ignored: local_disk is not set, so nothing is kept on disk")
+    for key in ("cache_policy", "disk_cache_policy"):
+        _, warning = choose_policy(getattr(config, key) or config.cache_policy)
+        if warning and getattr(config, key):
+            lines.append(f"{origins[key]}: {warning}")
     if config.remote_url != config.shared_url:
         where = origins["remote_url"]
         lines.append(f"{where}: remote_url: ignored: there is no such tier here: nothing will be shared between hosts")

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from kvstore.config.lmcache import OTHER_SCHEMES
+from kvstore.errors import ConfigError
+from kvstore.policies import POLICIES, choose_policy
 from kvstore.tiers import SCHEMES
 
 GIB_BYTES: Final = 2**30
@@ -65,6 +67,22 @@ class StoreConfig(BaseModel):
         validate_default=True,
         description="Disk space that each worker may fill, in equal parts if there are several folders. Must be set "
         "together with `local_disk`.",
+    )
+    cache_policy: str = Field(
+        default="ADAPTIVE",
+        description="Which chunks go first when memory or disk is full, and which are worth storing: `ADAPTIVE`, "
+        "`LRU`, `LFU`, `ARC` or `S3FIFO` (see [policies.md](policies.md)). LMCache's `FIFO` and `MRU` are "
+        "replaced, with a warning.",
+    )
+    disk_cache_policy: str | None = Field(
+        default=None,
+        description="The same for the disk alone. If null, as `cache_policy` says.",
+    )
+    record_trace: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File that notes, in hashes, which chunks each request used, for `kvstore simulate`; `.1`, "
+        "`.2`, ... is appended if it exists.",
     )
     save_decode_cache: bool = Field(
         default=False,
@@ -212,6 +230,16 @@ class StoreConfig(BaseModel):
         if not mark or scheme not in {*SCHEMES, *OTHER_SCHEMES}:
             known = ", ".join(f"{name}://" for name in SCHEMES)
             raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
+        return value
+
+    @field_validator("cache_policy", "disk_cache_policy")
+    @classmethod
+    def _known_policy(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                choose_policy(value)
+            except ConfigError as error:
+                raise PydanticCustomError("policy", "must be one of {known}", {"known": ", ".join(POLICIES)}) from error
         return value
 
     @field_validator("max_local_disk_size")

@@ -83,6 +83,8 @@ class CacheEngine:
             max_writes=options.max_write_queue,
             remote=self._view,
             max_sends=remote.max_queue if remote else None,
+            cache_policy=options.cache_policy,
+            disk_policy=options.disk_policy,
         )
         self._index.adopt(self._tiers.survivors)
         self._mover = Mover(paged, self._tiers.cpu, self._tiers.open_lanes(options, self._on_written))

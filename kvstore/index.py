@@ -18,12 +18,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.leases import Leases
 from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, Place, StoreStep
-from kvstore.policy import LRU
+from kvstore.policies import Adaptive, Policy, open_policy
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
 
@@ -61,8 +61,8 @@ class _Disk:
 
     capacity_bytes: int
     stored_bytes: Callable[[int], int]
+    order: Policy
     used_bytes: int = 0
-    order: LRU = field(default_factory=LRU)
 
 
 class ChunkIndex:
@@ -78,6 +78,8 @@ class ChunkIndex:
         max_writes: int | None = None,
         remote: RemoteView | None = None,
         max_sends: int | None = None,
+        cache_policy: str = Adaptive.name,
+        disk_policy: str | None = None,
     ) -> None:
         """Start empty.
 
@@ -89,15 +91,24 @@ class ChunkIndex:
             max_writes: writes to disk that may be in flight at once; further chunks are not written.
             remote: what a remote tier is known to hold; None without one.
             max_sends: writes to the remote tier that may be in flight at once.
+            cache_policy: a name in ``POLICIES``, for memory.
+            disk_policy: the same for the disk; None for the same as memory's.
+
+        Raises:
+            ConfigError: no policy has this name.
         """
         self.counters = IndexCounters()
         self._keep_in_memory = keep_in_memory
         self._chunks: dict[PrefixKey, _Chunk] = {}
-        self._memory = LRU()  # chunks with a slot
+        self._memory = open_policy(cache_policy, num_slots)  # chunks with a slot; each is of size 1
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self._idle_slots = 0  # readable and unused: can be given away
-        self._disk = _Disk(disk_capacity_bytes, stored_bytes) if stored_bytes and disk_capacity_bytes else None
+        self._disk: _Disk | None = None
+        if stored_bytes and disk_capacity_bytes:
+            self._disk = _Disk(
+                disk_capacity_bytes, stored_bytes, open_policy(disk_policy or cache_policy, disk_capacity_bytes)
+            )
         self._writes = 0
         self._max_writes = max(1, num_slots // 2) if max_writes is None else max_writes
         self._remote = remote
@@ -145,7 +156,7 @@ class ChunkIndex:
         for ref, stored_bytes in survivors:
             self._chunks[ref.prefix_key] = _Chunk(ref, disk_bytes=stored_bytes)
             self._disk.used_bytes += stored_bytes
-            self._disk.order.add(ref.prefix_key)
+            self._disk.order.add(ref.prefix_key, stored_bytes)
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
@@ -305,10 +316,11 @@ class ChunkIndex:
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._begin_use(chunk)
+        self._touch(chain, first_used=len(prefix))
         steps = self._plan_store(refs, ttl_s)
         for chunk in own:
             self._end_use(chunk)
-        self._touch(chain)  # with the new ones, or they would outlive their prefix
+        self._touch(chain, first_used=len(chain))  # with the new ones, or they would outlive their prefix
         return steps
 
     def _plan_store(self, refs: Sequence[ChunkRef], ttl_s: float | None) -> list[StoreStep]:
@@ -329,12 +341,15 @@ class ChunkIndex:
         return steps
 
     def _plan_new(self, ref: ChunkRef, ttl_s: float | None) -> StoreStep | None:
-        slot = self._take_slot()
+        expires_s = None if ttl_s is None else self._now_s + ttl_s
+        chunk = _Chunk(ref, filling=True, uses=1, expires_s=expires_s)
+        slot = self._take_slot(ref.prefix_key)
+        targets = self._reserve_targets(chunk) if slot is not None or self._idle_slots else ()
+        if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
+            slot = self._take_slot()
         if slot is None:
             return None
-        expires_s = None if ttl_s is None else self._now_s + ttl_s
-        chunk = _Chunk(ref, slot=slot, filling=True, uses=1, expires_s=expires_s)
-        targets = self._reserve_targets(chunk)
+        chunk.slot = slot
         if not targets and not self._keep_in_memory:  # it would be gone as soon as it is here
             self._free_slots.append(slot)
             return None
@@ -537,10 +552,10 @@ class ChunkIndex:
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.slot is None)
 
-    def _touch(self, chain: Sequence[PrefixKey]) -> None:
-        self._memory.touch_chain(chain)
+    def _touch(self, chain: Sequence[PrefixKey], first_used: int = 0) -> None:
+        self._memory.touch_chain(chain, first_used=first_used)
         if self._disk:
-            self._disk.order.touch_chain(chain)
+            self._disk.order.touch_chain(chain, first_used=first_used)
 
     def _is_out_of_reach(self, chunk: _Chunk) -> bool:
         """Whether a chunk nobody holds is only on a disk that cannot give it."""
@@ -564,14 +579,18 @@ class ChunkIndex:
         elif chunk.slot is None and not chunk.disk_bytes:  # a load from the remote tier for which there was no slot
             del self._chunks[chunk.ref.prefix_key]
 
-    def _take_slot(self) -> int | None:
-        """A slot to fill: a free one, or that of the least valuable chunk nobody uses."""
+    def _may_go(self, key: PrefixKey) -> bool:
+        return self._chunks[key].uses == 0
+
+    def _take_slot(self, newcomer: PrefixKey | None = None) -> int | None:
+        """A slot to fill: a free one, or of the least valuable chunk nobody uses, if the newcomer is worth more."""
         if not self._free_slots:
-            victim = next((k for k in self._memory.oldest_first() if self._chunks[k].uses == 0), None)
-            if victim is None:
+            victims = self._memory.make_room(1, self._may_go, newcomer)
+            if victims is None:
                 return None
-            self.counters.evicted_memory += 1
-            self._drop_from_memory(self._chunks[victim])
+            for key in victims:
+                self.counters.evicted_memory += 1
+                self._drop_from_memory(self._chunks[key])
         return self._free_slots.pop()
 
     def _reserve_disk(self, chunk: _Chunk) -> bool:
@@ -580,12 +599,12 @@ class ChunkIndex:
         if disk is None or chunk.disk_bytes or chunk.expires_s is not None:
             return False
         need_bytes = disk.stored_bytes(chunk.ref.num_blocks)
-        if self._writes >= self._max_writes or not self._make_disk_room(disk, need_bytes):
+        if self._writes >= self._max_writes or not self._make_disk_room(disk, chunk, need_bytes):
             self.counters.writes_dropped += 1
             return False
         chunk.disk_bytes, chunk.writing = need_bytes, True
         disk.used_bytes += need_bytes
-        disk.order.add(chunk.ref.prefix_key)
+        disk.order.add(chunk.ref.prefix_key, need_bytes)
         self._writes += 1
         return True
 
@@ -603,23 +622,15 @@ class ChunkIndex:
         self._sends += 1
         return True
 
-    def _make_disk_room(self, disk: _Disk, need_bytes: int) -> bool:
-        """Evict until the bytes fit: all that is needed, or nothing."""
+    def _make_disk_room(self, disk: _Disk, newcomer: _Chunk, need_bytes: int) -> bool:
+        """Evict until the bytes fit, if the newcomer is worth more: all that is needed, or nothing."""
         missing_bytes = disk.used_bytes + need_bytes - disk.capacity_bytes
-        victims = []
-        if missing_bytes > 0:
-            for key in disk.order.oldest_first():
-                chunk = self._chunks[key]
-                if chunk.uses == 0:
-                    victims.append(chunk)
-                    missing_bytes -= chunk.disk_bytes
-                    if missing_bytes <= 0:
-                        break
-        if missing_bytes > 0:
+        victims = disk.order.make_room(missing_bytes, self._may_go, newcomer.ref.prefix_key)
+        if victims is None:
             return False
-        for chunk in victims:
+        for key in victims:
             self.counters.evicted_disk += 1
-            self._drop_from_disk(chunk, announce=True)
+            self._drop_from_disk(self._chunks[key], announce=True)
         return True
 
     def _forget(self, chunk: _Chunk) -> None:
@@ -642,12 +653,15 @@ class ChunkIndex:
         if chunk.disk_bytes:
             self._drop_from_disk(chunk, announce=not chunk.forgotten)
         self._chunks.pop(chunk.ref.prefix_key, None)
+        self._memory.remove(chunk.ref.prefix_key)
+        if self._disk:
+            self._disk.order.remove(chunk.ref.prefix_key)
 
     def _drop_from_memory(self, chunk: _Chunk) -> None:
         assert chunk.slot is not None
         if chunk.in_memory:
             self._idle_slots -= 1
-        self._memory.remove(chunk.ref.prefix_key)
+        self._memory.evict(chunk.ref.prefix_key)
         if chunk.loading:  # a read that hangs may still write to it: let others be used first
             self._free_slots.insert(0, chunk.slot)
         else:
@@ -659,7 +673,7 @@ class ChunkIndex:
     def _drop_from_disk(self, chunk: _Chunk, *, announce: bool) -> None:
         assert self._disk is not None
         self._disk.used_bytes -= chunk.disk_bytes
-        self._disk.order.remove(chunk.ref.prefix_key)
+        self._disk.order.evict(chunk.ref.prefix_key)
         if announce:
             self._removals.append(chunk.ref)
         chunk.disk_bytes = 0

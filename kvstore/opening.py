@@ -16,6 +16,7 @@ from kvstore.lanes import WRITE_THREADS, Lane
 from kvstore.layout import KVLayout
 from kvstore.pages import PagedKV
 from kvstore.plans import Place
+from kvstore.policies import Adaptive
 from kvstore.slabs import SlabPool
 from kvstore.tiers import open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
@@ -67,6 +68,8 @@ class EngineOptions:
         lease_timeout_s: how long a lease holds its chunks if nobody releases it.
         max_write_queue: chunks that may wait for the disk; None means half of the pool.
         remote: a tier that several engines share; None for none.
+        cache_policy: which chunks go first from memory, a name in ``POLICIES``.
+        disk_policy: the same for the disk; None for the same as memory's.
     """
 
     max_local_cpu_bytes: int
@@ -80,6 +83,8 @@ class EngineOptions:
     lease_timeout_s: float = 300.0
     max_write_queue: int | None = None
     remote: RemoteOptions | None = None
+    cache_policy: str = Adaptive.name
+    disk_policy: str | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ from kvstore.errors import ConfigError
 from kvstore.hostlimits import require_memory
 from kvstore.index import ChunkIndex
 from kvstore.keys import Namespace, PrefixHasher
+from kvstore.policies import Adaptive
 from kvstore.tiers.base import ChunkRef
+from kvstore.tools.bench_policy import measure_policy
 from kvstore.tools.bench_redis import measure_redis
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, RawDisk, Workbench, paired, timed
 
@@ -88,6 +90,9 @@ REDIS_BOUNDS = {
     "redis retrieve": Bound(0.65, 0.50),
     "redis lookup, 128 known keys": Bound(1.0, 0.50),
 }
+POLICY_CHUNKS = 100_000
+POLICY_REQUESTS = 2_000
+POLICY_TARGET_S = {"adaptive policy, a chunk touched": 20e-6}
 LOOKUP_BOUND = Bound(1.0, 0.50)  # times, not ratios: one call took 1.5 to 4.9 ms as the load changed
 
 
@@ -258,6 +263,7 @@ def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport
                 lines += _redis_lines(workbench, options, tick)
             except ConfigError as error:
                 skipped.append(f"redis: {error}")
+        lines.append(_policy_line())
     return BenchReport(options, lines, skipped)
 
 
@@ -377,6 +383,12 @@ def _lookup_lines() -> list[Line]:
             _lookup_line(name, target_s, call, workbench.num_tokens)
             for (name, target_s), call in zip(LOOKUP_TARGETS_S.items(), calls, strict=True)
         ]
+
+
+def _policy_line() -> Line:
+    (name, target_s), *_ = POLICY_TARGET_S.items()
+    cost = measure_policy(Adaptive.name, resident_chunks=POLICY_CHUNKS, requests=POLICY_REQUESTS)
+    return Line(name, "target", LOOKUP_BOUND, [Pair(target_s, seconds) for seconds in cost.touch_s])
 
 
 def _lookup_line(name: str, target_s: float, call: Callable[[], int], num_tokens: int) -> Line:

@@ -121,6 +121,35 @@ def bench(
         raise typer.Exit(FAILED)
 
 
+@app.command(epilog="Example: kvstore simulate trace.jsonl --size 20,40,140 --bytes-per-token 131072 --policy adaptive")
+def simulate(
+    traces: Annotated[list[Path], typer.Argument(help="Recorded by kvstore, or in Mooncake's format.", exists=True)],
+    *,
+    chunks: Annotated[str, typer.Option(help="Sizes of memory, in chunks: 1000,5000.")] = "",
+    size: Annotated[str, typer.Option(help="Sizes of memory, in GiB; needs --bytes-per-token.")] = "",
+    disk: Annotated[float | None, typer.Option(help="Size of a disk below, in the same unit.")] = None,
+    bytes_per_token: Annotated[int | None, typer.Option(min=1, help="Of KV: 131072 for Llama-3.1-8B.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat it for several; all if not given.")] = None,
+    best: Annotated[bool, typer.Option(help="Show beside them what is best possible.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves: .svg, .png or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay traces through the eviction policies: what would another 100 GB bring?
+
+    Sizes are in chunks unless --bytes-per-token is given. Exits with 2 if a trace cannot be read.
+    """
+    from kvstore.tools.simulate_run import SimulateOptions, simulate_and_print  # noqa: PLC0415
+
+    try:
+        options = SimulateOptions.parse(
+            chunks=chunks, size=size, disk=disk, bytes_per_token=bytes_per_token, policies=policy or [], best=best
+        )
+        simulate_and_print(traces, options, plot_file=plot, as_json=as_json)
+    except KVStoreError as error:
+        _errors().print(f"error: {error}")
+        raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from error
+
+
 @config_app.command(epilog="Example: kvstore config check kvstore.yaml")
 def check(
     file: Annotated[Path, typer.Argument(help="YAML file, as KVSTORE_CONFIG_FILE names it.")],

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.lookups import RemoteLookup
@@ -20,8 +21,10 @@ from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.movers import LoadJob, StoreJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
 from kvstore.plans import LoadStep, Match, Place, StoreStep
+from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
+from kvstore.traces import TraceRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,9 @@ class SchedulerOptions:
     min_retrieve_tokens: int = 0
     max_write_queue: int | None = None
     remote: RemoteOptions | None = None
+    cache_policy: str = Adaptive.name
+    disk_policy: str | None = None
+    record_trace: Path | None = None
 
 
 class HitSplit(NamedTuple):
@@ -99,6 +105,8 @@ class StoreScheduler:
         self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
         self._remote: RemoteLookup | None = None
         self._namespaces: list[Namespace] = []  # one for each shard
+        trace = options.record_trace
+        self._recorder = TraceRecorder.open_next(trace, options.rules.chunk_tokens) if trace else None
         self._number = 0
         self._acked = 0
         self._last_poisoned = 0
@@ -132,6 +140,8 @@ class StoreScheduler:
             max_writes=self._options.max_write_queue,
             remote=self._remote.view if self._remote else None,
             max_sends=remote.max_queue if remote else None,
+            cache_policy=self._options.cache_policy,
+            disk_policy=self._options.disk_policy,
         )
         index.adopt((ref, stored_bytes(ref.num_blocks)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
@@ -261,6 +271,8 @@ class StoreScheduler:
         if self._remote is not None:
             self._remote.end(request_id)
         tracker = self._trackers.pop(request_id, None)
+        if tracker is not None and self._recorder is not None:
+            self._record(self._recorder, tracker.hasher)
         if tracker is None or not block_ids or not self._options.saves:
             return False
         save = tracker.take_final_save()
@@ -268,6 +280,13 @@ class StoreScheduler:
             return False
         self._ready[request_id].finished = True
         return True
+
+    def _record(self, recorder: TraceRecorder, hasher: PrefixHasher) -> None:
+        """Note which chunks a request used, its tail included."""
+        tail = hasher.block_keys(len(hasher.chunk_keys()))
+        whole_tokens = len(hasher.chunk_keys()) * hasher.chunk_tokens
+        if keys := [*hasher.chunk_keys(), *tail[-1:]]:
+            recorder.record(keys, whole_tokens + len(tail) * hasher.block_tokens)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -386,9 +405,11 @@ class StoreScheduler:
         self._restart_saving()
 
     def close(self) -> None:
-        """End the questions to the remote tier."""
+        """End the questions to the remote tier, and the trace."""
         if self._remote is not None:
             self._remote.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _cancel_ready_stores(self, index: ChunkIndex) -> None:
         """Fail what ended requests were about to store: the workers would do it after they have cleared."""

@@ -115,6 +115,9 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         min_retrieve_tokens=config.min_retrieve_tokens,
         max_write_queue=config.max_write_queue,
         remote=remote_options(config),
+        cache_policy=config.cache_policy,
+        disk_policy=config.disk_cache_policy,
+        record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
     )
 
 

@@ -1,4 +1,6 @@
-"""Tests for tiers of other packages, and for ours: one suite that every tier and every wrapper of a tier must pass.
+"""Tests for tiers and policies of other packages, and for ours.
+
+One suite that every tier and every wrapper of a tier must pass, and one for policies (``policies.py``).
 
 A tier's test is a class that says how to open the tier and how to reach its storage behind its back::
 
@@ -18,12 +20,25 @@ try:
 except ImportError as error:
     raise ImportError(f"kvstore.testing needs {error.name}: pip install 'vllm-kvstore[testing]'") from error
 
-_PARTS = ("bounds", "buffers", "contents", "damage", "harness", "machine", "restart", "threads")
+_PARTS = (
+    "bounds",
+    "buffers",
+    "contents",
+    "damage",
+    "harness",
+    "machine",
+    "policies",
+    "policy_machine",
+    "restart",
+    "threads",
+)
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 # After the line above, or a failed assertion would not show its values.
 from kvstore.testing.conformance import TierConformance  # noqa: E402
 from kvstore.testing.harness import MINE, TierHarness  # noqa: E402
 from kvstore.testing.machine import TierMachine  # noqa: E402
+from kvstore.testing.policies import PolicyConformance  # noqa: E402
+from kvstore.testing.policy_machine import PolicyMachine  # noqa: E402
 
-__all__ = ["MINE", "TierConformance", "TierHarness", "TierMachine"]
+__all__ = ["MINE", "PolicyConformance", "PolicyMachine", "TierConformance", "TierHarness", "TierMachine"]

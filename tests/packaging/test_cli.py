@@ -14,7 +14,7 @@ RUNNER = CliRunner()
 EXAMPLES = Path(__file__).resolve().parents[2] / "config" / "examples"
 
 
-@pytest.mark.parametrize("command", [["version"], ["demo"], ["config", "check"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["version"], ["demo"], ["simulate"], ["config", "check"]], ids=" ".join)
 def test_every_command_has_an_example(command: list[str]) -> None:
     result = RUNNER.invoke(app, [*command, "--help"])
     assert result.exit_code == 0

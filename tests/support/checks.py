@@ -21,7 +21,7 @@ def check_index(index: ChunkIndex) -> None:
     assert sorted(owned + list(index._free_slots)) == list(range(index._num_slots)), "a slot is lost or owned twice"
     assert index.slots_in_use == len(owned)
     assert index._idle_slots == sum(chunk.in_memory and chunk.uses == 0 for chunk in chunks.values())
-    assert set(index._memory.oldest_first()) == {key for key, chunk in chunks.items() if chunk.slot is not None}
+    assert set(index._memory) == {key for key, chunk in chunks.items() if chunk.slot is not None}
     assert index._writes == sum(chunk.writing for chunk in chunks.values())
     assert index._writes <= index._max_writes
     assert index._sends == sum(chunk.sending for chunk in chunks.values()) <= index._max_sends
@@ -43,7 +43,7 @@ def check_index(index: ChunkIndex) -> None:
     else:
         assert index.disk_used_bytes == sum(chunk.disk_bytes for chunk in chunks.values())
         assert index.disk_used_bytes <= index._disk.capacity_bytes
-        assert set(index._disk.order.oldest_first()) == {key for key, chunk in chunks.items() if chunk.disk_bytes}
+        assert set(index._disk.order) == {key for key, chunk in chunks.items() if chunk.disk_bytes}
 
 
 def check_idle(engine: CacheEngine) -> None:

@@ -40,6 +40,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     monkeypatch.setattr(bench, "LOOKUP_BOUND", Bound(0.0, 0.0))
     monkeypatch.setattr(bench, "REDIS_BOUNDS", dict.fromkeys(bench.REDIS_BOUNDS, Bound(0.0, 0.0)))
     monkeypatch.setattr(bench, "LOOKUP_ROUNDS", 3)
+    monkeypatch.setattr(bench, "POLICY_CHUNKS", 160)
+    monkeypatch.setattr(bench, "POLICY_REQUESTS", 5)
     return TOY
 
 
@@ -138,8 +140,12 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     options = BenchOptions(toy, BATCH_BYTES, rounds=7, folder=tmp_path)
     ticks: list[str] = []
     report = run_bench(options, ticks.append)
-    assert [line.name for line in report.lines] == [*bench.BOUNDS["toy"], *bench.LOOKUP_TARGETS_S]
-    assert [len(line.pairs) for line in report.lines] == [7, 7, 7, 7, 3, 3]
+    assert [line.name for line in report.lines] == [
+        *bench.BOUNDS["toy"],
+        *bench.LOOKUP_TARGETS_S,
+        *bench.POLICY_TARGET_S,
+    ]
+    assert [len(line.pairs) for line in report.lines] == [7, 7, 7, 7, 3, 3, 5]
     assert len(ticks) == options.total_rounds
     assert report.skipped == ["redis: not asked for, or no redis-server on the PATH"]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
@@ -149,7 +155,7 @@ def test_run_measures_redis(toy: Geometry) -> None:
     options = BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path(require_server()))
     ticks: list[str] = []
     report = run_bench(options, ticks.append)
-    lines = report.lines[-3:]
+    lines = [line for line in report.lines if line.name in bench.REDIS_BOUNDS]
     assert [line.name for line in lines] == list(bench.REDIS_BOUNDS)
     assert [len(line.pairs) for line in lines] == [7, 7, 3]
     assert len(ticks) == options.total_rounds
@@ -169,7 +175,7 @@ def _made(folder: Path) -> Path:
 def test_run_without_direct_io_says_so(toy: Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_folder, "probe_direct", lambda _: False)
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, folder=tmp_path))
-    assert len(report.lines) == 4
+    assert len(report.lines) == 5
     assert report.skipped[0].startswith("disk: direct I/O does not work in the disk folder")
 
 
@@ -213,7 +219,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["geometry"]["name"] == "toy"
     assert found["failed"] == []
     assert found["skipped"] == ["disk: not asked for", "redis: not asked for, or no redis-server on the PATH"]
-    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 3, 3]
+    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 3, 3, 5]
 
 
 def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:

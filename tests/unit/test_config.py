@@ -180,7 +180,9 @@ class TestLMCache:
 
     def test_what_we_do_anyway_does_not_warn(self, file: Path) -> None:
         assert load_text(file, "cache_policy: LRU\nremote_serde: naive").warnings == ()
-        assert len(load_text(file, "cache_policy: LFU\nremote_serde: cachegen").warnings) == 2
+        assert len(load_text(file, "cache_policy: MRU\nremote_serde: cachegen").warnings) == 2
+        with pytest.raises(ConfigError, match='cache_policy: "clock": must be one of LRU, LFU'):
+            load_text(file, "cache_policy: clock")
 
     def test_one_warning_for_a_key_given_twice(self, file: Path) -> None:
         file.write_text("controller_url: tcp://:secret@host")

@@ -22,6 +22,7 @@ from kvstore.engine import chunk_refs, superseded_tails
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.plans import LoadStep, Place, StoreStep
+from kvstore.policies import POLICIES
 from kvstore.remote import RemoteView
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
         max_writes=st.none() | st.integers(1, 4),
         survivors=st.integers(0, 4),
         remote_hold_s=st.none() | st.integers(1, 9),
+        cache_policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
         self,
@@ -81,6 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
         max_writes: int | None,
         survivors: int,
         remote_hold_s: int | None,
+        cache_policy: str,
     ) -> None:
         capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
         self.has_disk = capacity_bytes > 0
@@ -100,6 +103,7 @@ class IndexMachine(RuleBasedStateMachine):
             max_writes=max_writes,
             remote=self.view,
             max_sends=max_writes,
+            cache_policy=cache_policy,
         )
         adopted = chunk_refs(self.hasher(2, CHUNK * min(survivors, capacity)), CHUNK // BLOCK, with_tail=True)
         if self.has_disk:

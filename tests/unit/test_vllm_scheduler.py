@@ -16,6 +16,7 @@ from kvstore.keys import NO_EXTRAS, Namespace
 from kvstore.layout import KVLayout
 from kvstore.plans import Place
 from kvstore.tiers.base import Outcome
+from kvstore.traces import read_trace
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 PLAIN = Setup()
@@ -345,6 +346,22 @@ def test_a_step_is_over_when_every_rank_says_so(build: Build) -> None:
     vllm.settle()
     assert vllm.index.counters.stored == 4
     vllm.assert_nothing_leaked()
+
+
+def test_a_trace_of_what_requests_used(tmp_path: Path) -> None:
+    rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
+    for start in range(2):
+        scheduler = StoreScheduler(SchedulerOptions(rules, record_trace=tmp_path / "trace"))
+        for name in ("one", "two"):
+            scheduler.add_request(FakeRequest(name, PROMPT), NO_EXTRAS)
+            scheduler.finish_request(name, [])
+        scheduler.add_request(FakeRequest("short", PROMPT[: BLOCK - 1]), NO_EXTRAS)
+        scheduler.finish_request("short", [])
+        scheduler.close()
+        trace = list(read_trace(tmp_path / ("trace.1" if start else "trace")))
+        assert len(trace) == 2
+        assert trace[0].keys == trace[1].keys
+        assert len(trace[0].keys) == -(-len(PROMPT) // CHUNK)
 
 
 @pytest.mark.parametrize("failed", [False, True])

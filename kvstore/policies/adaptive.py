@@ -1,0 +1,206 @@
+"""The default: keeps what gives most hits for its space and time, as far as this workload has shown it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+
+from kvstore.keys import PrefixKey
+from kvstore.policies.base import Policy
+from kvstore.policies.survival import NUM_CLASSES, SurvivalTable, bucket_of
+from kvstore.policies.units import PAGE_UNITS, History, Unit
+
+_SURVEY_INTERVAL = 2_000  # chunks touched between two surveys
+_SURVEY_UNITS = 8  # looked at for each chunk touched
+_TOP_CLASS = NUM_CLASSES - 1
+
+
+class Adaptive(Policy):
+    """Evicts, or refuses, what is worth least by its class (how often it was used) and its age: see ``survival.py``.
+
+    Chunks of one class that one request touched have the same age and the same value; they are one *unit*, from which
+    the deepest goes first. Of each class only the oldest and the newest units are looked at. What was evicted or
+    refused is remembered by key, so that its next use counts.
+    """
+
+    name = "ADAPTIVE"
+    filters = True
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._table = SurvivalTable()
+        self._clock = 0  # chunks touched
+        self._next_survey = _SURVEY_INTERVAL
+        self._units: dict[PrefixKey, Unit] = {}  # of all keys remembered, here or not
+        self._history = History()
+        self._stripped: dict[Unit, None] = {}  # forgotten, but for what is here
+        self._queues: list[OrderedDict[Unit, None]] = [OrderedDict() for _ in range(NUM_CLASSES)]  # with chunks here
+
+    @property
+    def num_ghosts(self) -> int:  # noqa: D102 - inherited
+        return len(self._units) - len(self._sizes)
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
+        now = self._clock
+        self._clock += len(used)
+        fresh: list[Unit | None] = [None] * NUM_CLASSES
+        for key in chain:
+            unit = self._units.get(key)
+            if unit is None:
+                if key not in used:
+                    continue
+                cls = 0
+            elif key in used:
+                self._table.hit(unit.cls, now - unit.time)
+                cls = min(unit.cls + 1, _TOP_CLASS)
+            elif unit.time == now:  # of this very request
+                continue
+            else:
+                self._table.lose(unit.cls, now - unit.time)
+                cls = unit.cls
+            target = fresh[cls]
+            if target is None:
+                target = fresh[cls] = self._new_unit(cls)
+            self._move(key, unit, target)
+        if self._clock >= self._next_survey:
+            self._survey(len(used))
+        self._forget_oldest()
+
+    def _on_add(self, key: PrefixKey) -> None:
+        unit = self._units.get(key)
+        if unit is None:
+            unit = self._new_unit(0)
+            self._units[key] = unit
+            unit.append(key)
+        unit.enter(key)
+        queue = self._queues[unit.cls]
+        if unit not in queue:
+            queue[unit] = None
+            if unit.time < self._clock:
+                queue.move_to_end(unit, last=False)
+
+    def _on_evict(self, key: PrefixKey) -> None:
+        unit = self._units[key]
+        self._leave(key, unit)
+        if unit in self._stripped:
+            self._table.lose(unit.cls, self._clock - unit.time)
+            self._forget(key, unit)
+
+    def _on_remove(self, key: PrefixKey) -> None:
+        unit = self._units.get(key)
+        if unit is None:
+            return
+        if key in unit.here:
+            self._leave(key, unit)
+        self._table.lose(unit.cls, self._clock - unit.time)
+        self._forget(key, unit)
+
+    # -- what should go ----------------------------------------------------------------------------------------------
+
+    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
+        own = None if newcomer is None else self._units.get(newcomer)
+        limit = None if newcomer is None else self._value(own)
+        for value, unit in self._units_by_value():
+            if unit is own or (limit is not None and value > limit):
+                return
+            yield from unit.deepest_first()
+
+    def _units_by_value(self) -> Iterator[tuple[float, Unit]]:
+        """Merges the ends of all classes' queues; at equal value the older unit comes first."""
+        ends: list[tuple[float, int, int, Unit, Iterator[Unit]]] = []
+        left = [len(queue) for queue in self._queues]
+        for cls, queue in enumerate(self._queues):
+            for walk in (iter(queue), reversed(queue)):
+                for unit in walk:
+                    ends.append((self._value(unit), unit.time, cls, unit, walk))
+                    break
+        while ends:
+            end = min(ends, key=_value_and_time)
+            value, _, cls, unit, walk = end
+            ends.remove(end)
+            if not left[cls]:
+                continue
+            left[cls] -= 1
+            yield value, unit
+            for following in walk:
+                ends.append((self._value(following), following.time, cls, following, walk))
+                break
+
+    def _value(self, unit: Unit | None) -> float:
+        """What a chunk of this unit is worth; one that nobody has noted is new."""
+        if unit is None:
+            return self._table.values[0][0]
+        return self._table.values[unit.cls][bucket_of(self._clock - unit.time)]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _new_unit(self, cls: int) -> Unit:
+        unit = Unit(cls, self._clock)
+        self._history.append(unit)
+        return unit
+
+    def _move(self, key: PrefixKey, unit: Unit | None, target: Unit) -> None:
+        is_here = unit is not None and key in unit.here
+        if unit is not None:
+            if is_here:
+                self._leave(key, unit)
+            self._forget(key, unit)
+        self._units[key] = target
+        target.append(key)
+        if is_here:
+            target.enter(key)
+            self._queues[target.cls][target] = None
+
+    def _leave(self, key: PrefixKey, unit: Unit) -> None:
+        """A key is no longer here, or no longer in this unit."""
+        unit.here.remove(key)
+        if not unit.here:
+            del self._queues[unit.cls][unit]
+
+    def _forget(self, key: PrefixKey, unit: Unit) -> None:
+        del self._units[key]
+        unit.num_keys -= 1
+        if not unit.num_keys:
+            unit.keys.clear()
+            self._stripped.pop(unit, None)
+
+    def _forget_oldest(self) -> None:
+        """Keep the number of keys remembered within its bound; what is here stays."""
+        limit = self.max_ghosts
+        while self._history and len(self._units) - len(self._sizes) > limit:
+            unit = self._history.pop_oldest()
+            ghosts = [key for key in unit.keys if self._units.get(key) is unit and key not in unit.here]
+            if ghosts:
+                self._table.lose(unit.cls, self._clock - unit.time, len(ghosts))
+            if unit.here:
+                self._stripped[unit] = None
+            for key in ghosts:
+                self._forget(key, unit)
+
+    def _survey(self, touched: int) -> None:
+        """Look at some of the keys in sight, in proportion to the chunks touched; after the last make new values.
+
+        A survey of everything at once would keep the caller waiting for tens of milliseconds.
+        """
+        for _ in range(1 + touched * _SURVEY_UNITS // PAGE_UNITS):
+            units = self._history.survey_page()
+            if units is None:
+                self._count_waiting(self._stripped)
+                self._table.update()
+                self._next_survey = self._clock + _SURVEY_INTERVAL
+                return
+            self._count_waiting(units)
+
+    def _count_waiting(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if len(unit.keys) > 2 * unit.num_keys + 8:  # most have moved on
+                unit.keys = [key for key in unit.keys if self._units.get(key) is unit]
+                unit.depth = len(unit.keys)
+            self._table.wait(unit.cls, self._clock - unit.time, unit.num_keys)
+
+
+def _value_and_time(end: tuple[float, int, int, Unit, Iterator[Unit]]) -> tuple[float, int]:
+    return end[0], end[1]

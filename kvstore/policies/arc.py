@@ -1,0 +1,115 @@
+"""ARC, the adaptive replacement cache of Megiddo and Modha (FAST 2003), in bytes and for chains."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
+
+from kvstore.keys import PrefixKey
+from kvstore.policies.base import Policy
+
+
+class ARC(Policy):
+    """Balances what was used once against what was used more often, by misses on what it has just evicted.
+
+    ``_once`` and ``_again`` (T1 and T2) are here, the least recently used first; ``_gone_once`` and ``_gone_again`` (B1
+    and B2) are remembered. ``_target_bytes`` is what ``_once`` should have.
+    """
+
+    name = "ARC"
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._once, self._again = _Queue(), _Queue()
+        self._gone_once, self._gone_again = _Queue(), _Queue()
+        self._target_bytes = 0.0
+
+    @property
+    def num_ghosts(self) -> int:  # noqa: D102 - inherited
+        return len(self._gone_once) + len(self._gone_again)
+
+    def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
+        for key in reversed(chain):
+            if key in self._again:
+                self._again.move_to_end(key)
+            elif key in self._once:
+                if key in used:
+                    self._again.push(key, self._once.take(key))
+                else:
+                    self._once.move_to_end(key)
+            elif key in used:
+                self._on_miss(key)
+
+    def _on_miss(self, key: PrefixKey) -> None:
+        """Learn from a miss on a key that is remembered: the list it went from was too small."""
+        once, again = self._gone_once, self._gone_again
+        if key in once:
+            step = max(1.0, again.used_bytes / once.used_bytes)
+            self._target_bytes = min(self._target_bytes + step * once[key], self.capacity_bytes)
+            again.push(key, once.take(key))  # used twice, should it be stored now
+        elif key in again:
+            step = max(1.0, once.used_bytes / again.used_bytes)
+            self._target_bytes = max(self._target_bytes - step * again[key], 0.0)
+            again.move_to_end(key)
+
+    def _on_add(self, key: PrefixKey) -> None:
+        self._gone_once.discard(key)
+        queue = self._again if self._gone_again.discard(key) else self._once
+        queue.push(key, self._sizes[key])
+
+    def _on_evict(self, key: PrefixKey) -> None:
+        if key in self._once:
+            self._gone_once.push(key, self._once.take(key))
+        else:
+            self._gone_again.push(key, self._again.take(key))
+        while self._gone_once and self._once.used_bytes + self._gone_once.used_bytes > self.capacity_bytes:
+            self._gone_once.pop_oldest()
+        while self.num_ghosts and self._gone_once.used_bytes + self._gone_again.used_bytes > self.capacity_bytes:
+            (self._gone_again or self._gone_once).pop_oldest()
+
+    def _on_remove(self, key: PrefixKey) -> None:
+        for queue in (self._once, self._again, self._gone_once, self._gone_again):
+            queue.discard(key)
+
+    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
+        once, again = iter(self._once), iter(self._again)
+        once_bytes = self._once.used_bytes
+        comes_again = newcomer in self._gone_again
+        while True:
+            above = once_bytes > self._target_bytes or (comes_again and once_bytes == self._target_bytes)
+            key = next(once, None) if above else next(again, None)
+            if key is None:
+                break
+            if above:
+                once_bytes -= self._once[key]
+            yield key
+        yield from once
+        yield from again
+
+
+class _Queue(OrderedDict[PrefixKey, int]):
+    """Keys with their sizes, the least recently used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used_bytes = 0
+
+    def push(self, key: PrefixKey, size_bytes: int) -> None:
+        self[key] = size_bytes
+        self.used_bytes += size_bytes
+
+    def take(self, key: PrefixKey) -> int:
+        size_bytes = self.pop(key)
+        self.used_bytes -= size_bytes
+        return size_bytes
+
+    def discard(self, key: PrefixKey) -> bool:
+        """Take a key out if it is in; returns whether it was."""
+        if key not in self:
+            return False
+        self.take(key)
+        return True
+
+    def pop_oldest(self) -> None:
+        self.take(next(iter(self)))

@@ -1,0 +1,104 @@
+"""S3-FIFO, of Yang, Zhang, Qiu, Yue and Vinayak (SOSP 2023), in bytes and for chains."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
+
+from kvstore.keys import PrefixKey
+from kvstore.policies.base import Policy
+
+SMALL_SHARE = 0.1
+MAX_USES = 3
+
+
+class S3FIFO(Policy):
+    """A small queue in front of a main one: what is not used again while in the small one leaves soon.
+
+    A use only raises a counter. When room is needed, what was used moves on (from the small queue to the main one, in
+    the main one back to its end, one use poorer) and what was not used goes. A key that is still remembered when it
+    comes back starts in the main queue.
+    """
+
+    name = "S3FIFO"
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._small: OrderedDict[PrefixKey, None] = OrderedDict()
+        self._main: OrderedDict[PrefixKey, None] = OrderedDict()
+        self._ghosts: OrderedDict[PrefixKey, int] = OrderedDict()  # with their sizes
+        self._uses: dict[PrefixKey, int] = {}  # since they came, of what is here
+        self._new: set[PrefixKey] = set()  # added since the last touch
+        self._small_bytes = 0
+        self._ghost_bytes = 0
+
+    @property
+    def num_ghosts(self) -> int:  # noqa: D102 - inherited
+        return len(self._ghosts)
+
+    def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
+        for key in reversed(chain):
+            if key in self._new:  # came head first, and should go from the end
+                (self._small if key in self._small else self._main).move_to_end(key)
+            elif key in used and key in self._uses:
+                self._uses[key] = min(self._uses[key] + 1, MAX_USES)
+        self._new.clear()
+
+    def _on_add(self, key: PrefixKey) -> None:
+        self._new.add(key)
+        self._uses[key] = 0
+        if key in self._ghosts:
+            self._ghost_bytes -= self._ghosts.pop(key)
+            self._main[key] = None
+        else:
+            self._small[key] = None
+            self._small_bytes += self._sizes[key]
+
+    def _on_evict(self, key: PrefixKey) -> None:
+        if key in self._small:
+            self._ghosts[key] = self._sizes[key]
+            self._ghost_bytes += self._sizes[key]
+        self._leave(key)
+        while self._ghosts and self._ghost_bytes > self.capacity_bytes * (1 - SMALL_SHARE):
+            self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
+
+    def _on_remove(self, key: PrefixKey) -> None:
+        self._ghost_bytes -= self._ghosts.pop(key, 0)
+        if key in self._uses:
+            self._leave(key)
+
+    def _leave(self, key: PrefixKey) -> None:
+        del self._uses[key]
+        self._new.discard(key)
+        if key in self._small:
+            del self._small[key]
+            self._small_bytes -= self._sizes[key]
+        else:
+            del self._main[key]
+
+    def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - the newcomer is always worth more
+        """Moves what was used on, as the hand of a clock does: this changes the order, but not what is here."""
+        offered: list[tuple[OrderedDict[PrefixKey, None], PrefixKey]] = []
+        offered_bytes = 0
+        try:
+            while self._small or self._main:
+                above = self._small_bytes - offered_bytes > self.capacity_bytes * SMALL_SHARE
+                queue = self._small if self._small and (above or not self._main) else self._main
+                key = next(iter(queue))
+                del queue[key]
+                if self._uses[key] and queue is self._main:
+                    self._uses[key] -= 1
+                    self._main[key] = None
+                elif self._uses[key]:
+                    self._uses[key] = 0
+                    self._small_bytes -= self._sizes[key]
+                    self._main[key] = None
+                else:
+                    offered.append((queue, key))
+                    offered_bytes += self._sizes[key] if queue is self._small else 0
+                    yield key
+        finally:  # they keep their place until they are evicted
+            for queue, key in reversed(offered):
+                queue[key] = None
+                queue.move_to_end(key, last=False)

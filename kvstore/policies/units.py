@@ -1,0 +1,91 @@
+"""Units of the adaptive policy, and the order in which they came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from kvstore.keys import PrefixKey
+
+PAGE_UNITS = 64
+
+
+class Unit:
+    """Chunks of one class that one request touched last: they have the same age and are worth the same.
+
+    Attributes:
+        cls: the class.
+        time: the clock at the end of the request.
+        keys: head first; those that moved on since are still in it.
+        num_keys: that belong to it.
+        here: those of them whose chunks are in the tier.
+        depth: nothing that is here stands at or behind this place.
+    """
+
+    __slots__ = ("cls", "depth", "here", "keys", "num_keys", "time")
+
+    def __init__(self, cls: int, time: int) -> None:
+        self.cls = cls
+        self.time = time
+        self.keys: list[PrefixKey] = []
+        self.num_keys = 0
+        self.here: set[PrefixKey] = set()
+        self.depth = 0
+
+    def append(self, key: PrefixKey) -> None:
+        """Take a key in, as the deepest."""
+        self.keys.append(key)
+        self.num_keys += 1
+
+    def enter(self, key: PrefixKey) -> None:
+        """A key's chunk is here."""
+        self.here.add(key)
+        self.depth = len(self.keys)
+
+    def deepest_first(self) -> Iterator[PrefixKey]:
+        """What is here, from the end of the chain to its head."""
+        while self.depth and self.keys[self.depth - 1] not in self.here:
+            self.depth -= 1
+        for place in range(self.depth - 1, -1, -1):
+            if self.keys[place] in self.here:
+                yield self.keys[place]
+
+
+class History:
+    """All units in order of time, in pages, so that they can be surveyed a page at a time while others come and go."""
+
+    def __init__(self) -> None:
+        self._pages: deque[deque[Unit]] = deque()
+        self._place = 0  # of the page to be surveyed next
+
+    def __bool__(self) -> bool:
+        return bool(self._pages)
+
+    def append(self, unit: Unit) -> None:
+        """Add the newest."""
+        if not self._pages or len(self._pages[-1]) >= PAGE_UNITS:
+            self._pages.append(deque())
+        self._pages[-1].append(unit)
+
+    def pop_oldest(self) -> Unit:
+        """Take the oldest out."""
+        page = self._pages[0]
+        unit = page.popleft()
+        if not page:
+            self._pages.popleft()
+            self._place = max(0, self._place - 1)
+        return unit
+
+    def survey_page(self) -> list[Unit] | None:
+        """The next page's units that have keys, the others being dropped; None, once, when all pages were seen."""
+        if self._place >= len(self._pages):
+            self._place = 0
+            return None
+        page = self._pages[self._place]
+        units = [unit for unit in page if unit.num_keys]
+        if units:
+            self._pages[self._place] = deque(units)
+            self._place += 1
+        else:
+            del self._pages[self._place]
+        return units

@@ -1,0 +1,153 @@
+"""Tiers without bytes: what a policy would have done with a sequence of requests.
+
+The policies are asked and told just as the index does it, so what is measured here is what runs there. Every request is
+looked up, loads what is found, and stores the rest before the next one comes; moves take no time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from kvstore.keys import PrefixKey
+from kvstore.policies import Policy
+
+
+@dataclass
+class TierCounts:
+    """What one tier did.
+
+    Attributes:
+        hit_chunks, hit_bytes: found here, and in no tier above.
+        offered_chunks: not here when a request ended that had used them.
+        written_chunks, written_bytes: of those, admitted; chunks brought up from the tier below are not counted.
+        evicted_chunks: to make room.
+    """
+
+    hit_chunks: int = 0
+    hit_bytes: int = 0
+    offered_chunks: int = 0
+    written_chunks: int = 0
+    written_bytes: int = 0
+    evicted_chunks: int = 0
+
+
+class SimulatedTier:
+    """One policy over a capacity. Sizes are in any unit, as long as it is the capacity's."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.counts = TierCounts()
+
+    def bring_up(self, key: PrefixKey, size_bytes: int, held: AbstractSet[PrefixKey]) -> None:
+        """Take in a chunk found below, whatever it is worth: it needs a place on its way."""
+        if self._make_room(size_bytes, held, None):
+            self.policy.add(key, size_bytes)
+
+    def offer(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], held: AbstractSet[PrefixKey]) -> None:
+        """Take in those chunks of a chain that are not here and are worth their room; those in ``held`` stay."""
+        new = [(key, size) for key, size in zip(keys, sizes_bytes, strict=True) if key not in self.policy]
+        self.counts.offered_chunks += len(new)
+        for key, size_bytes in new:
+            if not self._make_room(size_bytes, held, key):
+                return  # what hangs on a chunk that is not here would not be found
+            self.policy.add(key, size_bytes)
+            self.counts.written_chunks += 1
+            self.counts.written_bytes += size_bytes
+
+    def _make_room(self, size_bytes: int, held: AbstractSet[PrefixKey], newcomer: PrefixKey | None) -> bool:
+        missing_bytes = self.policy.used_bytes + size_bytes - self.policy.capacity_bytes
+        if missing_bytes <= 0:
+            return True
+        victims = self.policy.make_room(missing_bytes, lambda key: key not in held, newcomer)
+        for victim in victims or ():
+            self.policy.evict(victim)
+            self.counts.evicted_chunks += 1
+        return victims is not None
+
+
+class SimulatedStore:
+    """Tiers below each other, the fastest first; each is offered every chunk that it does not hold."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.tiers = [SimulatedTier(policy) for policy in policies]
+        self.chunks = 0
+        self.bytes = 0
+
+    @property
+    def hit_chunks(self) -> int:
+        """Chunks found in any tier."""
+        return sum(tier.counts.hit_chunks for tier in self.tiers)
+
+    @property
+    def hit_rate(self) -> float:
+        """Chunks found over chunks used."""
+        return self.hit_chunks / self.chunks if self.chunks else 0.0
+
+    def request(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], leased: Collection[PrefixKey] = ()) -> int:
+        """Look a chain up, load its leading chunks that are here, store the rest; returns how many were found.
+
+        ``leased`` are further keys that may not go.
+        """
+        found = self._find(keys, sizes_bytes)
+        held = {*keys, *leased}
+        for tier in self.tiers:
+            tier.policy.touch_chain(keys)
+        for key, size_bytes in zip(keys[:found], sizes_bytes, strict=False):
+            if key not in self.tiers[0].policy:
+                self.tiers[0].bring_up(key, size_bytes, held)
+        for tier in self.tiers:
+            tier.offer(keys[found:], sizes_bytes[found:], held)
+            tier.policy.refresh_chain(keys)
+        return found
+
+    def _find(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int]) -> int:
+        self.chunks += len(keys)
+        self.bytes += sum(sizes_bytes)
+        for found, (key, size_bytes) in enumerate(zip(keys, sizes_bytes, strict=True)):
+            tier = next((tier for tier in self.tiers if key in tier.policy), None)
+            if tier is None:
+                return found
+            tier.counts.hit_chunks += 1
+            tier.counts.hit_bytes += size_bytes
+        return len(keys)
+
+
+def best_hits(chains: Sequence[Sequence[PrefixKey]], sizes: Sequence[Sequence[int]], capacity: int) -> int:
+    """Chunks found by one who knows the future: what is used again last goes first (Belady, 1966).
+
+    Of chunks used again at the same time the deepest goes first, so a chunk goes before its prefix; a chunk that is
+    worth least itself is not stored. No policy can do better with chunks of one size, and hardly one with others.
+    """
+    next_uses = _next_uses(chains)
+    here: dict[PrefixKey, tuple[int, int]] = {}  # next use, size
+    order: list[tuple[int, int, PrefixKey]] = []  # a heap, with entries that are out of date
+    used = hits = 0
+    for chain, chain_sizes, uses in zip(chains, sizes, next_uses, strict=True):
+        for key in chain:
+            if key not in here:
+                break
+            hits += 1
+        for depth, (key, size, next_use) in enumerate(zip(chain, chain_sizes, uses, strict=True)):
+            used -= here.pop(key, (0, 0))[1]
+            if next_use < len(chains):
+                here[key] = next_use, size
+                used += size
+                heapq.heappush(order, (-next_use, -depth, key))
+        while used > capacity:
+            next_use, _, key = heapq.heappop(order)
+            if key in here and here[key][0] == -next_use:
+                used -= here.pop(key)[1]
+    return hits
+
+
+def _next_uses(chains: Sequence[Sequence[PrefixKey]]) -> list[list[int]]:
+    """For every chunk of every request the number of the next request that uses it, or of none."""
+    last: dict[PrefixKey, int] = {}
+    found = []
+    for number in range(len(chains) - 1, -1, -1):
+        found.append([last.get(key, len(chains)) for key in chains[number]])
+        last.update(dict.fromkeys(chains[number], number))
+    return found[::-1]

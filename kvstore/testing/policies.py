@@ -1,0 +1,189 @@
+"""What every policy must do: a suite of its own, for policies of other packages too.
+
+A policy's test is a class that says how to open it::
+
+    class TestMyPolicy(PolicyConformance):
+        def open_policy(self, capacity_bytes: int) -> Policy:
+            return MyPolicy(capacity_bytes)
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from types import FunctionType, MethodType, ModuleType
+
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvstore.errors import InvalidCallError
+from kvstore.keys import PrefixKey
+from kvstore.policies.base import Policy
+from kvstore.simulation import SimulatedStore
+from kvstore.testing.policy_machine import SETTINGS, PolicyMachine
+
+_ENTRIES_PER_KEY = 16  # objects a policy may hold for a key it remembers: generous, but no leak stays below it for long
+
+
+def chain_of(name: int, length: int, *, shared: int = 0) -> list[PrefixKey]:
+    """Keys of a chain, head first; chains whose names differ in the last digit share ``shared`` chunks."""
+    return [b"%d/%d" % (name // 10 if place < shared else name + (1 << 40), place) for place in range(length)]
+
+
+def everything(key: PrefixKey) -> bool:  # noqa: ARG001 - a caller who holds nothing
+    """Every chunk may go."""
+    return True
+
+
+class PolicyConformance:
+    """What every policy must pass. Subclass it under a name that begins with ``Test``, and fill in the hook."""
+
+    def open_policy(self, capacity_bytes: int) -> Policy:
+        """A new policy for a tier of this capacity."""
+        raise NotImplementedError
+
+    def fill(self, *sizes_bytes: int) -> tuple[Policy, list[PrefixKey]]:
+        """A policy that is full with one chain, and its keys."""
+        policy = self.open_policy(sum(sizes_bytes))
+        keys = chain_of(0, len(sizes_bytes))
+        policy.touch_chain(keys)
+        for key, size_bytes in zip(keys, sizes_bytes, strict=True):
+            policy.add(key, size_bytes)
+        policy.refresh_chain(keys)
+        return policy, keys
+
+    def test_a_new_one_is_empty(self) -> None:
+        """And has nothing to give."""
+        policy = self.open_policy(10)
+        assert (len(policy), policy.used_bytes, policy.num_ghosts, list(policy)) == (0, 0, 0, [])
+        assert policy.make_room(1, everything) is None
+        assert policy.make_room(0, everything) == []
+
+    def test_bytes_are_counted(self) -> None:
+        """To the byte, whichever way a chunk goes."""
+        policy, keys = self.fill(5, 1, 7, 3)
+        assert (policy.used_bytes, len(policy), set(policy)) == (16, 4, set(keys))
+        policy.evict(keys[3])
+        policy.evict(keys[3])
+        assert (policy.used_bytes, keys[3] in policy, keys[2] in policy) == (13, False, True)
+        policy.remove(keys[2])
+        policy.remove(keys[2])
+        assert (policy.used_bytes, len(policy)) == (6, 2)
+
+    def test_adding_twice_is_refused(self) -> None:
+        """It would be counted twice."""
+        policy, keys = self.fill(1, 1)
+        with pytest.raises(InvalidCallError, match="twice"):
+            policy.add(keys[0])
+        assert policy.used_bytes == 2
+
+    def test_a_chain_goes_from_its_end(self) -> None:
+        """As far as is needed, and no further."""
+        policy, keys = self.fill(2, 2, 2, 2)
+        assert policy.make_room(3, everything) == [keys[3], keys[2]]
+        assert policy.make_room(8, everything) == keys[::-1]
+
+    def test_all_that_is_needed_or_nothing(self) -> None:
+        """And asking changes nothing."""
+        policy, keys = self.fill(2, 2, 2)
+        assert policy.make_room(7, everything) is None
+        assert policy.make_room(6, lambda key: key != keys[1]) is None
+        assert policy.make_room(6, everything) == policy.make_room(6, everything) == keys[::-1]
+        assert (policy.used_bytes, set(policy)) == (6, set(keys))
+
+    def test_what_is_leased_stays(self) -> None:
+        """Others go in its place, also its prefix if nothing else can."""
+        policy, keys = self.fill(1, 1, 1)
+        assert policy.make_room(1, lambda key: key != keys[2]) == [keys[1]]
+        assert policy.make_room(2, lambda key: key != keys[2]) == [keys[1], keys[0]]
+        assert policy.make_room(3, lambda key: key != keys[2]) is None
+
+    def test_a_chunk_goes_before_its_prefix(self) -> None:
+        """Although a prefix that several chains share came long before, and was used by way of others since."""
+        chooser = random.Random(5)  # noqa: S311 - not a secret
+        store = SimulatedStore([self.open_policy(120)])
+        parents: dict[PrefixKey, PrefixKey] = {}
+        for _ in range(1500):
+            keys = chain_of(chooser.randrange(300) ** 2 // 300, chooser.randint(1, 8), shared=4)
+            parents.update(zip(keys[1:], keys, strict=False))
+            store.request(keys, [chooser.randint(1, 4) for _ in keys])
+            here = store.tiers[0].policy
+            assert all(parents[key] in here for key in here if key in parents)
+        assert store.tiers[0].counts.evicted_chunks > 100
+
+    def test_nothing_is_refused_while_there_is_room(self) -> None:
+        """However little is known of it."""
+        store = SimulatedStore([self.open_policy(400)])
+        for name in range(100):
+            store.request(chain_of(10 * name, 4), [1] * 4)
+        assert (store.tiers[0].counts.written_chunks, store.tiers[0].policy.used_bytes) == (400, 400)
+
+    def test_what_is_used_again_is_found(self) -> None:
+        """A small hot set stays, while what never comes back passes."""
+        store = SimulatedStore([self.open_policy(200)])
+        for number in range(3000):
+            store.request(chain_of(10 * (number % 10), 4), [1] * 4)
+            store.request(chain_of(1000 + 10 * number, 4), [1] * 4)
+        assert store.hit_rate > 0.4
+
+    def test_a_chunk_larger_than_the_tier_is_refused(self) -> None:
+        """And nothing goes for it."""
+        store = SimulatedStore([self.open_policy(10)])
+        store.request(chain_of(0, 2), [5, 5])
+        store.request(chain_of(10, 1), [11])
+        assert set(store.tiers[0].policy) == set(chain_of(0, 2))
+
+    def test_removed_chunks_leave_no_trace(self) -> None:
+        """Whether they were here or only remembered; as an object soon after, in what is answered at once."""
+        policy = self.open_policy(40)
+        store = SimulatedStore([policy])
+        keys = [key for name in range(0, 300, 10) for key in chain_of(name, 4)]
+        for _ in range(3):
+            for name in range(0, 300, 10):
+                store.request(chain_of(name, 4), [1] * 4)
+        for key in keys:
+            policy.remove(key)
+        assert (len(policy), policy.used_bytes, policy.num_ghosts) == (0, 0, 0)
+        for name in range(10_000, 30_000, 10):
+            store.request(chain_of(name, 4), [1] * 4)
+        assert not {*keys} & {thing for thing in _reached(policy) if isinstance(thing, bytes)}
+
+    def test_memory_is_bounded(self) -> None:
+        """By the chunks here and the keys that may be remembered."""
+        self.check_memory(touches=300_000)
+
+    @pytest.mark.soak
+    def test_memory_is_bounded_for_long(self) -> None:
+        """Ten million touches."""
+        self.check_memory(touches=10_000_000)
+
+    def check_memory(self, touches: int) -> None:
+        """Most keys are new, and some come back."""
+        chooser = random.Random(9)  # noqa: S311 - not a secret
+        policy = self.open_policy(2_000)
+        store = SimulatedStore([policy])
+        name = 0
+        while store.chunks < touches:
+            name += 10
+            keys = chain_of(name if chooser.random() < 0.8 else chooser.randrange(0, name, 10), 8)
+            store.request(keys, [1] * 8)
+            assert policy.num_ghosts <= policy.max_ghosts
+        assert policy.used_bytes <= 2_000
+        assert sum(1 for _ in _reached(policy)) < _ENTRIES_PER_KEY * (policy.max_ghosts + len(policy))
+
+    def test_any_order_of_calls(self) -> None:
+        """Beside a model that knows what is here, and what hangs on what."""
+        run_state_machine_as_test(lambda: PolicyMachine(self.open_policy), settings=SETTINGS)  # type: ignore[arg-type] # any factory will do
+
+
+def _reached(root: object) -> Iterator[object]:
+    """Every object that one holds, itself included, code and classes excluded."""
+    seen, waiting = {id(root)}, [root]
+    while waiting:
+        thing = waiting.pop()
+        yield thing
+        for other in gc.get_referents(thing):
+            if id(other) not in seen and not isinstance(other, (type, ModuleType, FunctionType, MethodType)):
+                seen.add(id(other))
+                waiting.append(other)

@@ -1,0 +1,185 @@
+"""Traces: which chunks each request used, without a word of what was in them.
+
+Two formats are read, both JSON lines. Our own begins with a header and is described in ``docs/FORMAT.md``; the other is
+that of the traces published with Mooncake (FAST 2025), with ``hash_ids`` of blocks of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from kvstore.errors import ConfigError
+from kvstore.keys import PrefixKey
+
+FORMAT_NAME = "kvstore-trace"
+FORMAT_VERSION = 1
+MOONCAKE_BLOCK_TOKENS = 512
+_KEY_BYTES = 8
+
+
+class Request(NamedTuple):
+    """One request of a trace.
+
+    Attributes:
+        time_s: since the beginning of the trace.
+        keys: of its chunks, head first. Equal keys stand for equal prefixes.
+        chunk_tokens: tokens of each chunk but the last.
+        tail_tokens: tokens of the last chunk.
+    """
+
+    time_s: float
+    keys: tuple[PrefixKey, ...]
+    chunk_tokens: int
+    tail_tokens: int
+
+    def tokens_of(self, position: int) -> int:
+        """Tokens of the chunk at this position."""
+        return self.tail_tokens if position == len(self.keys) - 1 else self.chunk_tokens
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_trace(path: Path) -> Iterator[Request]:
+    """The requests of a trace, in order. Requests without a whole chunk are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is in neither format.
+    """
+    number, chunk_tokens = 0, 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                fields = json.loads(line)
+                if number == 1 and fields.get("format") == FORMAT_NAME:
+                    chunk_tokens = _chunk_tokens(fields)
+                    continue
+                request = _own_request(fields, chunk_tokens) if chunk_tokens else _mooncake_request(fields)
+                if request.keys:
+                    yield request
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{path}, line {number} is no request of a trace ({_reason(error)})") from error
+    if not number:
+        raise ConfigError(f"{path} is empty: it is no trace")
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _chunk_tokens(header: dict[str, Any]) -> int:
+    if header["version"] != FORMAT_VERSION:
+        raise ValueError(f"version is {header['version']!r}: this release reads {FORMAT_VERSION}")
+    if int(header["chunk_tokens"]) < 1:
+        raise ValueError(f"chunk_tokens is {header['chunk_tokens']!r}: it must be at least 1")
+    return int(header["chunk_tokens"])
+
+
+def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
+    keys = tuple(bytes.fromhex(key) for key in fields["keys"])
+    return _request(float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]))
+
+
+def _mooncake_request(fields: dict[str, Any]) -> Request:
+    keys = tuple(int(block).to_bytes(_KEY_BYTES, "little") for block in fields["hash_ids"])
+    return _request(fields["timestamp"] / 1000, keys, MOONCAKE_BLOCK_TOKENS, int(fields["input_length"]))
+
+
+def _request(time_s: float, keys: tuple[PrefixKey, ...], chunk_tokens: int, num_tokens: int) -> Request:
+    tail_tokens = num_tokens - chunk_tokens * (len(keys) - 1)
+    return Request(time_s, keys, chunk_tokens, min(max(tail_tokens, 1), chunk_tokens))
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+class TraceRecorder:
+    """Writes a trace of our own format. Thread-safe; a call writes into a buffer, and now and then to the file.
+
+    Keys are hashed once more, with a secret that is made for this file and never written: nobody who knows a prompt can
+    tell whether it is in the trace.
+
+    Attributes:
+        recorded: requests written.
+        dropped: requests left out, because the file had reached its bound or could not be written.
+    """
+
+    def __init__(self, path: Path, chunk_tokens: int, *, max_bytes: int = 1 << 30) -> None:
+        """Begin a new file, readable by its owner only.
+
+        Raises:
+            ConfigError: it exists already, or cannot be made.
+        """
+        self.recorded = 0
+        self.dropped = 0
+        self._secret = secrets.token_bytes(32)
+        self._left_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._start_s = time.monotonic()
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"no trace can be recorded in {path}: {error.strerror}") from error
+        self._file = os.fdopen(descriptor, "w", encoding="ascii", buffering=1 << 16)
+        self._write({"format": FORMAT_NAME, "version": FORMAT_VERSION, "chunk_tokens": chunk_tokens})
+
+    @classmethod
+    def open_next(cls, path: Path, chunk_tokens: int) -> TraceRecorder:
+        """Begin a new file under the first free name of ``path``, ``path.1``, ``path.2``, ...: one for each start.
+
+        Raises:
+            ConfigError: none can be made.
+        """
+        later = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        return cls(next(name for name in itertools.chain([path], later) if not name.exists()), chunk_tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def record(self, keys: Sequence[PrefixKey], num_tokens: int) -> None:
+        """Note a request: the keys of all its chunks, head first, and the tokens that they stand for.
+
+        A request is noted once, when it has been looked up or has ended. After ``close`` nothing is noted.
+        """
+        names = [blake2b(key, digest_size=_KEY_BYTES, key=self._secret).hexdigest() for key in keys]
+        time_s = round(time.monotonic() - self._start_s, 3)
+        with self._lock:
+            written = self._write({"time_s": time_s, "num_tokens": num_tokens, "keys": names})
+            self.recorded += written
+            self.dropped += not written
+
+    def close(self) -> None:
+        """Write what is buffered, and end. May be repeated."""
+        with self._lock:
+            self._left_bytes = 0
+            try:
+                self._file.close()
+            except OSError:  # a full disk: the trace ends early, and nobody has to be told twice
+                self.dropped += 1
+
+    def _write(self, fields: dict[str, Any]) -> bool:
+        line = json.dumps(fields, separators=(",", ":")) + "\n"
+        if len(line) > self._left_bytes:
+            self._left_bytes = 0  # a trace with a hole would tell a wrong story
+            return False
+        try:
+            self._file.write(line)
+        except OSError:
+            self._left_bytes = 0
+            return False
+        self._left_bytes -= len(line)
+        return True

@@ -1,0 +1,57 @@
+"""Workloads made to be hard on a policy: chains of one to a few chunks, all of size 1."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+
+from kvstore.keys import PrefixKey
+
+Chain = list[PrefixKey]
+
+
+def chain_of(name: int, length: int = 4) -> Chain:
+    """A chain that shares nothing with those of other names."""
+    return [name.to_bytes(6, "little") + place.to_bytes(2, "little") for place in range(length)]
+
+
+def scan(capacity: int, rounds: int = 60) -> Iterator[Chain]:
+    """A hot set of half the capacity, between long runs of what never comes back."""
+    chooser, cold = random.Random(1), count(1 << 32)
+    hot = capacity // 8
+    for number in range(rounds):
+        for _ in range(hot):
+            yield chain_of(chooser.randrange(hot))
+        if number % 3 == 2:
+            for _ in range(hot):
+                yield chain_of(next(cold))
+
+
+def loop(capacity: int, rounds: int = 30) -> Iterator[Chain]:
+    """Everything in turn, a tenth more than fits."""
+    for _ in range(rounds):
+        for name in range(capacity * 11 // 40):
+            yield chain_of(name)
+
+
+def shifting(capacity: int, rounds: int = 30) -> Iterator[Chain]:
+    """A hot set of two thirds of the capacity, of which every round replaces a quarter; and some noise."""
+    chooser, cold = random.Random(2), count(1 << 32)
+    hot = capacity // 6
+    for number in range(rounds):
+        first = number * hot // 4
+        for _ in range(4 * hot):
+            yield chain_of(first + chooser.randrange(hot)) if chooser.random() < 0.9 else chain_of(next(cold))
+
+
+def sudden(capacity: int, rounds: int = 8) -> Iterator[Chain]:
+    """A hot set of two thirds of the capacity that is replaced as a whole, again and again."""
+    chooser = random.Random(3)
+    hot = capacity // 6
+    for number in range(rounds):
+        for _ in range(20 * hot):
+            yield chain_of(number * hot + chooser.randrange(hot))
+
+
+WORKLOADS = {"scan": scan, "loop": loop, "shifting": shifting, "sudden": sudden}
