@@ -5,7 +5,7 @@ export VENV
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit check format bench soak clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench soak clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ test: venv  ## all tests, real vLLM included
 
 test-unit: venv-unit  ## tests of the engine: no vLLM, under 30 seconds
 	@$(BIN)/pytest tests/unit
+
+test-gpu: venv-unit  ## tests that need a CUDA device; skipped where there is none
+	@$(BIN)/pytest -m gpu
 
 check: venv-unit  ## lint, format and types
 	@$(BIN)/ruff check .

@@ -54,6 +54,13 @@ class StoreConfig(BaseModel):
         le=_MAX_SIZE_GIB,
         description="CPU memory that each worker (GPU) reserves at start, for the CPU tier and for staging.",
     )
+    max_local_gpu_size: Annotated[float, Unit("GiB per worker")] = Field(
+        default=0.0,
+        ge=0,
+        le=_MAX_SIZE_GIB,
+        description="GPU memory for the chunks loaded most often (see [gpu-tier.md](gpu-tier.md) for when it pays). "
+        "vLLM must leave it free: lower `--gpu-memory-utilization`. 0 for none.",
+    )
     local_disk: str | tuple[str, ...] | None = Field(
         default=None,
         description="Folder for chunks on disk: a path or a `file://` URI; `~` is expanded, and a relative path starts "
@@ -188,6 +195,11 @@ class StoreConfig(BaseModel):
     def max_local_cpu_bytes(self) -> int:
         """``max_local_cpu_size`` in bytes."""
         return int(self.max_local_cpu_size * GIB_BYTES)
+
+    @property
+    def max_local_gpu_bytes(self) -> int:
+        """``max_local_gpu_size`` in bytes."""
+        return int(self.max_local_gpu_size * GIB_BYTES)
 
     @property
     def max_local_disk_bytes(self) -> int:

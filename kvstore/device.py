@@ -1,8 +1,9 @@
-"""Whole blocks between a paged KV cache on a device and slab slots in host memory.
+"""Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-The same interface as ``pages.HostPagedKV``. Blocks of a layer are gathered into one dense staging buffer on the device
-and leave it in one copy: on PCIe the size of a copy decides its speed. Everything runs on the current stream, so a
-gather waits for the kernels that write the blocks, and kernels launched after a scatter see it.
+The same interface as ``pages.HostPagedKV``. On their way to host memory the blocks are gathered into one dense staging
+buffer on the device and leave it in one copy: on PCIe the size of a copy decides its speed. A slot on the device needs
+neither. Everything runs on the current stream, so a gather waits for the kernels that write the blocks, and kernels
+launched after a scatter see it.
 """
 
 from __future__ import annotations
@@ -25,40 +26,59 @@ class DevicePagedKV:
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
         self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
-        self._device = rows[0].device
-        self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self._device)
+        self.device = rows[0].device
+        self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self.device)
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
         """See ``pages.PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)
-        ids = torch.from_numpy(block_ids).to(self._device)
-        for rows, target in self._pages(len(block_ids)):
-            torch.index_select(rows, 0, ids, out=target)
         payload_bytes = self.layout.payload_bytes(len(block_ids))
-        torch.from_numpy(payload)[:payload_bytes].copy_(self._staging[:payload_bytes], non_blocking=True)
+        staged = self._staging[:payload_bytes]
+        self.gather_on_device(block_ids, staged)
+        torch.from_numpy(payload)[:payload_bytes].copy_(staged, non_blocking=True)
         self._wait()
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``pages.PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)
-        ids = torch.from_numpy(block_ids).to(self._device)
+        check_block_ids(block_ids, self.num_blocks)  # before anything is copied
         payload_bytes = self.layout.payload_bytes(chunk_blocks)
-        self._staging[:payload_bytes].copy_(torch.from_numpy(payload)[:payload_bytes], non_blocking=True)
-        last_block = first_block + len(block_ids)
-        for rows, source in self._pages(chunk_blocks):
-            rows.index_copy_(0, ids, source[first_block:last_block])
+        staged = self._staging[:payload_bytes]
+        staged.copy_(torch.from_numpy(payload)[:payload_bytes], non_blocking=True)
+        self.scatter_on_device(block_ids, staged, chunk_blocks, first_block)
         self._wait()  # the slot may be given away as soon as this returns
 
-    def _pages(self, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the staging buffer."""
+    def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
+        """See ``pages.PagedKV``."""
+        ids = self._ids(block_ids)
+        for rows, target in self._pages(payload, len(block_ids)):
+            torch.index_select(rows, 0, ids, out=target)
+
+    def scatter_on_device(
+        self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
+    ) -> None:
+        """See ``pages.PagedKV``."""
+        ids = self._ids(block_ids)
+        last_block = first_block + len(block_ids)
+        for rows, source in self._pages(payload, chunk_blocks):
+            rows.index_copy_(0, ids, source[first_block:last_block])
+
+    def _ids(self, block_ids: BlockIds) -> torch.Tensor:
+        """Checked ids, on the device.
+
+        They are in ordinary memory, which the driver has copied from when the call returns, so nobody waits for it.
+        """
+        check_block_ids(block_ids, self.num_blocks)
+        return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
+
+    def _pages(self, payload: torch.Tensor, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of a payload on the device."""
         pairs = []
         begin = 0
         for rows in self._rows:
             end = begin + chunk_blocks * rows.shape[1] * rows.element_size()
-            pairs.append((rows, self._staging[begin:end].view(rows.dtype).view(chunk_blocks, rows.shape[1])))
+            pairs.append((rows, payload[begin:end].view(rows.dtype).view(chunk_blocks, rows.shape[1])))
             begin = end
         return pairs
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()

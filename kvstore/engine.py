@@ -87,7 +87,8 @@ class CacheEngine:
             disk_policy=options.disk_policy,
         )
         self._index.adopt(self._tiers.survivors)
-        self._mover = Mover(paged, self._tiers.cpu, self._tiers.open_lanes(options, self._on_written))
+        lanes = self._tiers.open_lanes(options, self._on_written)
+        self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
         self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._closed = False

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.hot import HotChunks
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.lanes import Arrival, Lane
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import LoadStep, Place, StoreStep
-from kvstore.tiers.base import ChunkRef, Outcome
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class MoverCounters:
     chunks_stored: int = 0
     bytes_scattered: int = 0
     bytes_gathered: int = 0
+    chunks_loaded_from_gpu: int = 0
     mislabelled_slots: int = 0
     read_timeouts: int = 0
 
@@ -74,13 +76,15 @@ class Mover:
         paged: the model's KV cache.
         cpu: the pool; ``close`` closes it.
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
+        hot: copies on the device of what is loaded often; ``close`` closes it.
     """
 
-    def __init__(self, paged: PagedKV, cpu: CpuTier, lanes: Mapping[Place, Lane]) -> None:
+    def __init__(self, paged: PagedKV, cpu: CpuTier, lanes: Mapping[Place, Lane], hot: HotChunks | None = None) -> None:
         self.counters = MoverCounters()
         self._paged = paged
         self._cpu = cpu
         self._lanes = dict(lanes)
+        self._hot = hot
         self._stuck: dict[int, Future[Any]] = {}  # slots that a read given up may still write to
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
@@ -120,10 +124,19 @@ class Mover:
                     result.lost.add(ref.prefix_key)
                 continue
             if len(job.block_ids):
-                self._paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
+                self._scatter(job, source)
             self.counters.chunks_loaded += 1
             self.counters.bytes_scattered += self._paged.layout.payload_bytes(len(job.block_ids))
         return result
+
+    def _scatter(self, job: LoadJob, source: ByteArray) -> None:
+        ref = job.step.ref
+        if self._hot is not None and self._hot.scatter(ref, job.block_ids, job.first_block):
+            self.counters.chunks_loaded_from_gpu += 1
+            return
+        self._paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
+        if self._hot is not None and len(job.block_ids) == ref.num_blocks:
+            self._hot.note_load(ref, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
         """Gather chunks into their slots, start their writes, and return the keys of those that failed.
@@ -169,15 +182,20 @@ class Mover:
 
     def clear(self) -> None:
         """Forget everything, in every tier."""
-        self._cpu.clear()
+        self._forget_memory()
         for lane in self._lanes.values():
             lane.clear()
 
     def reset(self, namespace: Namespace) -> None:
         """Forget everything, and keep what comes under another namespace."""
-        self._cpu.clear()
+        self._forget_memory()
         for lane in self._lanes.values():
             lane.reset(namespace)
+
+    def _forget_memory(self) -> None:
+        self._cpu.clear()
+        if self._hot is not None:
+            self._hot.clear()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every write started so far has ended; False if time ran out first."""
@@ -205,6 +223,8 @@ class Mover:
         for closer in closers:
             closer.join()
         self._cpu.close()
+        if self._hot is not None:
+            self._hot.close()
 
     def _start_read(self, step: LoadStep) -> Future[Arrival] | None:
         if step.source is Place.MEMORY:

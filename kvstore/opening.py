@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstore.directory import RemoteDirectory
 from kvstore.errors import ConfigError, TierError
+from kvstore.hot import HotChunks
 from kvstore.keys import Namespace
 from kvstore.lanes import WRITE_THREADS, Lane
 from kvstore.layout import KVLayout
@@ -21,6 +22,7 @@ from kvstore.slabs import SlabPool
 from kvstore.tiers import open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.striped import open_folders
 from kvstore.wrappers import GuardOptions, answers, guarded
 
@@ -70,6 +72,7 @@ class EngineOptions:
         remote: a tier that several engines share; None for none.
         cache_policy: which chunks go first from memory, a name in ``POLICIES``.
         disk_policy: the same for the disk; None for the same as memory's.
+        max_local_gpu_bytes: bound of the device memory for the chunks loaded most often; 0 for none.
     """
 
     max_local_cpu_bytes: int
@@ -85,6 +88,7 @@ class EngineOptions:
     remote: RemoteOptions | None = None
     cache_policy: str = Adaptive.name
     disk_policy: str | None = None
+    max_local_gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,14 @@ class OpenTiers:
         cpu: the pool.
         disk: None without one.
         remote: None without one.
+        hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
     """
 
     cpu: CpuTier
     disk: Tier | None = None
     remote: Tier | None = None
+    hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
 
     def open_lanes(
@@ -144,7 +150,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             f"{slot_bytes / 2**30:.3f} GiB: raise it"
         )
     folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
-    disk, remote, survivors = None, None, []
+    disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
         cpu = CpuTier(SlabPool(num_slots, slot_bytes))
         opened.callback(cpu.close)
@@ -162,8 +168,16 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             )
             opened.callback(disk.close)
             survivors = disk.scan()
+        if options.max_local_gpu_bytes:
+            hot = _open_hot(paged, namespace, options.max_local_gpu_bytes)
         opened.pop_all()
-    return OpenTiers(cpu, disk, remote, survivors)
+    return OpenTiers(cpu, disk, remote, hot, survivors)
+
+
+def _open_hot(paged: PagedKV, namespace: Namespace, max_bytes: int) -> HotChunks:
+    gpu = open_tier("gpu", TierSetup(namespace, paged.layout, max_bytes, {"device": str(paged.device)}))
+    assert isinstance(gpu, GpuTier)
+    return HotChunks(gpu, paged)
 
 
 def open_remote(

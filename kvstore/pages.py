@@ -29,12 +29,14 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 class PagedKV(Protocol):
     """The paged KV cache of one worker, addressed by block ids.
 
-    ``payload`` below is a uint8 array of ``layout.payload_bytes(n)`` bytes in the order of ``layout``; ``block_ids``
-    are int64, each in ``[0, num_blocks)``. Not thread-safe against a running model: call between forward passes.
+    ``payload`` below is a row of ``layout.payload_bytes(n)`` uint8 in the order of ``layout``, in host memory or on the
+    cache's ``device``; ``block_ids`` are int64, each in ``[0, num_blocks)``, in ordinary host memory. Not thread-safe
+    against a running model: call between forward passes.
     """
 
     layout: KVLayout
     num_blocks: int
+    device: torch.device
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``. Done when it returns."""
@@ -44,6 +46,17 @@ class PagedKV(Protocol):
 
         Done, as far as kernels launched later can see, when it returns.
         """
+
+    def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
+        """Copy ``n = len(block_ids)`` blocks of every layer into a payload on the cache's own device.
+
+        In the order of the current stream, like the kernels around it: launched when it returns, and not waited for.
+        """
+
+    def scatter_on_device(
+        self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
+    ) -> None:
+        """``scatter`` from a payload on the cache's own device, in the order of the current stream."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +146,7 @@ class HostPagedKV:
     def __init__(self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.device = torch.device("cpu")
         planes = [plane.rows.numpy() for planes in layers for plane in planes]
         self._dense = all(rows.flags.c_contiguous for rows in planes)
         self._runs = []
@@ -156,6 +170,16 @@ class HostPagedKV:
         last_block = first_block + len(block_ids)
         for rows, source in self._pages(payload, chunk_blocks):
             rows[block_ids] = source[first_block:last_block]
+
+    def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
+        """See ``PagedKV``."""
+        self.gather(block_ids, payload.numpy())
+
+    def scatter_on_device(
+        self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
+    ) -> None:
+        """See ``PagedKV``."""
+        self.scatter(block_ids, payload.numpy(), chunk_blocks, first_block)
 
     def _pages(self, payload: ByteArray, chunk_blocks: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the payload.

@@ -63,6 +63,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             "before it learned that a chunk could not be read. Start vLLM with --no-async-scheduling, or do without "
             f"{keys}"
         )
+    model = vllm_config.model_config
+    if config.max_local_gpu_size and (model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)):
+        raise ConfigError(
+            "max_local_gpu_size is set, and vLLM may sleep: it would take the memory away while kvstore uses it. Start "
+            "vLLM without --enable-sleep-mode, or do without max_local_gpu_size"
+        )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
@@ -157,6 +163,7 @@ def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOption
         io_timeout_s=config.blocking_timeout_secs,
         max_write_queue=config.max_write_queue,
         remote=remote_options(config),
+        max_local_gpu_bytes=config.max_local_gpu_bytes,
     )
 
 

@@ -31,7 +31,7 @@ class StoreWorker:
         self._tiers = open_tiers(paged, namespace, options)
         self._written: deque[tuple[Place, ChunkRef, bool]] = deque()
         lanes = self._tiers.open_lanes(options, lambda *written: self._written.append(written))
-        self._mover = Mover(paged, self._tiers.cpu, lanes)
+        self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
         self._report = StepReport()
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()

@@ -21,6 +21,7 @@ GROUP = "kvstore.tiers"
 BUILT_IN = (
     EntryPoint("cpu", "kvstore.tiers.cpu:CpuTier.open", GROUP),
     EntryPoint("disk", "kvstore.tiers.disk:DiskTier.open", GROUP),
+    EntryPoint("gpu", "kvstore.tiers.gpu:GpuTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis:RedisTier.open", GROUP),
 )
 

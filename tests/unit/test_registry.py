@@ -45,6 +45,7 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
     options: dict[str, dict[str, object]] = {
         "cpu": {},
         "disk": {"folder": tmp_path},
+        "gpu": {"device": "cpu"},
         "redis": {"url": "redis://localhost"},
     }
     assert {entry.name for entry in BUILT_IN} == set(options)
@@ -58,14 +59,14 @@ def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pyte
     (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
     section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
     install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
-    assert list(known_tiers()) == ["cpu", "disk", "redis", "sqlite"]
+    assert list(known_tiers()) == ["cpu", "disk", "gpu", "redis", "sqlite"]
     tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
     assert tier.name == "sqlite"
     tier.close()
 
 
-@pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are cpu, disk")])
+@pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are cpu, disk, gpu")])
 def test_unknown_tiers(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"no tier '{name}'") as caught:
         open_tier(name, make_setup())
