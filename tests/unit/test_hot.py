@@ -75,6 +75,7 @@ def test_it_outlives_a_place_in_memory(rig: Rig, tmp_path: Path) -> None:
         for _ in range(3):
             rig.retrieve(engine, TOKENS)
         rig.store(engine, tokens_of(2, 48))
+        assert engine.flush(30.0)
         assert rig.retrieve(engine, TOKENS) == 40
         assert from_gpu(engine) == 6
         check_idle(engine)
