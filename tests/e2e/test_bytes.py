@@ -78,7 +78,7 @@ def test_the_check_has_teeth(
         engine.generate(prompts)
         engine.settle()
         engine.forget_local()
-        cpu = engine.store_worker._cpu
+        cpu = engine.store_worker._tiers.cpu
         for slot in range(cpu.num_slots):
             payload = cpu._pool.slot(slot).view(np.float32)
             np.negative(payload, out=payload)
@@ -108,6 +108,6 @@ def test_teeth_on_disk(
     assert wrong[0].token_ids != plain[0].token_ids
     with Engine(tiny_model, store) as engine:
         right = engine.generate([prompt])
-        assert engine.store_worker._disk.counters.corrupt > 0
+        assert engine.store_worker._tiers.disk.counters.corrupt > 0
         engine.assert_idle()
     assert_same_outputs(plain, right)

@@ -84,7 +84,7 @@ def test_damaged_files(
         for prompt, output in zip(prompts, again, strict=True):
             assert output.cached_tokens >= whole_blocks(len(prompt))
         engine.assert_idle()
-        assert bytes_on_disk(tmp_path / "disk") == engine.store_worker._disk.used_bytes
+        assert bytes_on_disk(tmp_path / "disk") == engine.store_worker._tiers.disk.used_bytes
 
 
 def test_the_whole_folder_disappears(
@@ -168,7 +168,7 @@ def test_killed_while_storing(
         process.send_signal(signal.SIGKILL)
     survivors = len(chunk_files(folder))
     with Engine(tiny_model, StoreSetup(folder)) as engine:
-        disk = engine.store_worker._disk
+        disk = engine.store_worker._tiers.disk
         assert len(engine.store_scheduler.index) == survivors
         assert bytes_on_disk(folder) == disk.used_bytes == engine.store_scheduler.index.disk_used_bytes
         outputs = engine.generate(prompts)
