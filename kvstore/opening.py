@@ -28,6 +28,7 @@ from kvstore.wrappers import GuardOptions, answers, guarded
 
 logger = logging.getLogger(__name__)
 
+PROBE_INTERVAL_S = 10.0  # how often a tier that is left out is tried again
 _SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
 
 
@@ -231,5 +232,6 @@ def _guard_options(io_timeout_s: float, read_threads: int, *, asks_storage: bool
         slow_timeout_s=max(io_timeout_s, _SLOW_TIMEOUT_S),
         threads=read_threads + WRITE_THREADS + 2,
         failures=min(3, read_threads),
+        probe_interval_s=PROBE_INTERVAL_S,
         asks_storage=asks_storage,
     )

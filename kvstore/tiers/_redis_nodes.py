@@ -71,6 +71,10 @@ def translated(error: Exception, place: str) -> TierError:
         return TierSetupError(f"Redis at {place} is no cluster: use redis:// in the URL")
     if isinstance(error, ReadOnlyError):
         return TierError(f"Redis at {place} is a read-only replica: name its master, or use redis-sentinel://")
+    if "Timeout connecting" in text:
+        return TierError(
+            f"Redis at {place} does not answer: is it there, and with or without TLS as the URL says? ({text})"
+        )
     return TierError(f"Redis at {place} does not work: {text}")
 
 
