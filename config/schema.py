@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvstore.codecs import CODEC_NAMES
 from kvstore.config.lmcache import OTHER_SCHEMES
 from kvstore.errors import ConfigError
 from kvstore.policies import POLICIES, choose_policy
@@ -116,6 +117,11 @@ class StoreConfig(BaseModel):
         ge=1,
         le=64,
         description="Threads that read and write chunks on disk. Also read from `extra_config`.",
+    )
+    local_disk_serde: str = Field(
+        default="none",
+        description="What chunks on disk are encoded with: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or "
+        "`int8` (lossy); see [codecs.md](codecs.md).",
     )
     use_odirect: bool | None = Field(
         default=None,
@@ -242,6 +248,13 @@ class StoreConfig(BaseModel):
         if not mark or scheme not in {*SCHEMES, *OTHER_SCHEMES}:
             known = ", ".join(f"{name}://" for name in SCHEMES)
             raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
+        return value
+
+    @field_validator("local_disk_serde")
+    @classmethod
+    def _known_codec(cls, value: str) -> str:
+        if value not in CODEC_NAMES:
+            raise PydanticCustomError("codec", "must be one of {known}", {"known": ", ".join(CODEC_NAMES)})
         return value
 
     @field_validator("cache_policy", "disk_cache_policy")

@@ -11,7 +11,13 @@ from kvstore.pages import HostPagedKV, LayerCache, PagedKV, find_planes
 
 
 def bind_paged_kv(
-    kv_caches: Mapping[str, LayerCache], *, num_blocks: int, block_tokens: int, chunk_tokens: int, packing: str = ""
+    kv_caches: Mapping[str, LayerCache],
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    chunk_tokens: int,
+    packing: str = "",
+    has_channels: bool = True,
 ) -> PagedKV:
     """Find the blocks of all layers and choose how to copy them.
 
@@ -21,6 +27,8 @@ def bind_paged_kv(
         block_tokens: tokens in such a block.
         chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
         packing: what decides, besides strides, the order of bytes in a block: on CPUs, the instruction set in use.
+        has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. Not so for
+            MLA's latents; blocks that are packed never tell.
 
     Raises:
         LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.
@@ -36,6 +44,8 @@ def bind_paged_kv(
     if len(planes) != 1 or any(len(size) != 1 for size in sizes) or len(devices) != 1:
         raise LayoutError(f"layers differ in planes {planes}, or K and V in size {sizes}, or devices {devices}")
     device = devices.pop()
+    elements = {plane.element for found in layers for plane in found}
+    axes = {plane.axes(block_tokens) for found in layers for plane in found} if has_channels and not packing else {None}
     physical = sorted({plane.physical for found in layers for plane in found})
     layout = KVLayout(
         page_bytes=tuple(size.pop() for size in sizes),
@@ -43,6 +53,8 @@ def bind_paged_kv(
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
         physical=f"{device.type} {packing} {' '.join(physical)}",
+        element=elements.pop() if len(elements) == 1 else "opaque",
+        page_axes=axes.pop() if len(axes) == 1 else None,
     )
     if device.type == "cpu":
         return HostPagedKV(layers, layout, num_blocks)

@@ -8,15 +8,20 @@ Layout, key and length decide every byte of the header except the checksums, and
 therefore builds the header it expects and compares: nothing that was read is trusted, neither lengths nor offsets.
 Parsing serves only to name the reason once the two differ.
 
+With a codec, ``kv`` holds the encoded layers, one after the other, and the header their lengths besides; checksums are
+those of the encoded layers. A reader parses these two, checks that the lengths fit the file, and builds the rest.
+
 Everything here is a pure function and thread-safe.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
@@ -34,6 +39,7 @@ FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")
 _FIXED_HEADER_BYTES = 1024  # more than a header needs besides its checksums, whatever the numbers in it
 _CHECKSUM_DIGITS = 16
+_LENGTH_DIGITS = 8
 
 
 class Damage(StrEnum):
@@ -46,6 +52,7 @@ class Damage(StrEnum):
     KEY = "another key"
     LENGTH = "another number of tokens or blocks"
     CHECKSUM = "checksum does not match"
+    CODEC = "cannot be decoded"
     HEADER = "header inconsistent"
 
 
@@ -60,9 +67,26 @@ _REASONS = (
 )
 
 
-def header_bytes(layout: KVLayout) -> int:
-    """Where the payload begins: 4096 up to 192 layers."""
-    return round_up(_FIXED_HEADER_BYTES + _CHECKSUM_DIGITS * layout.num_layers, ALIGNMENT_BYTES)
+class Encoding(NamedTuple):
+    """How the layers of a payload are stored: by which codec, and in how many bytes each."""
+
+    codec: str
+    layer_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(self.layer_bytes)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Begin and end of every layer behind the header."""
+        return list(pairwise(accumulate(self.layer_bytes, initial=0)))
+
+
+def header_bytes(layout: KVLayout, codec: str = "none") -> int:
+    """Where the payload begins: 4096 up to 192 layers, or up to 128 with a codec."""
+    digits = _CHECKSUM_DIGITS if codec == "none" else _CHECKSUM_DIGITS + _LENGTH_DIGITS
+    return round_up(_FIXED_HEADER_BYTES + digits * layout.num_layers, ALIGNMENT_BYTES)
 
 
 def body_bytes(layout: KVLayout, num_blocks: int) -> int:
@@ -70,9 +94,9 @@ def body_bytes(layout: KVLayout, num_blocks: int) -> int:
     return round_up(layout.payload_bytes(num_blocks), ALIGNMENT_BYTES)
 
 
-def file_bytes(layout: KVLayout, num_blocks: int) -> int:
-    """Bytes of the whole file of a chunk of ``num_blocks`` blocks."""
-    return header_bytes(layout) + body_bytes(layout, num_blocks)
+def file_bytes(layout: KVLayout, num_blocks: int, codec: str = "none") -> int:
+    """Bytes of the whole file of a chunk of ``num_blocks`` blocks; with a codec, it has no more than these."""
+    return header_bytes(layout, codec) + body_bytes(layout, num_blocks)
 
 
 def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: range | None = None) -> str:
@@ -94,25 +118,27 @@ def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: Byt
     return build_header(layout, key, num_blocks, checksums(layout, num_blocks, payload))
 
 
-def build_header(layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str) -> bytes:
-    """The header of a chunk of which all ``checksums`` are known."""
-    payload_bytes = layout.payload_bytes(num_blocks)
-    end_bytes = body_bytes(layout, num_blocks)
-    entries: dict[str, object] = {
-        "__metadata__": {
-            "format_version": FORMAT_VERSION,
-            "namespace": key.namespace_id.hex(),
-            "prefix_key": key.prefix_key.hex(),
-            "tokens": str(num_blocks * layout.block_tokens),
-            "blocks": str(num_blocks),
-            "codec": "none",
-            "xxh3_64": layer_sums,
-        },
-        "kv": _tensor(0, payload_bytes),
+def build_header(
+    layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str, *, encoding: Encoding | None = None
+) -> bytes:
+    """The header of a chunk of which all ``checksums`` are known, and the ``encoding``, if it has one."""
+    payload_bytes = encoding.total_bytes if encoding else layout.payload_bytes(num_blocks)
+    end_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "namespace": key.namespace_id.hex(),
+        "prefix_key": key.prefix_key.hex(),
+        "tokens": str(num_blocks * layout.block_tokens),
+        "blocks": str(num_blocks),
+        "codec": encoding.codec if encoding else "none",
     }
+    if encoding:
+        metadata["layer_bytes"] = "".join(f"{length:0{_LENGTH_DIGITS}x}" for length in encoding.layer_bytes)
+    metadata["xxh3_64"] = layer_sums
+    entries: dict[str, object] = {"__metadata__": metadata, "kv": _tensor(0, payload_bytes)}
     if payload_bytes < end_bytes:  # safetensors wants every byte of the file to belong to a tensor
         entries["_pad"] = _tensor(payload_bytes, end_bytes)
-    json_bytes = header_bytes(layout) - _LENGTH.size
+    json_bytes = header_bytes(layout, metadata["codec"]) - _LENGTH.size
     return _LENGTH.pack(json_bytes) + json.dumps(entries, separators=(",", ":")).encode().ljust(json_bytes)
 
 
@@ -130,12 +156,48 @@ def verify(
 
 
 def compare(
-    layout: KVLayout, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, layer_sums: str
+    layout: KVLayout,
+    key: ChunkKey,
+    num_blocks: int,
+    header: ByteArray | bytes,
+    layer_sums: str,
+    *,
+    encoding: Encoding | None = None,
 ) -> Damage | None:
-    """``verify`` for a payload of which all ``checksums`` are known."""
+    """``verify`` for a payload of which all ``checksums`` are known, and the ``encoding``, if it has one."""
     found = header.tobytes() if isinstance(header, np.ndarray) else header
-    expected = build_header(layout, key, num_blocks, layer_sums)
+    expected = build_header(layout, key, num_blocks, layer_sums, encoding=encoding)
     return None if found == expected else _diagnose(found, expected)
+
+
+def parse_encoding(
+    layout: KVLayout, num_blocks: int, header: ByteArray | bytes, codec: str
+) -> tuple[Encoding | None, str] | Damage:
+    """What a header says of the encoding, None for ``none``, and of the checksums; or why it is no such header.
+
+    Only ``codec`` and ``none`` will do. Every length is between one byte and what its layer has without a codec;
+    whether they fit the file, and whether the rest of the header is right (``compare``), is left to the caller.
+    """
+    metadata = _metadata(header.tobytes() if isinstance(header, np.ndarray) else header)
+    if metadata is None:
+        return Damage.NOT_A_CHUNK
+    sums, lengths = metadata.get("xxh3_64"), metadata.get("layer_bytes")
+    if not _is_hex(sums, _CHECKSUM_DIGITS * layout.num_layers):
+        return Damage.CHECKSUM
+    if metadata.get("codec") == "none":
+        return None, str(sums)
+    if metadata.get("codec") != codec or not _is_hex(lengths, _LENGTH_DIGITS * layout.num_layers):
+        return Damage.HEADER
+    digits = str(lengths)
+    layer_bytes = tuple(int(digits[i : i + _LENGTH_DIGITS], 16) for i in range(0, len(digits), _LENGTH_DIGITS))
+    limits = (end - begin for begin, end in layout.layer_ranges(num_blocks))
+    if not all(0 < length <= limit for length, limit in zip(layer_bytes, limits, strict=True)):
+        return Damage.HEADER
+    return Encoding(codec, layer_bytes), str(sums)
+
+
+def _is_hex(value: object, digits: int) -> bool:
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value, re.ASCII) is not None
 
 
 def _tensor(begin: int, end: int) -> dict[str, object]:

@@ -360,8 +360,9 @@ class CacheEngine:
         return result
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
+        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
         with self._index_lock:
-            self._index.complete_write(ref.prefix_key, target, stored=stored)
+            self._index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
             removals = self._index.take_removals()
         self._mover.remove(Place.DISK, removals)
 

@@ -4,6 +4,7 @@
     ├── ConfigError            a key, a value or a flag is wrong; nothing was started
     ├── LayoutError            a KV cache that cannot be stored as opaque blocks
     ├── InvalidCallError       an argument of a public call breaks its contract
+    ├── CodecError             bytes that no codec made; becomes a miss before it reaches a caller of a tier
     ├── TierError              a tier is broken: it may work again later
     │   ├── FolderOwnedError   the disk folder belongs to another live process
     │   ├── TierSetupError     (and ConfigError) a server refuses what it was configured with
@@ -36,6 +37,10 @@ class LayoutError(KVStoreError, ValueError):
 
 class InvalidCallError(KVStoreError, ValueError):
     """A caller broke the contract of a public method."""
+
+
+class CodecError(KVStoreError, ValueError):
+    """Encoded bytes are malformed."""
 
 
 class TierError(KVStoreError):

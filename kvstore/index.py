@@ -392,12 +392,14 @@ class ChunkIndex:
                 self.counters.stored += 1
             self._end_use(chunk)
 
-    def complete_write(self, key: PrefixKey, target: Place, *, stored: bool) -> None:
-        """Take the result of a write behind."""
+    def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
+        """Take the result of a write behind, and the bytes it took, if these are not those reserved for it."""
         chunk = self._chunks[key]
         if target is Place.REMOTE:
             self._complete_send(chunk, stored=stored)
         else:
+            if stored and size_bytes is not None:
+                self._resize_on_disk(chunk, size_bytes)
             self._complete_disk_write(chunk, stored=stored)
         self._end_use(chunk)
 
@@ -632,6 +634,13 @@ class ChunkIndex:
             self.counters.evicted_disk += 1
             self._drop_from_disk(self._chunks[key], announce=True)
         return True
+
+    def _resize_on_disk(self, chunk: _Chunk, size_bytes: int) -> None:
+        """A codec needed fewer bytes than were reserved."""
+        assert self._disk is not None
+        self._disk.used_bytes += size_bytes - chunk.disk_bytes
+        chunk.disk_bytes = size_bytes
+        self._disk.order.resize(chunk.ref.prefix_key, size_bytes)
 
     def _forget(self, chunk: _Chunk) -> None:
         """Make a chunk in use unreachable at once, and its file go."""

@@ -32,6 +32,10 @@ class KVLayout:
         block_tokens: tokens in a block of the serving engine.
         chunk_tokens: tokens in a full chunk; a multiple of ``block_tokens``.
         physical: describes the order of bytes inside a page; compared, never parsed.
+        element: what all pages consist of: ``bf16``, ``f16``, ``f32``, ``f8``, or ``opaque`` for anything else. For
+            codecs only, as is ``page_axes``: a payload stays opaque bytes, and ``physical`` tells layouts apart.
+        page_axes: the elements of a page as rows of ``[a, tokens, b]``, where a channel is a pair of a and b; None if
+            that is not known.
     """
 
     page_bytes: tuple[int, ...]
@@ -39,6 +43,8 @@ class KVLayout:
     block_tokens: int
     chunk_tokens: int
     physical: str = "opaque"
+    element: str = "opaque"
+    page_axes: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.page_bytes or min(self.page_bytes) <= 0:
@@ -77,6 +83,10 @@ class KVLayout:
     def layer_range(self, layer: int, num_blocks: int) -> tuple[int, int]:
         """Begin and end of ``layer`` inside the payload of a chunk of ``num_blocks`` blocks."""
         return self._layer_starts[layer] * num_blocks, self._layer_starts[layer + 1] * num_blocks
+
+    def layer_ranges(self, num_blocks: int) -> list[tuple[int, int]]:
+        """``layer_range`` of every layer."""
+        return [self.layer_range(layer, num_blocks) for layer in range(self.num_layers)]
 
     @cached_property
     def slot_bytes(self) -> int:

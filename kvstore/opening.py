@@ -73,6 +73,7 @@ class EngineOptions:
         remote: a tier that several engines share; None for none.
         cache_policy: which chunks go first from memory, a name in ``POLICIES``.
         disk_policy: the same for the disk; None for the same as memory's.
+        disk_codec: what chunks on disk are encoded with, a name in ``CODEC_NAMES``.
         max_local_gpu_bytes: bound of the device memory for the chunks loaded most often; 0 for none.
     """
 
@@ -89,6 +90,7 @@ class EngineOptions:
     remote: RemoteOptions | None = None
     cache_policy: str = Adaptive.name
     disk_policy: str | None = None
+    disk_codec: str = "none"
     max_local_gpu_bytes: int = 0
 
 
@@ -123,6 +125,10 @@ class OpenTiers:
             threads = options.remote.io_threads
             lanes[Place.REMOTE] = Lane(self.cpu, self.remote, report, read_threads=threads, writes_absent_only=True)
         return lanes
+
+    def size_on_disk(self, ref: ChunkRef) -> int | None:
+        """The bytes that a chunk takes on disk; None if it is not there."""
+        return None if self.disk is None else self.disk.size_of(ref)
 
     @property
     def disk_answers(self) -> bool:
@@ -165,6 +171,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
                 paged.layout,
                 options.max_local_disk_bytes,
                 direct=options.use_odirect,
+                codec=options.disk_codec,
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)

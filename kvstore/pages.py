@@ -8,6 +8,7 @@ memcpy, both without an allocation, where torch's indexing reached 0.2 to 0.5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,6 +24,13 @@ from kvstore.tiers.base import ByteArray
 
 BlockIds = npt.NDArray[np.int64]
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
+_ELEMENTS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float8_e4m3fn: "f8",
+    torch.float8_e5m2: "f8",
+}
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
@@ -66,6 +74,20 @@ class PlaneRows:
     rows: torch.Tensor  # [num_blocks, page_bytes / itemsize], last dimension contiguous
     page_bytes: int
     physical: str
+    element: str
+    kernel_blocks: int  # in a page
+    dims: tuple[tuple[int, int], ...]  # of a kernel block: size, and stride in elements, the outermost first
+
+    def axes(self, page_tokens: int) -> tuple[int, int, int] | None:
+        """The elements of a page of ``page_tokens`` tokens as rows of ``[a, tokens, b]``.
+
+        None if the shape does not tell which dimension is that of the tokens, or has no heads, as with MLA.
+        """
+        tokens = [dim for dim in self.dims[:-1] if dim[0] * self.kernel_blocks == page_tokens]
+        if len(tokens) != 1:
+            return None
+        size, stride = tokens[0]
+        return math.prod(size for size, _ in self.dims) // (size * stride), size, stride
 
 
 def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows]:
@@ -129,7 +151,15 @@ def _rows(name: str, plane: torch.Tensor, num_blocks: int) -> PlaneRows:
         (stride_bytes // word_bytes, 1),
     )
     inner = "x".join(f"{dim}:{plane.shape[dim]}" for dim in reversed(order))
-    return PlaneRows(rows, page_bytes, f"{plane.dtype}[{kernel_blocks}|{inner}]")
+    dims = tuple((plane.shape[dim], plane.stride(dim)) for dim in reversed(order)) if plane.dim() > 3 else ()
+    return PlaneRows(
+        rows,
+        page_bytes,
+        f"{plane.dtype}[{kernel_blocks}|{inner}]",
+        _ELEMENTS.get(plane.dtype, "opaque"),
+        kernel_blocks,
+        dims,
+    )
 
 
 class _Run(NamedTuple):

@@ -34,6 +34,7 @@ from kvstore.index import ChunkIndex
 from kvstore.keys import Namespace, PrefixHasher
 from kvstore.policies import Adaptive
 from kvstore.tiers.base import ChunkRef
+from kvstore.tools.bench_codecs import codec_table, measure_codecs
 from kvstore.tools.bench_policy import measure_policy
 from kvstore.tools.bench_redis import measure_redis
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, RawDisk, Workbench, paired, timed
@@ -495,10 +496,11 @@ def measure_and_print(
         raise ConfigError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
     options = BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder, redis_server)
     report = _run_shown(options, console)
+    codecs = measure_codecs(GEOMETRIES[geometry], rounds)
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(report.to_json() | {"codecs": [line.to_json() for line in codecs]}))
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(bench_table(report))
+        Console(width=None if sys.stdout.isatty() else 160).print(bench_table(report), codec_table(codecs))
     for line in report.failed:
         console.print(
             f"{line.name}: {line.fraction:.2f} of {line.limit_name} is below the floor of {line.bound.floor:.2f}",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.lookups import RemoteLookup
-from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import new_epoch, superseded_tails
 from kvstore.errors import InvalidCallError
@@ -88,6 +88,7 @@ class _Write:
     ranks_left: int
     stored: bool = True
     left_behind: bool = False  # stored by one rank at least
+    size_bytes: int = 0  # on the rank where it takes most
 
 
 class StoreScheduler:
@@ -143,7 +144,8 @@ class StoreScheduler:
             cache_policy=self._options.cache_policy,
             disk_policy=self._options.disk_policy,
         )
-        index.adopt((ref, stored_bytes(ref.num_blocks)) for ref, _ in first.survivors if ref in complete)
+        sizes = [dict(rank.survivors) for rank in facts]
+        index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
         self._index = index
         self._num_ranks = len(facts)
@@ -352,18 +354,20 @@ class StoreScheduler:
                 del self._in_flight[number]
                 self._acked = number
                 self._complete_step(self._index, number, step)
-        for target, ref, stored in report.writes:
-            self._complete_write(self._index, target, ref, stored=stored)
+        for written in report.writes:
+            self._complete_write(self._index, written)
 
-    def _complete_write(self, index: ChunkIndex, target: Place, ref: ChunkRef, *, stored: bool) -> None:
+    def _complete_write(self, index: ChunkIndex, written: Written) -> None:
+        target, ref, stored, size_bytes = written
         write = self._writes[target, ref.prefix_key]
         write.ranks_left -= 1
         write.stored &= stored
         write.left_behind |= stored
+        write.size_bytes = max(write.size_bytes, size_bytes or 0)
         if write.ranks_left:
             return
         del self._writes[target, ref.prefix_key]
-        index.complete_write(ref.prefix_key, target, stored=write.stored)
+        index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
         if target is Place.DISK and write.left_behind and not write.stored:
             self._stray.append(ref)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
@@ -78,12 +79,21 @@ class StepResult:
         return bool(self.failed_loads) or self.lost_blocks
 
 
+class Written(NamedTuple):
+    """A write behind that has ended: whether the chunk was stored, and on disk in how many bytes."""
+
+    target: Place
+    ref: ChunkRef
+    stored: bool
+    size_bytes: int | None = None
+
+
 @dataclass
 class StepReport:
     """Workers to scheduler: results of steps, and of writes to slower tiers that have ended since the last report."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
-    writes: list[tuple[Place, ChunkRef, bool]] = field(default_factory=list)
+    writes: list[Written] = field(default_factory=list)
     disk_answers: bool = True
     remote_answers: bool = True
 

@@ -163,6 +163,7 @@ def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOption
         io_timeout_s=config.blocking_timeout_secs,
         max_write_queue=config.max_write_queue,
         remote=remote_options(config),
+        disk_codec=config.local_disk_serde,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
     )
 
@@ -249,7 +250,11 @@ def paged_kv_of(
     Raises:
         LayoutError: an unknown layout, or per-token state beside the registered tensors.
     """
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: PLC0415 - slow to import
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
+        iter_layer_specs,
+    )
 
     group = kv_cache_config.kv_cache_groups[0]
     missing = [name for name in group.layer_names if name not in kv_caches]
@@ -261,6 +266,7 @@ def paged_kv_of(
         block_tokens=block_tokens_of(kv_cache_config),
         chunk_tokens=chunk_size,
         packing=_packing(vllm_config, kv_cache_config),
+        has_channels=not any(isinstance(spec, MLAAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)),
     )
     for name, page_bytes in zip(group.layer_names, paged.layout.page_bytes, strict=True):
         spec = group.kv_cache_spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.keys import Namespace
 from kvstore.movers import Mover
 from kvstore.opening import EngineOptions, open_tiers
@@ -29,8 +29,8 @@ class StoreWorker:
         self._options = options
         self._layout = paged.layout
         self._tiers = open_tiers(paged, namespace, options)
-        self._written: deque[tuple[Place, ChunkRef, bool]] = deque()
-        lanes = self._tiers.open_lanes(options, lambda *written: self._written.append(written))
+        self._written: deque[Written] = deque()
+        lanes = self._tiers.open_lanes(options, self._on_written)
         self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
         self._report = StepReport()
         self._said_answers = (True, True)
@@ -100,6 +100,10 @@ class StoreWorker:
                 result.failed_stores |= self._mover.store(meta.stores) if trusted else self._mover.refuse(meta.stores)
             if meta.finished:
                 self._ended_requests.add(meta.req_id)
+
+    def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
+        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        self._written.append(Written(target, ref, stored, size_bytes))
 
     def _result_of(self, plan: StepPlan) -> StepResult:
         return self._report.steps.setdefault(plan.number, StepResult())

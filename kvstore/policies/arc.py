@@ -58,6 +58,11 @@ class ARC(Policy):
         queue = self._again if self._gone_again.discard(key) else self._once
         queue.push(key, self._sizes[key])
 
+    def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:
+        queue = self._once if key in self._once else self._again
+        queue[key] += more_bytes
+        queue.used_bytes += more_bytes
+
     def _on_evict(self, key: PrefixKey) -> None:
         if key in self._once:
             self._gone_once.push(key, self._once.take(key))

@@ -102,6 +102,14 @@ class Policy(ABC):
         self._set_parent(key, self._chain.get(key))
         self._on_add(key)
 
+    def resize(self, key: PrefixKey, size_bytes: int) -> None:
+        """A chunk turned out to take other than the size it was added with. Unknown ones are ignored."""
+        if key in self._sizes:
+            more_bytes = size_bytes - self._sizes[key]
+            self._sizes[key] = size_bytes
+            self.used_bytes += more_bytes
+            self._on_resize(key, more_bytes)
+
     def evict(self, key: PrefixKey) -> None:
         """A chunk went to make room; its key may be remembered. Unknown ones are ignored."""
         if key in self._sizes:
@@ -144,6 +152,9 @@ class Policy(ABC):
     @abstractmethod
     def _on_add(self, key: PrefixKey) -> None:
         """A chunk is here now; its size is in ``_sizes``."""
+
+    def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:  # noqa: B027 - most keep no sums of their own
+        """The size of a chunk that is here has grown by so many bytes, or shrunk."""
 
     @abstractmethod
     def _on_evict(self, key: PrefixKey) -> None:

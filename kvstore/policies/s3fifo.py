@@ -55,6 +55,10 @@ class S3FIFO(Policy):
             self._small[key] = None
             self._small_bytes += self._sizes[key]
 
+    def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:
+        if key in self._small:
+            self._small_bytes += more_bytes
+
     def _on_evict(self, key: PrefixKey) -> None:
         if key in self._small:
             self._ghosts[key] = self._sizes[key]

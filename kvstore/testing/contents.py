@@ -109,7 +109,7 @@ class ContentTests(TierHarness):
         transfer = make_transfer(self.layout, A)
         assert tier.put([transfer, make_transfer(self.layout, A)]) == [Outcome.STORED, Outcome.STORED]
         assert self.get(A) == [Outcome.HIT]
-        assert tier.scan() == [(A, tier.stored_bytes(4))]
+        assert tier.scan() == [(A, tier.size_of(A))]
         self.check_bytes()
 
     def test_replacing_serves_the_new_bytes(self) -> None:
@@ -135,7 +135,7 @@ class ContentTests(TierHarness):
         tier = self.start()
         refs = [make_ref(blocks, blocks) for blocks in range(1, 5)]
         self.put(*refs)
-        assert dict(tier.scan()) == {ref: tier.stored_bytes(ref.num_blocks) for ref in refs}
+        assert dict(tier.scan()) == {ref: tier.size_of(ref) for ref in refs}
 
     def test_scan_names_the_longest_untouched_first(self) -> None:
         """A hit and a put are touches, so an index that is filled from a scan evicts in the right order."""

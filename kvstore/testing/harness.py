@@ -44,12 +44,14 @@ class TierHarness(ABC):
             what a storage with coarse times cannot tell apart.
         checks_bytes: whether the tier finds out that its storage was changed behind its back. Then ``raw_write`` and
             ``raw_remove`` are needed.
+        exact_sizes: whether a chunk occupies all that ``stored_bytes`` says. Not so where a codec is at work.
         folder: an empty folder for this harness alone.
     """
 
     persistent: ClassVar[bool] = False
     checks_bytes: ClassVar[bool] = False
     pause_s: ClassVar[float] = 1.1
+    exact_sizes: ClassVar[bool] = True
     folder: Path
     tier: Tier
     layout: KVLayout
@@ -66,6 +68,11 @@ class TierHarness(ABC):
     @abstractmethod
     def raw_used_bytes(self) -> int:
         """What the storage really holds, in the unit of ``used_bytes``."""
+
+    def only_with_exact_sizes(self) -> None:
+        """Skip a test that fills a tier by numbers of chunks."""
+        if not self.exact_sizes:
+            pytest.skip("the contents decide how many chunks this tier holds")
 
     @staticmethod
     def with_options(setup: TierSetup, **options: object) -> TierSetup:

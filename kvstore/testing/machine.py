@@ -121,10 +121,11 @@ class TierMachine(RuleBasedStateMachine):
     def _answers(self, ref: ChunkRef, held: Iterable[ChunkRef]) -> set[Outcome]:
         """What a tier may say to a chunk that is put beside others."""
         tier = self.harness.tier
-        need_bytes = sum(tier.stored_bytes(other.num_blocks) for other in {*held, ref})
+        need_bytes = tier.stored_bytes(ref.num_blocks) + sum(tier.size_of(other) for other in {*held} - {ref})
         if ref in self.model or need_bytes <= tier.usable_bytes:
             return {Outcome.STORED}
-        return {Outcome.FULL} if need_bytes > tier.capacity_bytes else {Outcome.STORED, Outcome.FULL}
+        is_certain = need_bytes > tier.capacity_bytes and self.harness.exact_sizes
+        return {Outcome.FULL} if is_certain else {Outcome.STORED, Outcome.FULL}
 
 
 class MachineTests(TierHarness):

@@ -71,6 +71,19 @@ class PolicyConformance:
         policy.remove(keys[2])
         assert (policy.used_bytes, len(policy)) == (6, 2)
 
+    def test_sizes_may_turn_out_smaller(self) -> None:
+        """A codec tells only afterwards. Room is then made by the new sizes."""
+        policy, keys = self.fill(5, 5)
+        policy.resize(keys[1], 2)
+        policy.resize(b"unknown", 2)
+        assert policy.used_bytes == 7
+        assert policy.make_room(2, everything) == [keys[1]]
+        assert policy.make_room(3, everything) == keys[::-1]
+        policy.evict(keys[1])
+        assert policy.used_bytes == 5
+        policy.remove(keys[0])
+        assert policy.used_bytes == 0
+
     def test_adding_twice_is_refused(self) -> None:
         """It would be counted twice."""
         policy, keys = self.fill(1, 1)

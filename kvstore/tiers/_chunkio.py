@@ -41,6 +41,14 @@ class Body(NamedTuple):
     is_aligned: bool
 
 
+class Writable(NamedTuple):
+    """A body on its way to a file, the size that the file will have, and its whole content if a codec made that."""
+
+    body: Body
+    size_bytes: int
+    image: ByteArray | None = None
+
+
 class _Piece(NamedTuple):
     """A range of the body, and the layers that are complete once it was moved and were not before."""
 
@@ -50,8 +58,9 @@ class _Piece(NamedTuple):
 
 
 class ChunkIO:
-    """Reads and writes the files of one layout. Thread-safe.
+    """Reads and writes the files of one layout, as they are. Thread-safe.
 
+    ``file_bytes`` are the most that a file has for each number of blocks; without a codec, all have just these.
     ``namespace_id`` stands in every header; the owner sets it before the first use, and again for a new epoch.
 
     Args:
@@ -67,7 +76,7 @@ class ChunkIO:
         self._header_bytes = chunkfile.header_bytes(layout)
         self._pieces = tuple(tuple(_cut(layout, blocks)) for blocks in range(layout.blocks_per_chunk + 1))
         self._thread = threading.local()
-        self._summers = ThreadPoolExecutor(SUM_THREADS, "kvstore-sum")
+        self._aside = ThreadPoolExecutor(SUM_THREADS, "kvstore-sum")
 
     def check(self, transfer: Transfer) -> Body:
         """Turn down buffers and lengths that break the contract.
@@ -77,8 +86,18 @@ class ChunkIO:
         """
         ref, buffer = transfer
         payload_view(self._layout, transfer)
-        body_bytes = self.file_bytes[ref.num_blocks] - self._header_bytes
-        return Body(ref, buffer[:body_bytes], buffer.ctypes.data % ALIGNMENT_BYTES == 0)
+        return Body(
+            ref, buffer[: chunkfile.body_bytes(self._layout, ref.num_blocks)], buffer.ctypes.data % ALIGNMENT_BYTES == 0
+        )
+
+    def may_be(self, num_blocks: int, size_bytes: int) -> bool:
+        """Whether the file of a chunk of ``num_blocks`` blocks can have that size."""
+        return num_blocks < len(self.file_bytes) and size_bytes == self.file_bytes[num_blocks]
+
+    @contextmanager
+    def prepared(self, body: Body) -> Iterator[Writable]:
+        """What ``write`` takes, once there is room for it."""
+        yield Writable(body, self.file_bytes[body.ref.num_blocks])
 
     def read(self, path: Path, body: Body, used_ns: int) -> Damage | None:
         """Fill the buffer from a chunk's file, whatever stands there; None if it is the chunk.
@@ -95,40 +114,48 @@ class ChunkIO:
             return Damage.SIZE
         header = self._header_buffer()
         sums = []
-        with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, body) as fd:
+        with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, is_aligned=body.is_aligned) as fd:
             for piece in self._pieces[body.ref.num_blocks]:
                 target = body.array.data[piece.begin_bytes : piece.end_bytes]
                 views = [target] if piece.begin_bytes else [header.data, target]
-                if not _read_whole(fd, views, self._header_bytes + piece.begin_bytes if piece.begin_bytes else 0):
+                if not read_whole(fd, views, self._header_bytes + piece.begin_bytes if piece.begin_bytes else 0):
                     return Damage.SIZE
                 sums.append(self._sum_up(body, piece.layers))
             layer_sums = "".join(part() for part in sums)
             damage = chunkfile.compare(self._layout, self._key(body.ref), body.ref.num_blocks, header, layer_sums)
             if damage is None:
-                _touch(fd, used_ns)
+                touch(fd, used_ns)
         return damage
 
-    def write(self, path: Path, body: Body, used_ns: int) -> None:
+    def write(self, path: Path, chunk: Writable, used_ns: int) -> None:
         """Make ``path`` the file of a chunk, with an mtime of ``used_ns``; the padding in the buffer becomes zeros.
 
         Raises:
             OSError: the system refused; what stands in the file is undefined.
         """
+        is_aligned = chunk.body.is_aligned or chunk.image is not None
+        with self._opened(path, os.O_WRONLY | os.O_CREAT, is_aligned=is_aligned) as fd:
+            if chunk.image is not None:
+                _write_whole(fd, [chunk.image.data], 0)
+            else:
+                self._write_body(fd, chunk.body)
+            if os.fstat(fd).st_size != chunk.size_bytes:
+                os.ftruncate(fd, chunk.size_bytes)
+            touch(fd, used_ns)
+
+    def _write_body(self, fd: int, body: Body) -> None:
+        """Write header and payload; of a large one the first piece last, as the header needs the checksums."""
         num_blocks = body.ref.num_blocks
         body.array[self._layout.payload_bytes(num_blocks) :] = 0
         sums = self._sum_up(body, range(self._layout.num_layers))
-        with self._opened(path, os.O_WRONLY | os.O_CREAT, body) as fd:
-            first = min(PIECE_BYTES, len(body.array))  # goes with the header, once the checksums are there
-            if first < len(body.array):
-                _write_whole(fd, [body.array.data[first:]], self._header_bytes + first)
-            _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data[:first]], 0)
-            if os.fstat(fd).st_size != self.file_bytes[num_blocks]:
-                os.ftruncate(fd, self.file_bytes[num_blocks])
-            _touch(fd, used_ns)
+        first = min(PIECE_BYTES, len(body.array))  # goes with the header, once the checksums are there
+        if first < len(body.array):
+            _write_whole(fd, [body.array.data[first:]], self._header_bytes + first)
+        _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data[:first]], 0)
 
     def close(self) -> None:
         """End the threads that calculate. Only after the last call."""
-        self._summers.shutdown(wait=False)
+        self._aside.shutdown(wait=False)
 
     def _sum_up(self, body: Body, layers: range) -> Callable[[], str]:
         """Start to sum up layers of a payload; the result waits for their checksums."""
@@ -136,7 +163,7 @@ class ChunkIO:
         arguments = self._layout, num_blocks, body.array, layers
         if len(self._pieces[num_blocks]) > 1:
             with suppress(RuntimeError):  # the interpreter is about to exit, and starts nothing any more
-                return self._summers.submit(chunkfile.checksums, *arguments).result
+                return self._aside.submit(chunkfile.checksums, *arguments).result
         return partial(chunkfile.checksums, *arguments)
 
     def _header(self, ref: ChunkRef, layer_sums: str) -> ByteArray:
@@ -148,8 +175,8 @@ class ChunkIO:
         return header
 
     @contextmanager
-    def _opened(self, path: Path, flags: int, body: Body) -> Iterator[int]:
-        direct = self.direct_flag if body.is_aligned else 0
+    def _opened(self, path: Path, flags: int, *, is_aligned: bool) -> Iterator[int]:
+        direct = self.direct_flag if is_aligned else 0
         fd = os.open(path, flags | direct | os.O_CLOEXEC, FILE_MODE)
         try:
             yield fd
@@ -179,13 +206,13 @@ def _cut(layout: KVLayout, num_blocks: int) -> Iterator[_Piece]:
         yield _Piece(begin_bytes, end_bytes, range(first, done_layers))
 
 
-def _touch(fd: int, used_ns: int) -> None:
+def touch(fd: int, used_ns: int) -> None:
     """Note when a file was used; a failure loses only the order of use."""
     with suppress(OSError):
         os.utime(fd, ns=(used_ns, used_ns))
 
 
-def _read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
+def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
     """Fill ``views`` from a file; False if it ends before.
 
     Raises:

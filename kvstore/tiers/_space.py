@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from kvstore.tiers._folder import delete, prune, reason
@@ -41,23 +42,27 @@ class Space:
         return self._free_folder / str(next(self._numbers))
 
     def claim(self, size_bytes: int) -> Path | None:
-        """A file to write ``size_bytes`` into, paid for: a spare one of that size, or a new name. None: no room."""
+        """A file to write ``size_bytes`` into, paid for: a spare one of about that size, or a new name. None: no room.
+
+        A spare file that is longer is cut first, so that what is given back is really free.
+        """
         while True:
+            victim = None
             with self._changed:
-                spare = next((path for path, size in self._spares.items() if size == size_bytes), None)
-                if spare is not None:
-                    del self._spares[spare]
-                    return spare
-                if self.used_bytes + size_bytes <= self._capacity_bytes:
-                    self.used_bytes += size_bytes
-                    return self.new_path()
-                victim = self._take_victim()
-                if victim is None:
-                    if not self._leaving_bytes:
-                        return None
-                    self._changed.wait()  # another thread is deleting: what it frees may be enough
-                    continue
-            self.delete(*victim)
+                spare = self._take_spare(size_bytes)
+                if spare is None:
+                    if self.used_bytes + size_bytes <= self._capacity_bytes:
+                        self.used_bytes += size_bytes
+                        return self.new_path()
+                    victim = self._take_victim()
+                    if victim is None:
+                        if not self._leaving_bytes:
+                            return None
+                        self._changed.wait()  # another thread is deleting: what it frees may be enough
+            if spare is not None and (spare[1] <= size_bytes or self._cut(*spare, size_bytes)):
+                return spare[0]
+            if victim is not None:
+                self.delete(*victim)
 
     def delete(self, path: Path, size_bytes: int) -> None:
         """Delete a file whose bytes were announced by ``leave``; bytes that cannot be deleted stay counted."""
@@ -114,6 +119,37 @@ class Space:
         self.used_bytes -= sum(self._spares.values()) + sum(size for _, size in self._foreign)
         self._spares.clear()
         self._foreign.clear()
+
+    def _take_spare(self, size_bytes: int) -> tuple[Path, int] | None:
+        """The spare file nearest to a size, and the bytes it has. Needs the lock.
+
+        What a shorter one lacks is paid for, and the bytes of a longer one are announced as leaving. One that differs
+        by more than a sixteenth is passed over: overwriting is faster than writing anew, but not if much is new.
+        """
+        near = [
+            (abs(size - size_bytes), path)
+            for path, size in self._spares.items()
+            if 16 * abs(size - size_bytes) <= size_bytes
+            and self.used_bytes + max(size_bytes - size, 0) <= self._capacity_bytes
+        ]
+        if not near:
+            return None
+        path = min(near, key=lambda found: found[0])[1]
+        has_bytes = self._spares.pop(path)
+        self.used_bytes += max(size_bytes - has_bytes, 0)
+        if has_bytes > size_bytes:
+            self.leave(has_bytes)
+        return path, has_bytes
+
+    def _cut(self, path: Path, has_bytes: int, size_bytes: int) -> bool:
+        """Shorten a spare file that was announced as leaving; one that resists is deleted instead, and False."""
+        try:
+            os.truncate(path, size_bytes)
+        except OSError:
+            self.delete(path, has_bytes)
+            return False
+        self.left(has_bytes, has_bytes - size_bytes)
+        return True
 
     def _take_victim(self) -> tuple[Path, int] | None:
         """The file that gives way first, announced as leaving. Needs the lock."""

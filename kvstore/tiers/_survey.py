@@ -23,7 +23,7 @@ from kvstore.tiers._folder import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.tiers.base import ChunkRef
 
@@ -33,15 +33,23 @@ SESSION_NS = 10 * _NS_PER_S
 PAUSE_NS = _NS_PER_S
 
 
-class Survey(NamedTuple):
-    """What stands in a folder: our chunks with their mtime in ns, foreign ones with path and bytes, leftovers swept."""
+class Use(NamedTuple):
+    """A chunk, when it was used last, in ns since 1970, and the bytes of its file."""
 
-    own: list[tuple[int, ChunkRef]]
+    used_ns: int
+    ref: ChunkRef
+    size_bytes: int
+
+
+class Survey(NamedTuple):
+    """What stands in a folder: our chunks, foreign ones with mtime in ns, path and bytes, and leftovers swept."""
+
+    own: list[Use]
     foreign: list[tuple[int, str, int]]
     swept: int
 
 
-def survey(folder: Path, namespace_name: str, file_bytes: Sequence[int]) -> Survey:
+def survey(folder: Path, namespace_name: str, may_be: Callable[[int, int], bool]) -> Survey:
     """List the chunks in ``folder`` and delete what a crash left behind.
 
     Only names of ours are touched: whatever else lies in the folder stays there, uncounted.
@@ -49,12 +57,12 @@ def survey(folder: Path, namespace_name: str, file_bytes: Sequence[int]) -> Surv
     Args:
         folder: the tier's folder.
         namespace_name: the folder in it that is ours; its unusable files are leftovers as well.
-        file_bytes: for each number of blocks, the size that the file of such a chunk must have.
+        may_be: whether a chunk of so many blocks can have a file of so many bytes.
 
     Raises:
         OSError: something could not be read or deleted.
     """
-    own: list[tuple[int, ChunkRef]] = []
+    own: list[Use] = []
     foreign: list[tuple[int, str, int]] = []
     leftovers: list[str] = []
     for entry in list(os.scandir(folder)):
@@ -63,7 +71,7 @@ def survey(folder: Path, namespace_name: str, file_bytes: Sequence[int]) -> Surv
         elif entry.name.startswith(DEAD_PREFIX):
             leftovers.append(entry.path)
         elif entry.name == namespace_name:
-            _survey_own(entry.path, file_bytes, own, leftovers)
+            _survey_own(entry.path, may_be, own, leftovers)
         elif NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             if _is_past_epoch(Path(entry.path)):
                 leftovers.append(entry.path)
@@ -74,8 +82,8 @@ def survey(folder: Path, namespace_name: str, file_bytes: Sequence[int]) -> Surv
     return Survey(own, foreign, len(leftovers))
 
 
-def in_order_of_use(found: Iterable[tuple[int, ChunkRef]]) -> list[tuple[int, ChunkRef]]:
-    """Chunks with their mtime in ns, the first to be evicted first.
+def in_order_of_use(found: Iterable[Use]) -> list[Use]:
+    """Chunks in the order in which they should be evicted.
 
     A prompt's chunks are written and read from its head to its tail, so the head has the oldest mtime; but a tail is
     worth nothing without its head. Chunks are therefore grouped into sessions: each ends with a pause, and after 10
@@ -83,14 +91,14 @@ def in_order_of_use(found: Iterable[tuple[int, ChunkRef]]) -> list[tuple[int, Ch
     because a clock was put back, counts as touched just now.
     """
     now_ns = time.time_ns()
-    by_time = sorted((min(used_ns, now_ns), ref) for used_ns, ref in found)
-    ordered: list[tuple[int, ChunkRef]] = []
-    session: list[tuple[int, ChunkRef]] = []
-    for chunk in by_time:
-        if session and (chunk[0] - session[-1][0] > PAUSE_NS or chunk[0] - session[0][0] > SESSION_NS):
+    by_time = sorted(Use(min(used_ns, now_ns), ref, size_bytes) for used_ns, ref, size_bytes in found)
+    ordered: list[Use] = []
+    session: list[Use] = []
+    for use in by_time:
+        if session and (use.used_ns - session[-1].used_ns > PAUSE_NS or use.used_ns - session[0].used_ns > SESSION_NS):
             ordered += reversed(session)
             session = []
-        session.append(chunk)
+        session.append(use)
     return ordered + session[::-1]
 
 
@@ -114,7 +122,7 @@ def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
         )
 
 
-def _survey_own(home: str, file_bytes: Sequence[int], chunks: list[tuple[int, ChunkRef]], leftovers: list[str]) -> None:
+def _survey_own(home: str, may_be: Callable[[int, int], bool], chunks: list[Use], leftovers: list[str]) -> None:
     for shard in os.scandir(home):
         if shard.name == NAMESPACE_FILE:
             continue
@@ -124,15 +132,10 @@ def _survey_own(home: str, file_bytes: Sequence[int], chunks: list[tuple[int, Ch
         for entry in os.scandir(shard.path):
             ref = parse_chunk_name(shard.name, entry.name)
             status = entry.stat(follow_symlinks=False)
-            if (
-                ref is None
-                or ref.num_blocks >= len(file_bytes)
-                or status.st_size != file_bytes[ref.num_blocks]
-                or not stat.S_ISREG(status.st_mode)
-            ):
-                leftovers.append(entry.path)
+            if ref and stat.S_ISREG(status.st_mode) and may_be(ref.num_blocks, status.st_size):
+                chunks.append(Use(status.st_mtime_ns, ref, status.st_size))
             else:
-                chunks.append((status.st_mtime_ns, ref))
+                leftovers.append(entry.path)
 
 
 def _is_past_epoch(home: Path) -> bool:

@@ -211,7 +211,14 @@ class Tier(ABC):
 
     @abstractmethod
     def stored_bytes(self, num_blocks: int) -> int:
-        """What a chunk of that many blocks will occupy, by which the index keeps the tier within its bound."""
+        """What a chunk of that many blocks occupies at most, by which the index keeps the tier within its bound."""
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """What a chunk that is held occupies; ``stored_bytes`` if it is not, or if all of its length take the same.
+
+        Answers from memory. Less than ``stored_bytes`` only where a codec is at work.
+        """
+        return self.stored_bytes(ref.num_blocks)
 
     @property
     def usable_bytes(self) -> int:

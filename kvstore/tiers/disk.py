@@ -26,18 +26,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore import chunkfile
-from kvstore.chunkfile import Damage
+from kvstore.codecs import open_codec
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import _folder, _survey
-from kvstore.tiers._chunkio import Body, ChunkIO
+from kvstore.tiers._chunkio import Body, ChunkIO, Writable
+from kvstore.tiers._codedio import CodedIO
 from kvstore.tiers._space import Space
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstore.chunkfile import Damage
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,11 @@ _GIB = 1 << 30
 
 
 class _Held(NamedTuple):
-    """A chunk in the folder: the serial number of the put that made it, and when it was used last."""
+    """A chunk in the folder: the serial number of the put that made it, when it was used last, the size of its file."""
 
     serial: int
     used_ns: int
+    size_bytes: int
 
 
 class DiskTier(Tier):
@@ -64,24 +67,32 @@ class DiskTier(Tier):
         layout: the geometry of the chunks.
         capacity_bytes: never exceeded.
         direct: whether to go round the page cache; None finds out whether the folder can, True insists.
+        codec: what chunks are encoded with, see ``kvstore.codecs``. Chunks in the folder that another codec encoded are
+            no chunks to this tier; those without any are read whatever the codec.
 
     Raises:
-        ConfigError: the folder or the capacity cannot be used.
+        ConfigError: the folder or the capacity cannot be used, or the codec not on this layout.
         FolderOwnedError: another engine uses the folder.
     """
 
     name = "disk"
 
     def __init__(
-        self, folder: Path, namespace: Namespace, layout: KVLayout, capacity_bytes: int, *, direct: bool | None = None
+        self,
+        folder: Path,
+        namespace: Namespace,
+        layout: KVLayout,
+        capacity_bytes: int,
+        *,
+        direct: bool | None = None,
+        codec: str = "none",
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
         self._folder = folder.absolute()
-        self._layout = layout
-        self._io = ChunkIO(layout)
+        self._io = ChunkIO(layout) if codec == "none" else CodedIO(layout, open_codec(codec, layout))
         self._enter(namespace)
-        self._sizes = self._io.file_bytes
+        self._max_sizes = self._io.file_bytes
         self._changed = threading.Condition()
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
         self._chunks: dict[ChunkRef, _Held] = {}
@@ -97,23 +108,26 @@ class DiskTier(Tier):
 
     @classmethod
     def open(cls, setup: TierSetup) -> DiskTier:
-        """Open the folder that the option ``folder`` names; the registry's factory. ``direct`` is the other option.
+        """Open the folder that the option ``folder`` names; the registry's factory. Also: ``direct`` and ``codec``.
 
         Raises:
             ConfigError: see the class; or ``folder`` is missing, or there are other options.
             FolderOwnedError: another engine uses the folder.
         """
-        setup.require_known_options("folder", "direct")
+        setup.require_known_options("folder", "direct", "codec")
         folder, direct = setup.options.get("folder"), setup.options.get("direct")
-        if not isinstance(folder, str | Path) or not isinstance(direct, bool | None):
-            raise ConfigError("the disk tier needs the option 'folder', a path; its option 'direct' is a bool")
-        return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct)
+        codec = setup.options.get("codec", "none")
+        if not isinstance(folder, str | Path) or not isinstance(direct, bool | None) or not isinstance(codec, str):
+            raise ConfigError(
+                "the disk tier needs the option 'folder', a path; its option 'direct' is a bool, 'codec' a name"
+            )
+        return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec)
 
     def _open(self, direct: bool | None) -> None:
-        if self.capacity_bytes < self._sizes[-1]:
+        if self.capacity_bytes < self._max_sizes[-1]:
             raise ConfigError(
                 f"max_local_disk_size of {self.capacity_bytes / _GIB:.4f} GiB does not hold a single chunk, "
-                f"which takes {self._sizes[-1] / _GIB:.4f} GiB: raise it"
+                f"which takes {self._max_sizes[-1] / _GIB:.4f} GiB: raise it"
             )
         _folder.make_folder(self._folder)
         self._lock = _folder.FolderLock(self._folder)
@@ -147,16 +161,16 @@ class DiskTier(Tier):
         Raises:
             TierError: the folder could not be read or swept.
         """
-        return [(ref, self._sizes[ref.num_blocks]) for _, ref in _survey.in_order_of_use(self.uses())]
+        return [(use.ref, use.size_bytes) for use in _survey.in_order_of_use(self.uses())]
 
-    def uses(self) -> list[tuple[int, ChunkRef]]:
-        """Every chunk held and when it was used last, in ns since 1970, in no order: for merging several folders.
+    def uses(self) -> list[_survey.Use]:
+        """Every chunk held and when it was used last, in no order: for merging several folders.
 
         Raises:
             TierError: the folder could not be read or swept.
         """
         with self._operation(), self._changed:
-            return [(held.used_ns, ref) for ref, held in self._chunks.items()]
+            return [_survey.Use(held.used_ns, ref, held.size_bytes) for ref, held in self._chunks.items()]
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether it is held. Answers from memory."""
@@ -167,7 +181,7 @@ class DiskTier(Tier):
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
-            return [self._count(body, self._get(body)) for body in bodies]
+            return [self._count(*self._get(body)) for body in bodies]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, one after the other; call from several threads to overlap them.
@@ -180,7 +194,7 @@ class DiskTier(Tier):
         with self._operation():
             self._bury_condemned()
             generation = self._generation
-            return [self._count(body, self._put(body, generation)) for body in bodies]
+            return [self._count(*self._put(body, generation)) for body in bodies]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: one rename each. Their files wait for reuse, or for a ``put`` that deletes some of them."""
@@ -216,8 +230,13 @@ class DiskTier(Tier):
             self._bury_condemned()
 
     def stored_bytes(self, num_blocks: int) -> int:
-        """The size of the file of a chunk of ``num_blocks`` blocks."""
-        return chunkfile.file_bytes(self._layout, num_blocks)
+        """The size of the file of a chunk of ``num_blocks`` blocks; with a codec, the most that it can be."""
+        return self._max_sizes[num_blocks]
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """The size of the chunk's file. Readable after ``close``."""
+        held = self._chunks.get(ref)
+        return held.size_bytes if held else self._max_sizes[ref.num_blocks]
 
     @property
     def used_bytes(self) -> int:
@@ -248,11 +267,15 @@ class DiskTier(Tier):
     def _forget_all(self) -> int:
         """Forget every chunk, and make the home of those to come; the bytes that the old ones take. Needs the lock."""
         self._generation += 1
-        forgotten_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+        forgotten_bytes = self._held_bytes()
         self._chunks.clear()
         with suppress(OSError):  # the next put makes it
             self._make_home()
         return forgotten_bytes
+
+    def _held_bytes(self) -> int:
+        """Bytes of the files of all chunks held. Needs the lock."""
+        return sum(held.size_bytes for held in self._chunks.values())
 
     def _rename_away(self, home: Path) -> Path:
         """Make a namespace's folder unreachable in one step, also for the next start. Needs the lock."""
@@ -316,13 +339,13 @@ class DiskTier(Tier):
     def _scan(self) -> None:
         """Take stock of the folder. Holds the lock, as nothing can be answered before."""
         try:
-            found = _survey.survey(self._folder, self._home.name, self._sizes)
+            found = _survey.survey(self._folder, self._home.name, self._io.may_be)
         except OSError as error:
             raise TierError(f"cannot read the disk folder {self._folder}: {_folder.reason(error)}") from error
         self.counters.swept += found.swept
         by_use = _survey.in_order_of_use(found.own)
-        self._chunks = {ref: _Held(next(self._serials), used_ns) for used_ns, ref in by_use}
-        self._space.used_bytes = sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+        self._chunks = {use.ref: _Held(next(self._serials), use.used_ns, use.size_bytes) for use in by_use}
+        self._space.used_bytes = self._held_bytes()
         self._space.add_foreign((Path(path), size) for _, path, size in sorted(found.foreign, reverse=True))
         self._space.shrink()
         for ref in list(self._chunks):
@@ -332,16 +355,18 @@ class DiskTier(Tier):
             self._space.shrink()
         self._scanned = True
 
-    def _count(self, body: Body, outcome: Outcome) -> Outcome:
+    def _count(self, outcome: Outcome, moved_bytes: int) -> Outcome:
         with self._changed:
-            self.counters.count(outcome, self._sizes[body.ref.num_blocks])
+            self.counters.count(outcome, moved_bytes)
         return outcome
 
-    def _get(self, body: Body) -> Outcome:
-        used_ns = time.time_ns()
+    def _get(self, body: Body) -> tuple[Outcome, int]:
+        """Read a chunk; what came of it, and the size of its file."""
         held = self._chunks.get(body.ref)
-        if held is None:
-            return Outcome.MISS
+        return (Outcome.MISS, 0) if held is None else (self._load(body, held), held.size_bytes)
+
+    def _load(self, body: Body, held: _Held) -> Outcome:
+        used_ns = time.time_ns()
         try:
             damage = self._io.read(self._path(body.ref), body, used_ns)
         except (FileNotFoundError, NotADirectoryError):
@@ -353,7 +378,7 @@ class DiskTier(Tier):
             return self._discard(body.ref, held.serial, damage)
         with self._changed:
             if (now := self._chunks.get(body.ref)) is not None and now.serial == held.serial:
-                self._chunks[body.ref] = _Held(now.serial, used_ns)
+                self._chunks[body.ref] = now._replace(used_ns=used_ns)
         return Outcome.HIT
 
     def _discard(self, ref: ChunkRef, serial: int, damage: Damage | None) -> Outcome:
@@ -364,45 +389,48 @@ class DiskTier(Tier):
                 return Outcome.MISS
             path = self._retire(ref)
             if path is not None:
-                self._space.leave(self._sizes[ref.num_blocks])
+                self._space.leave(held.size_bytes)
         if path is not None:  # deleted, not recycled: the fault may be in the disk
-            self._space.delete(path, self._sizes[ref.num_blocks])
+            self._space.delete(path, held.size_bytes)
         if damage is None:
             return Outcome.MISS
         self._complain(damage.name, f"removed a damaged chunk: {damage.value}")
         return Outcome.CORRUPT
 
-    def _put(self, body: Body, generation: int) -> Outcome:
-        try:
+    def _put(self, body: Body, generation: int) -> tuple[Outcome, int]:
+        """Store a chunk; what came of it, and the size of its file."""
+        with self._io.prepared(body) as chunk:
             try:
-                return self._store(body, generation)
-            except FileNotFoundError:
-                self._revive()
-                return self._store(body, generation)
-        except OSError as error:
-            is_full = error.errno in _folder.NO_ROOM
-            self._complain("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
-            return Outcome.FULL if is_full else Outcome.FAILED
+                try:
+                    outcome = self._store(chunk, generation)
+                except FileNotFoundError:
+                    self._revive()
+                    outcome = self._store(chunk, generation)
+            except OSError as error:
+                is_full = error.errno in _folder.NO_ROOM
+                self._complain("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
+                outcome = Outcome.FULL if is_full else Outcome.FAILED
+            return outcome, chunk.size_bytes
 
-    def _store(self, body: Body, generation: int) -> Outcome:
+    def _store(self, chunk: Writable, generation: int) -> Outcome:
         """Write a chunk under a number and give it its name.
 
         Raises:
             OSError: the system refused; the file is deleted, and its bytes are given back.
         """
         used_ns = time.time_ns()
-        size_bytes = self._sizes[body.ref.num_blocks]
+        size_bytes = chunk.size_bytes
         path = self._space.claim(size_bytes)
         if path is None:
             with self._changed:
-                self._recycle(body.ref)  # without room for two of them, the new one takes the place of the old
+                self._recycle(chunk.body.ref)  # without room for two of them, the new one takes the place of the old
             path = self._space.claim(size_bytes)
         if path is None:
             return Outcome.FULL
         is_named = False
         try:
-            self._io.write(path, body, used_ns)
-            is_named = self._publish(path, body.ref, used_ns, generation)
+            self._io.write(path, chunk, used_ns)
+            is_named = self._publish(path, chunk.body.ref, _Held(next(self._serials), used_ns, size_bytes), generation)
         finally:
             if not is_named:
                 with self._changed:
@@ -411,7 +439,7 @@ class DiskTier(Tier):
         self._space.trim()
         return Outcome.STORED if is_named else Outcome.FAILED
 
-    def _publish(self, path: Path, ref: ChunkRef, used_ns: int, generation: int) -> bool:
+    def _publish(self, path: Path, ref: ChunkRef, held: _Held, generation: int) -> bool:
         """Make a whole file visible as ``ref``, unless the tier was cleared since ``generation``."""
         final = self._path(ref)
         with self._changed:
@@ -424,19 +452,20 @@ class DiskTier(Tier):
                 self._make_home()
                 final.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
                 path.rename(final)
-            self._chunks[ref] = _Held(next(self._serials), used_ns)
+            self._chunks[ref] = held
             return True
 
     def _recycle(self, ref: ChunkRef) -> None:
         """Turn the file of a chunk, if it is here, into a spare one. Needs the lock; ``trim`` comes after it."""
-        if ref in self._chunks:
+        held = self._chunks.get(ref)
+        if held is not None:
             path = self._retire(ref)
             if path is not None:
-                self._space.add_spare(path, self._sizes[ref.num_blocks])
+                self._space.add_spare(path, held.size_bytes)
 
     def _retire(self, ref: ChunkRef) -> Path | None:
         """Forget a chunk and give its file a number; None if the file is gone or will not move. Needs the lock."""
-        del self._chunks[ref]
+        held = self._chunks.pop(ref)
         path = self._space.new_path()
         try:
             try:
@@ -445,7 +474,7 @@ class DiskTier(Tier):
                 path.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
                 return self._path(ref).rename(path)
         except (FileNotFoundError, NotADirectoryError):
-            self._space.used_bytes -= self._sizes[ref.num_blocks]
+            self._space.used_bytes -= held.size_bytes
         except OSError as error:  # still there, so still counted; the next scan finds it
             self._complain("rename", f"cannot remove a chunk: {_folder.reason(error)}")
         return None
@@ -458,7 +487,7 @@ class DiskTier(Tier):
         """
         with self._changed:
             if not self._lock.is_held():  # all that was known is gone with the lock file
-                self._space.used_bytes -= sum(self._sizes[ref.num_blocks] for ref in self._chunks)
+                self._space.used_bytes -= self._held_bytes()
                 self._chunks.clear()
                 self._space.forget()
             try:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
+    from kvstore.tiers._survey import Use
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def open_folders(
     capacity_bytes: int,
     *,
     direct: bool | None = None,
+    codec: str = "none",
     wrap: Wrap | None = None,
 ) -> Tier:
     """Open a disk tier over one folder or several.
@@ -55,6 +57,7 @@ def open_folders(
         layout: the geometry of the chunks.
         capacity_bytes: of all folders together; each gets an equal share.
         direct: whether to go round the page cache; None lets each folder find out.
+        codec: what chunks are encoded with, see ``kvstore.codecs``.
         wrap: put around the tier of each folder, such as a deadline and a circuit breaker.
 
     Raises:
@@ -68,7 +71,7 @@ def open_folders(
     with ExitStack() as opened:
         disks = []
         for folder in folders:
-            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct)
+            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec)
             opened.callback(disk.close)
             disks.append(disk)
         _check_shared_room(folders, share_bytes)
@@ -168,23 +171,23 @@ class StripedTier(Tier):
         found = [look.result() for look in looks]
         if not self._scanned:
             self._take_stock(found)
-        held = (use for number, chunks in enumerate(found) for use in chunks if self._place(use[1]) == number)
-        return [(ref, self.stored_bytes(ref.num_blocks)) for _, ref in in_order_of_use(held)]
+        held = (use for number, chunks in enumerate(found) for use in chunks if self._place(use.ref) == number)
+        return [(use.ref, use.size_bytes) for use in in_order_of_use(held)]
 
-    def _look(self, number: int) -> list[tuple[int, ChunkRef]]:
+    def _look(self, number: int) -> list[Use]:
         """The chunks of a folder and when they were used last."""
         self._tiers[number].scan()  # what is put around the folder guards the look at it; the rest is in memory
         return self._disks[number].uses()
 
-    def _take_stock(self, found: Sequence[Sequence[tuple[int, ChunkRef]]]) -> None:
-        uses = sorted((used_ns, ref, number) for number, chunks in enumerate(found) for used_ns, ref in chunks)
+    def _take_stock(self, found: Sequence[Sequence[Use]]) -> None:
+        uses = sorted((use.used_ns, use.ref, number) for number, chunks in enumerate(found) for use in chunks)
         places = {ref: number for _, ref, number in uses}  # of two, the one used last
         with self._lock:
             self.counters.swept = sum(disk.counters.swept for disk in self._disks)
             self._strays = {ref: number for ref, number in places.items() if number != self._home(ref)}
             self._scanned = True
         for number, chunks in enumerate(found):
-            doubles = [ref for _, ref in chunks if places[ref] != number]
+            doubles = [use.ref for use in chunks if places[use.ref] != number]
             if doubles:
                 self._tiers[number].remove(doubles)
 
@@ -272,8 +275,12 @@ class StripedTier(Tier):
                 raise error
 
     def stored_bytes(self, num_blocks: int) -> int:
-        """The size of the file of a chunk of ``num_blocks`` blocks."""
+        """See ``DiskTier.stored_bytes``."""
         return self._disks[0].stored_bytes(num_blocks)
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """The size of the chunk's file."""
+        return self._disks[self._place(ref)].size_of(ref)
 
     @property
     def used_bytes(self) -> int:
@@ -404,7 +411,7 @@ class StripedTier(Tier):
     def _count(self, batch: _Batch) -> list[Outcome]:
         with self._lock:
             for transfer, outcome in zip(batch.transfers, batch.outcomes, strict=True):
-                self.counters.count(outcome, self.stored_bytes(transfer.ref.num_blocks))
+                self.counters.count(outcome, self.size_of(transfer.ref))
         return batch.outcomes
 
     def _complain(self, number: int, error: TierError) -> None:

@@ -63,6 +63,10 @@ class TierWrapper(Tier):
         """Forward."""
         return self.inner.stored_bytes(num_blocks)
 
+    def size_of(self, ref: ChunkRef) -> int:
+        """Forward."""
+        return self.inner.size_of(ref)
+
     @property
     def usable_bytes(self) -> int:
         """Forward."""

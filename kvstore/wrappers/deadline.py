@@ -38,7 +38,7 @@ class Deadline(TierWrapper):
     A call that timed out before it began is withdrawn. One that had begun goes on: a late ``put``, ``remove`` or
     ``clear`` still takes effect. Once all threads are stuck in such calls, every call fails at once with ``TierError``,
     until one of them comes back. Callbacks of ``pending`` run on the thread that came back. ``used_bytes``,
-    ``stored_bytes`` and ``counters`` answer from memory, on the caller's thread.
+    ``stored_bytes``, ``size_of`` and ``counters`` answer from memory, on the caller's thread.
 
     Args:
         inner: the tier to guard.

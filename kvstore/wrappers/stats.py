@@ -221,7 +221,7 @@ class Statistics(TierWrapper):
     def _enter(self, tally: _Tally, transfers: Sequence[Transfer], outcomes: list[Outcome]) -> list[Outcome]:
         tally.outcomes.update(outcomes)
         tally.moved_bytes = sum(
-            self.stored_bytes(transfer.ref.num_blocks)
+            self.size_of(transfer.ref)
             for transfer, outcome in zip(transfers, outcomes, strict=True)
             if outcome in _MOVED
         )

@@ -1,10 +1,15 @@
-"""The disk tier keeps the contract."""
+"""The disk tier keeps the contract, also with codecs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
-from kvstore.testing import TierConformance
+import pytest
+
+from kvstore.layout import KVLayout
+from kvstore.testing import TierConformance, buffers, harness, threads
 from kvstore.testing.harness import MINE
 from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
@@ -36,3 +41,36 @@ class TestDiskTier(TierConformance):
 
     def path(self, ref: ChunkRef) -> Path:
         return self.folder / MINE.id.hex() / _folder.chunk_name(ref)
+
+
+class TestDiskTierWithLz4(TestDiskTier):
+    codec: ClassVar[str] = "lz4"
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        layout = replace(setup.layout, element="bf16")
+        return DiskTier(self.folder, setup.namespace, layout, setup.capacity_bytes, codec=self.codec)
+
+
+class TestDiskTierWithSplit(TestDiskTierWithLz4):
+    codec = "split"
+
+
+class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
+    """Some chunks shrink to a fraction, others not at all."""
+
+    exact_sizes = False
+
+    @pytest.fixture(autouse=True)
+    def _payloads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        random_payload = harness.make_payload
+
+        def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
+            random = random_payload(layout, ref, version)
+            return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
+
+        for module in (harness, buffers, threads):
+            monkeypatch.setattr(module, "make_payload", make_payload)
+
+
+class TestSplitOfPayloadsThatShrink(TestLz4OfPayloadsThatShrink):
+    codec = "split"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvstore.keys import Namespace
 from kvstore.tiers import _folder
 from kvstore.tools import bench, bench_work
 from kvstore.tools.bench import BenchOptions, BenchReport, Bound, Line, run_bench
+from kvstore.tools.bench_codecs import codec_table, measure_codecs
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, Workbench, paired
 from kvstore.tools.cli import app
 
@@ -247,3 +249,16 @@ def test_a_raw_transfer_cut_short_is_noticed(tmp_path: Path) -> None:
         (tmp_path / "raw" / "0").write_bytes(bytes(4096))
         with pytest.raises(BenchError, match="moved only 4096 bytes"):
             raw.read()
+
+
+def test_codecs_are_measured_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = measure_codecs(TOY, 2)
+    assert [(line.codec, line.data) for line in lines] == [
+        (codec, data) for codec in ("lz4", "split", "int8") for data in ("normal", "KV-like")
+    ]
+    assert all(line.ratio >= 1 and line.encode_gbps > 0 and line.decode_fraction > 0 for line in lines)
+    assert codec_table(lines).caption is None
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    rest = measure_codecs(TOY, 2)
+    assert "split" not in {line.codec for line in rest}
+    assert "not measured: split" in str(codec_table(rest).caption)

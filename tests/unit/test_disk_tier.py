@@ -182,8 +182,8 @@ def test_a_chunk_counts_as_used_when_its_read_began(
 def test_order_of_use_without_pauses() -> None:
     """Under steady load a session lasts ten seconds, so that what is old still goes first."""
     second_ns = 10**9
-    found = [(number * second_ns // 2, make_ref(number)) for number in range(120)]
-    ordered = [ref for _, ref in _survey.in_order_of_use(found)]
+    found = [_survey.Use(number * second_ns // 2, make_ref(number), CHUNK_BYTES) for number in range(120)]
+    ordered = [use.ref for use in _survey.in_order_of_use(found)]
     assert ordered[0] == make_ref(20)
     assert all(abs(place - int.from_bytes(ref.prefix_key[:2], "little")) <= 20 for place, ref in enumerate(ordered))
 

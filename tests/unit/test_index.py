@@ -557,6 +557,18 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     assert index.prepare_store(refs_of(32)) == []
 
 
+def test_what_a_codec_made_smaller_leaves_room() -> None:
+    index = make(8, disk_chunks=2)
+    steps = store(index, 32, write=False)
+    for step in steps:
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=True, size_bytes=FULL_BYTES // 2)
+    assert index.disk_used_bytes == FULL_BYTES
+    store(index, 16, seed=1)
+    check_index(index)
+    assert index.counters.evicted_disk == 0
+    assert index.disk_used_bytes == 2 * FULL_BYTES
+
+
 # Tails and the disk
 
 

@@ -49,6 +49,7 @@ class World:
 
     slots: dict[int, ChunkRef] = field(default_factory=dict)
     disk: set[ChunkRef] = field(default_factory=set)
+    sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
     remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
     stores: list[Store] = field(default_factory=list)
     loads: list[list[LoadStep]] = field(default_factory=list)
@@ -200,9 +201,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.world.slots[slot] == ref, "the slot changed while it was being written"
         stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
         self.world.doomed.discard(write)
+        size_bytes = data.draw(st.none() | st.integers(1, stored_bytes(ref.num_blocks)))
         if stored:
             (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
-        self.index.complete_write(ref.prefix_key, target, stored=stored)
+            if target is Place.DISK:
+                self.world.sizes[ref] = size_bytes or stored_bytes(ref.num_blocks)
+        self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
         self.carry_out_removals()
 
     def fail_writes(self, step: StoreStep) -> None:
@@ -361,7 +365,9 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         check_index(self.index)
-        held = sum(stored_bytes(ref.num_blocks) for ref in self.world.disk | self.world.written_to_disk())
+        writing = self.world.written_to_disk()
+        held = sum(stored_bytes(ref.num_blocks) for ref in writing)
+        held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)
         assert held <= self.capacity_bytes, "more on disk than fits"
         on_disk = {chunk.ref for chunk in self.index._chunks.values() if chunk.on_disk and not chunk.forgotten}
         assert on_disk <= self.world.disk, "the index believes in a file that is not there"
@@ -391,7 +397,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.carry_out_removals()
         for target, ref in self.world.writes:
             self.index.complete_write(ref.prefix_key, target, stored=False)
-        self.world = World(self.world.slots, self.world.disk)
+        self.world = World(self.world.slots, self.world.disk, self.world.sizes)
         self.carry_out_removals()
         self.consistent()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult
+from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, Written
 from kvstore.adapters.vllm.worker import StoreWorker
 from kvstore.binding import bind_paged_kv
 from kvstore.engine import EngineOptions
@@ -108,7 +108,7 @@ def test_stores_are_refused_until_the_failure_is_known(worker: StoreWorker) -> N
         report = carry_out(worker, StepPlan(number, acked, [store(REF, 0, [1, 2], write_behind=refused)]))
         assert (result_of(report, number).failed_stores == {REF.prefix_key}) is refused
         assert report is not None
-        assert report.writes == ([(Place.DISK, REF, False)] if refused else [])
+        assert report.writes == ([Written(Place.DISK, REF, False)] if refused else [])
 
 
 def test_ended_requests_are_reported_once_even_without_stores(worker: StoreWorker) -> None:
@@ -136,17 +136,17 @@ def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
-    report = StepReport({1: StepResult(failed_loads={b"a"})}, [(Place.DISK, REF, True)])
+    report = StepReport({1: StepResult(failed_loads={b"a"})}, [Written(Place.DISK, REF, True)])
     report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
     assert report.disk_answers
     other = StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, ranks_ended=1)
-    report.merge(StepReport({2: other}, [(Place.DISK, REF, False)], disk_answers=False))
+    report.merge(StepReport({2: other}, [Written(Place.DISK, REF, False)], disk_answers=False))
     assert report == StepReport(
         {
             1: StepResult(failed_loads={b"a"}, failed_stores={b"b"}, ranks_ended=1),
             2: StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, lost_blocks=True, ranks_ended=1),
         },
-        [(Place.DISK, REF, True), (Place.DISK, REF, False)],
+        [Written(Place.DISK, REF, True), Written(Place.DISK, REF, False)],
         disk_answers=False,
     )
 

@@ -1,0 +1,147 @@
+"""What codecs save and what they cost, for ``kvstore bench``: ratio, and speed against memcpy in the same run.
+
+Two kinds of bfloat16 data, a chunk of the bench's geometry each: *normal* is independent, of mean 0 and deviation 1;
+*KV-like* has channels of their own mean (normal) and deviation (log-normal, sigma 1), as keys have. Every chunk is
+compared after its way through a lossless codec.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+
+from kvstore.codecs import CODEC_NAMES, open_codec
+from kvstore.errors import ConfigError
+from kvstore.layout import KVLayout
+from kvstore.tools.bench_work import BenchError, Geometry, Pair, paired, prefaulted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore.codecs import Codec
+    from kvstore.tiers.base import ByteArray
+
+WARM_UP_ROUNDS = 2
+MEASURED = [name for name in CODEC_NAMES if name != "none"]
+
+
+@dataclass(frozen=True)
+class CodecLine:
+    """One codec on one kind of data. Speeds in GB/s of what is encoded, fractions of memcpy: medians."""
+
+    codec: str
+    data: str
+    ratio: float
+    encode_gbps: float
+    encode_fraction: float
+    decode_gbps: float
+    decode_fraction: float
+
+    def to_json(self) -> dict[str, object]:
+        """The line as a JSON object."""
+        return asdict(self)
+
+
+def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
+    """Measure every codec but ``none``, one thread each; one whose package is not installed is left out.
+
+    Raises:
+        BenchError: a lossless codec lost a byte.
+    """
+    layout = KVLayout(
+        (geometry.block_bytes // geometry.layers,) * geometry.layers,
+        planes=1,
+        block_tokens=geometry.block_tokens,
+        chunk_tokens=geometry.chunk_tokens,
+        element="bf16",
+        page_axes=(1, geometry.block_tokens, geometry.kv_heads * 2 * geometry.head_size),
+    )
+    kinds = {"normal": _normal(layout), "KV-like": _kv_like(layout)}
+    lines = []
+    for name in MEASURED:
+        with suppress(ConfigError):
+            codec = open_codec(name, layout)
+            lines += [_measure(codec, kind, data, layout, rounds) for kind, data in kinds.items()]
+    return lines
+
+
+def codec_table(lines: Sequence[CodecLine]) -> Table:
+    """The lines for people."""
+    table = Table(title="codecs, one thread; fractions of memcpy")
+    table.add_column("codec")
+    table.add_column("bfloat16 data")
+    for title in ("ratio", "encode", "fraction", "decode", "fraction"):
+        table.add_column(title, justify="right")
+    for line in lines:
+        table.add_row(
+            line.codec,
+            line.data,
+            f"{line.ratio:.2f}",
+            f"{line.encode_gbps:.2f} GB/s",
+            f"{line.encode_fraction:.2f}",
+            f"{line.decode_gbps:.2f} GB/s",
+            f"{line.decode_fraction:.2f}",
+        )
+    missing = sorted({*MEASURED} - {line.codec for line in lines})
+    if missing:
+        table.caption = f"not measured: {', '.join(missing)}, which need pip install 'vllm-kvstore\\[codecs]'"
+    return table
+
+
+def _measure(codec: Codec, kind: str, data: ByteArray, layout: KVLayout, rounds: int) -> CodecLine:
+    ranges = layout.layer_ranges(layout.blocks_per_chunk)
+    encoded, back, copy = (prefaulted(len(data)) for _ in range(3))
+    sizes = [0] * len(ranges)
+
+    def encode() -> None:
+        for layer, (begin, end) in enumerate(ranges):
+            sizes[layer] = codec.encode(data[begin:end], encoded[begin:end])
+
+    def decode() -> None:
+        for (begin, end), size in zip(ranges, sizes, strict=True):
+            codec.decode(encoded[begin : begin + size], back[begin:end])
+
+    def memcpy() -> None:
+        np.copyto(copy, data)
+
+    encodes = _sample(memcpy, encode, rounds)
+    decodes = _sample(memcpy, decode, rounds)
+    if codec.is_lossless and not np.array_equal(back, data):
+        raise BenchError(f"the codec {codec.name} changed {kind} data")
+    return CodecLine(codec.name, kind, len(data) / sum(sizes), *_speed(encodes, len(data)), *_speed(decodes, len(data)))
+
+
+def _sample(limit: Callable[[], None], path: Callable[[], None], rounds: int) -> list[Pair]:
+    pairs = [paired(limit, path, limit_first=number % 2 == 0)[0] for number in range(WARM_UP_ROUNDS + rounds)]
+    return pairs[WARM_UP_ROUNDS:]
+
+
+def _speed(pairs: Sequence[Pair], size_bytes: int) -> tuple[float, float]:
+    gbps = size_bytes / statistics.median(pair.path_s for pair in pairs) / 1e9
+    return gbps, statistics.median(pair.limit_s / pair.path_s for pair in pairs)
+
+
+def _normal(layout: KVLayout) -> ByteArray:
+    count = layout.payload_bytes(layout.blocks_per_chunk) // 2
+    return _bfloat16(np.random.default_rng(0).standard_normal(count, dtype=np.float32))
+
+
+def _kv_like(layout: KVLayout) -> ByteArray:
+    dice = np.random.default_rng(0)
+    channels = layout.page_bytes[0] // 2 // layout.block_tokens
+    values = dice.standard_normal((layout.num_layers, layout.chunk_tokens, channels), dtype=np.float32)
+    values *= dice.lognormal(0, 1, (layout.num_layers, 1, channels)).astype(np.float32)
+    values += dice.standard_normal((layout.num_layers, 1, channels), dtype=np.float32)
+    return _bfloat16(values)
+
+
+def _bfloat16(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> ByteArray:
+    """The upper halves of float32, in prefaulted memory."""
+    data = prefaulted(values.size * 2)
+    np.right_shift(values.reshape(-1).view(np.uint32), 16, out=data.view(np.uint16), casting="unsafe")
+    return data
