@@ -21,13 +21,9 @@ FAMILIES: Final[dict[str, str]] = {
         "lookups are answered from the scheduler's own memory: they ask no other process but a remote tier"
     ),
     "pin_timeout_sec pin_check_interval_sec": (
-        "a chunk is held for its request only, and released when the request ends"
+        "a chunk is held while a request needs it, and a pin until it is taken back"
     ),
-    "priority_limit": "requests of every priority are stored",
     "retrieve_locations store_location": "every tier that is configured is read and written",
-    "discard_partial_chunks": "`save_unfull_chunk` alone decides whether the end of a prompt is stored",
-    "skip_last_n_tokens": "all whole blocks of a prompt are stored, up to its end",
-    "max_tokens_per_load": "a hit is loaded whole, however long it is",
     "local_disk_path_sharding": "the folder is divided by kvstore itself",
     (
         "gds_path gds_path_sharding gds_buffer_size use_gds gds_backend cufile_buffer_size maru_path maru_pool_size"
@@ -89,10 +85,8 @@ EXTRA_CONFIG: Final = "extra_config"
 EXTRA_CONFIG_KEYS: Final = frozenset({"disk_io_threads", "use_odirect"})
 """What LMCache keeps inside ``extra_config`` and kvstore has as keys of its own."""
 
-NOT_KEYS: Final = {
-    "LMCACHE_FORCE_SKIP_SAVE": "it is not read: requests are stored",
-}
-"""Variables that LMCache reads outside its configuration and whose absence changes what a user gets."""
+UNPREFIXED: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens"})
+"""What LMCache reads from vLLM's extra config without a prefix."""
 
 _SAME_HERE: Final[dict[str, object]] = {"remote_serde": "naive", "py_enable_gc": True}
 

@@ -100,10 +100,36 @@ class StoreConfig(BaseModel):
         default=True,
         description="Store the end of a prompt that does not fill a chunk, up to its last whole block.",
     )
+    discard_partial_chunks: bool = Field(
+        default=False,
+        description="LMCache's other name for `save_unfull_chunk: false`: if either says so, only whole chunks are "
+        "stored. Also read without a prefix in vLLM's extra config.",
+    )
+    skip_last_n_tokens: Annotated[int, Unit("tokens")] = Field(
+        default=0,
+        ge=0,
+        description="So many tokens at the end of a sequence are neither stored nor loaded, such as the end of a chat "
+        "template, which the next turn replaces. Also read without a prefix in vLLM's extra config.",
+    )
+    priority_limit: int | None = Field(
+        default=None,
+        description="Requests whose vLLM priority is a larger number than this, so less urgent, are not stored, only "
+        "loaded. If null, requests of every priority are stored.",
+    )
+    force_skip_save: bool = Field(
+        default=False,
+        description="Store nothing; what is stored already is still loaded. Meant for the variable "
+        "`KVSTORE_FORCE_SKIP_SAVE`, which may also be 1 or 0.",
+    )
     min_retrieve_tokens: Annotated[int, Unit("tokens")] = Field(
         default=0,
         ge=0,
         description="A hit shorter than this is computed instead of loaded. 0 loads every hit.",
+    )
+    max_tokens_per_load: Annotated[int, Unit("tokens")] = Field(
+        default=0,
+        ge=0,
+        description="A longer hit is cut to so many tokens, in whole blocks, and the rest is computed. 0 for no limit.",
     )
     blocking_timeout_secs: Annotated[float, Unit("seconds")] = Field(
         default=10.0,
@@ -190,6 +216,11 @@ class StoreConfig(BaseModel):
         le=60_000,
         description="How long a request may wait to learn what the remote tier holds; then it is computed.",
     )
+    required: bool = Field(
+        default=True,
+        description="Stop vLLM if memory, folder or another tier cannot be had at start. If false, vLLM then runs "
+        "without the cache, and a warning says why. A key or flag that is wrong stops it always.",
+    )
     model_id: str | None = Field(
         default=None,
         min_length=1,
@@ -211,6 +242,11 @@ class StoreConfig(BaseModel):
     def max_local_disk_bytes(self) -> int:
         """``max_local_disk_size`` in bytes."""
         return int(self.max_local_disk_size * GIB_BYTES)
+
+    @property
+    def saves_tails(self) -> bool:
+        """Whether the end of a prompt that does not fill a chunk is stored."""
+        return self.save_unfull_chunk and not self.discard_partial_chunks
 
     @property
     def shared_url(self) -> str | None:
@@ -238,6 +274,11 @@ class StoreConfig(BaseModel):
         if len(set(folders)) < len(folders):
             raise PydanticCustomError("folder", "must not name a folder twice")
         return folders if len(folders) > 1 else folders[0]
+
+    @field_validator("force_skip_save", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        return bool(value) if value in (0, 1) else value
 
     @field_validator("remote_url")
     @classmethod

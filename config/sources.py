@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from kvstore.config.lmcache import EXTRA_CONFIG, EXTRA_CONFIG_KEYS, NOT_IMPLEMENTED, NOT_KEYS
+from kvstore.config.lmcache import EXTRA_CONFIG, EXTRA_CONFIG_KEYS, NOT_IMPLEMENTED, UNPREFIXED
 from kvstore.config.problems import Entry, Findings, nearest_key, one_line
 from kvstore.config.reference import KEYS
 from kvstore.config.yamltext import YamlTextError, parse_yaml
@@ -75,8 +75,8 @@ def environment_layers(environ: Mapping[str, str], findings: Findings) -> list[L
 
 
 def extra_layers(extra: Mapping[str, object], findings: Findings) -> list[Layer]:
-    """``lmcache.<key>`` and ``kvstore.<key>``; other keys belong to vLLM or to other connectors."""
-    layers = []
+    """``lmcache.<key>`` and ``kvstore.<key>``; all but two of the other keys belong to vLLM or to other connectors."""
+    layers = [[Entry(name, extra[name], f"kv_connector_extra_config {name}") for name in extra if name in UNPREFIXED]]
     for prefix in _PREFIXES:
         if prefix in extra:
             # What vLLM makes of a dotted flag: --kv-transfer-config.kv_connector_extra_config.kvstore.chunk_size
@@ -159,7 +159,5 @@ def _report_unknown(entry: Entry, findings: Findings) -> None:
     variable = entry.where.removeprefix("environment ")
     if variable.startswith("KVSTORE_"):
         findings.unknown_key(entry)
-    elif variable in NOT_KEYS:
-        findings.warnings.append(f"{entry.where}: ignored: {NOT_KEYS[variable]}")
     elif (nearest := nearest_key(entry.key)) in KEYS:
         findings.warnings.append(f"{entry.where}: ignored: unknown key; the nearest valid key is {nearest}")

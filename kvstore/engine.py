@@ -132,7 +132,7 @@ class CacheEngine:
         with self._index_lock:
             self._begin_decision()
             match = self._index.lookup(hasher)
-            held = self._index.lease(_pin_name(hasher), match.refs, math.inf)
+            held = self._index.lease(pin_name(hasher), match.refs, math.inf)
             return sum(ref.num_blocks for ref in match.refs[:held]) * self.layout.block_tokens
 
     def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
@@ -140,7 +140,7 @@ class CacheEngine:
         hasher = self._hash(tokens, extras)
         with self._index_lock:
             self._begin_decision()
-            self._index.release(_pin_name(hasher))
+            self._index.release(pin_name(hasher))
 
     def prefetch(self, tokens: Tokens, tier: str = "cpu", *, extras: KeyExtras = NO_EXTRAS) -> int:
         """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
@@ -459,7 +459,8 @@ def new_epoch() -> str:
     return secrets.token_hex(8)
 
 
-def _pin_name(hasher: PrefixHasher) -> str:
+def pin_name(hasher: PrefixHasher) -> str:
+    """The lease that pins the whole blocks of exactly this sequence."""
     whole = len(hasher.chunk_keys())
     last = (hasher.block_keys(whole) or hasher.chunk_keys()[-1:] or [b""])[-1]
     return f"pin {last.hex()}"

@@ -302,8 +302,9 @@ class ChunkIndex:
         """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
 
         A known chunk that was not written to disk, because the queue or the disk was full, gets another chance. One
-        that is only on a disk that could not read it was computed again, and is stored again. With ``ttl_s`` chunks
-        are kept in memory only, and go when that time is over.
+        that is only on a disk that could not read it was computed again, and is stored again. With ``ttl_s`` new
+        chunks are kept in memory only, and go when that time is over; one that is offered again stays for longer if it
+        is to, and if that is for good, is written then.
 
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
         step holds its slot until ``complete_store``, and until ``complete_write`` for each of its targets.
@@ -334,6 +335,7 @@ class ChunkIndex:
                 step = None
                 self.counters.refused += 1
             else:
+                self._extend(chunk, ttl_s)
                 step = self._plan_known(chunk)
                 self.counters.known += 1
             if step is not None:
@@ -341,8 +343,7 @@ class ChunkIndex:
         return steps
 
     def _plan_new(self, ref: ChunkRef, ttl_s: float | None) -> StoreStep | None:
-        expires_s = None if ttl_s is None else self._now_s + ttl_s
-        chunk = _Chunk(ref, filling=True, uses=1, expires_s=expires_s)
+        chunk = _Chunk(ref, filling=True, uses=1, expires_s=None if ttl_s is None else self._now_s + ttl_s)
         slot = self._take_slot(ref.prefix_key)
         targets = self._reserve_targets(chunk) if slot is not None or self._idle_slots else ()
         if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
@@ -356,9 +357,18 @@ class ChunkIndex:
         self._chunks[ref.prefix_key] = chunk
         self._memory.add(ref.prefix_key)
         chunk.uses += len(targets)
-        if expires_s is not None:
-            heapq.heappush(self._expiries, (expires_s, ref.prefix_key))
+        self._note_expiry(chunk)
         return StoreStep(ref, slot, targets)
+
+    def _note_expiry(self, chunk: _Chunk) -> None:
+        if chunk.expires_s is not None:
+            heapq.heappush(self._expiries, (chunk.expires_s, chunk.ref.prefix_key))
+
+    def _extend(self, chunk: _Chunk, ttl_s: float | None) -> None:
+        """A chunk stored by several stays for as long as any of them wants."""
+        if chunk.expires_s is not None and (ttl_s is None or self._now_s + ttl_s > chunk.expires_s):
+            chunk.expires_s = None if ttl_s is None else self._now_s + ttl_s
+            self._note_expiry(chunk)
 
     def _plan_known(self, chunk: _Chunk) -> StoreStep | None:
         """Write a chunk from memory to where it is missing, if there is room for it now."""
@@ -444,6 +454,8 @@ class ChunkIndex:
             tail = self._chunks.get(key)
             if tail is None or tail.forgotten or key in self._leases:
                 continue
+            if chunk.expires_s is not None and tail.expires_s is None:
+                continue  # the tail is there for longer
             if chunk.on_disk or not tail.disk_bytes:
                 self.counters.superseded_tails += 1
                 self._discard(tail)

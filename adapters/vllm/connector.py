@@ -23,10 +23,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
 from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.scheduler import StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.worker import StoreWorker
 from kvstore.config import load_config
+from kvstore.errors import InvalidCallError, KVStoreError
+from kvstore.tiers._folder import Throttle
 
 if TYPE_CHECKING:
     import torch
@@ -66,9 +69,9 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class FactsMetadata(KVConnectorHandshakeMetadata):
-    """What a worker owns, on its way to the scheduler."""
+    """What a worker owns, on its way to the scheduler; None if it does without the cache."""
 
-    facts: WorkerFacts
+    facts: WorkerFacts | None
 
 
 class KVStoreConnector(KVConnectorBase_V1):
@@ -89,6 +92,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._config = loaded.config
         translate.check_supported(vllm_config, kv_cache_config, self._config)
         self._adapters = AdapterFiles()
+        self._throttle = Throttle()
+        self._gave_up = False
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -102,9 +107,19 @@ class KVStoreConnector(KVConnectorBase_V1):
     # -- worker side ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find the blocks in the caches, take the memory, open the folder."""
+        """Find the blocks in the caches, take the memory, open the folder.
+
+        Raises:
+            KVStoreError: that failed, and the cache is required.
+        """
         if not kv_caches:
             return  # a profiling run
+        try:
+            self._open_worker(kv_caches)
+        except KVStoreError as error:
+            self._go_without(error)
+
+    def _open_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         config, kv_cache_config = self._vllm_config, self._kv_cache_config
         workers = translate.total_workers(config)
         pool_bytes = self._config.max_local_cpu_bytes
@@ -115,9 +130,18 @@ class KVStoreConnector(KVConnectorBase_V1):
         namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
         self._worker = StoreWorker(paged, namespace, translate.engine_options(config, self._config))
 
+    def _go_without(self, error: KVStoreError) -> None:
+        """Leave vLLM without the cache, or raise if it is required."""
+        if self._config.required:
+            raise error
+        self._gave_up = True
+        logger.warning("vLLM runs WITHOUT the cache, since required is false: %s", error)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler what this worker owns."""
-        return FactsMetadata(self._worker.facts()) if self._worker else None
+        """Tell the scheduler what this worker owns, or that it does without."""
+        if self._worker is None:
+            return FactsMetadata(None) if self._gave_up else None
+        return FactsMetadata(self._worker.facts())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing reads blocks after the step that stores them, so preempted ones may be overwritten."""
@@ -175,17 +199,29 @@ class KVStoreConnector(KVConnectorBase_V1):
     ) -> None:
         """Learn what the workers own, ordered by their rank."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
-        facts = [rank.facts for rank in ranks if isinstance(rank, FactsMetadata)]
-        if len(facts) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
+        ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
+        facts = [rank.facts for rank in ours if rank.facts is not None]
+        if len(ours) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
             logger.warning("another connector spoke first, so nothing is cached: make %s the first of them", CONNECTOR)
+        elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
+            logger.warning("nothing is cached: %d of %d workers do without", len(ranks) - len(facts), len(ranks))
         elif facts and self._scheduler is not None:
-            self._scheduler.connect(facts)
+            try:
+                self._scheduler.connect(facts)
+            except KVStoreError as error:
+                self._go_without(error)
 
     def on_new_request(self, request: Request) -> None:
-        """Track a request, unless its KV must not be shared."""
-        extras = translate.key_extras(request, self._adapters)
+        """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
+        try:
+            params = translate.request_params(request)
+        except InvalidCallError as error:
+            if self._throttle.is_due(str(error)):
+                logger.warning("a request is served without the cache: %s; this stays unsaid for a minute", error)
+            params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
+        extras = translate.key_extras(request, self._adapters, params)
         if extras is not None:
-            self._scheduling.add_request(request, extras)
+            self._scheduling.add_request(request, extras, params)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, always synchronously."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.lookups import RemoteLookup
+from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
-from kvstore.engine import new_epoch, superseded_tails
+from kvstore.engine import new_epoch, pin_name, superseded_tails
 from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
@@ -37,7 +39,9 @@ class SchedulerOptions:
     loads: bool = True
     saves: bool = True
     local_cpu: bool = True
+    priority_limit: int | None = None
     min_retrieve_tokens: int = 0
+    max_tokens_per_load: int = 0
     max_write_queue: int | None = None
     remote: RemoteOptions | None = None
     cache_policy: str = Adaptive.name
@@ -100,6 +104,7 @@ class StoreScheduler:
         self._index: ChunkIndex | None = None  # until the workers have said what they own
         self._num_ranks = 0
         self._trackers: dict[str, RequestTracker] = {}
+        self._pins: dict[str, tuple[PrefixHasher, int]] = {}  # of ended requests, until that step is reported
         self._ready: dict[str, ReqMeta] = {}  # loads, and stores of ended requests, for the next plan
         self._step = _Step(acked=0)  # what the next plan will hold
         self._in_flight: dict[int, _Step] = {}
@@ -162,15 +167,21 @@ class StoreScheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: RequestView, extras: KeyExtras) -> None:
+    def add_request(self, request: RequestView, extras: KeyExtras, params: RequestParams = NO_PARAMS) -> None:
         """Track a request whose KV may be shared. Requests never added are passed by."""
-        tracker = RequestTracker.start(request, extras, self._rules)
+        limit = self._options.priority_limit
+        is_wanted = not params.skip_save and (limit is None or request.priority <= limit)
+        tracker = RequestTracker.start(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
         try:
             tracker.hasher.update(request.all_token_ids)
         except InvalidCallError as error:  # clients choose their prompts' token ids, and nobody has checked them yet
             logger.warning("a request is not cached: %s", error)
             return
         self._trackers[request.request_id] = tracker
+        if params.pin is not None:
+            tracker.pin_name = pin_name(tracker.hasher)
+        if params.pin is False:
+            self._unpin(tracker.pin_name)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
@@ -186,14 +197,19 @@ class StoreScheduler:
             return 0
         tracker.load = None
         tracker.hasher.update(request.all_token_ids)
-        if self._rests_on_unverified(tracker.hasher, num_local_tokens):
+        if self._rests_on_unverified(tracker, num_local_tokens):
             return None
+        if tracker.params.skip_load:
+            return 0
         match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
         if match is None:
             return None
-        num_external_tokens = min(match.num_tokens, request.num_tokens - 1) - num_local_tokens
+        last_tokens = max(1, self._rules.skip_last_tokens)
+        num_external_tokens = min(match.num_tokens, request.num_tokens - last_tokens) - num_local_tokens
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
             return 0
+        if most_tokens := self._options.max_tokens_per_load:
+            num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
         tracker.load = LoadSpec(match, num_local_tokens, num_external_tokens)
         return num_external_tokens
 
@@ -234,14 +250,14 @@ class StoreScheduler:
         self._step.loads += steps
         # A slot that another load is filling counts too: what fails there fails here.
         if meta.lost_block_ids or not all(self._index.in_memory(step.ref.prefix_key) for step in steps):
-            key = self._block_key(tracker.hasher, first_block)
+            key = self._block_key(tracker.local_hasher(), first_block)
             self._step.unverified.append(_Unverified(request_id, first_block, key))
 
-    def _rests_on_unverified(self, hasher: PrefixHasher, num_local_tokens: int) -> bool:
+    def _rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
         """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
         num_local_blocks = num_local_tokens // self._rules.block_tokens
         return any(
-            load.block < num_local_blocks and self._block_key(hasher, load.block) == load.key
+            load.block < num_local_blocks and self._block_key(tracker.local_hasher(), load.block) == load.key
             for load in self._unverified()
         )
 
@@ -273,15 +289,31 @@ class StoreScheduler:
         if self._remote is not None:
             self._remote.end(request_id)
         tracker = self._trackers.pop(request_id, None)
-        if tracker is not None and self._recorder is not None:
+        if tracker is None:
+            return False
+        if self._recorder is not None:
             self._record(self._recorder, tracker.hasher)
-        if tracker is None or not block_ids or not self._options.saves:
-            return False
-        save = tracker.take_final_save()
-        if save is None or not self._plan_save(request_id, tracker, save, block_ids):
-            return False
-        self._ready[request_id].finished = True
-        return True
+        keeps_blocks = False
+        if block_ids and (save := tracker.take_final_save()):
+            keeps_blocks = self._plan_save(request_id, tracker, save, block_ids)
+        if keeps_blocks:
+            self._ready[request_id].finished = True
+        if tracker.params.pin and self._index is not None:
+            self._pins[tracker.pin_name] = (tracker.hasher, self._number + bool(self._step.stores))
+            self._hold_pins(self._index)
+        return keeps_blocks
+
+    def _hold_pins(self, index: ChunkIndex) -> None:
+        """Pin what ended requests used, once all that they, and others with the same prompt, stored is reported."""
+        for name, (hasher, last_step) in list(self._pins.items()):
+            if last_step <= self._number and min(self._in_flight, default=last_step + 1) > last_step:
+                index.lease(name, index.lookup(hasher).refs, math.inf)
+                del self._pins[name]
+
+    def _unpin(self, name: str) -> None:
+        self._pins.pop(name, None)
+        if self._index is not None:
+            self._index.release(name)
 
     def _record(self, recorder: TraceRecorder, hasher: PrefixHasher) -> None:
         """Note which chunks a request used, its tail included."""
@@ -296,7 +328,7 @@ class StoreScheduler:
         self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]
     ) -> StepPlan:
         """Make the plan of the step that computes ``num_scheduled_tokens`` per request."""
-        if self._options.saves and self._index is not None:
+        if self._index is not None:
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
@@ -324,7 +356,8 @@ class StoreScheduler:
         """Add a request's new chunks to the next plan; False if all are known or there is no room."""
         if self._index is None:
             return False
-        steps = self._index.prepare_store(save.refs, save.prefix)
+        self._index.advance(time.monotonic())  # a time to live begins here
+        steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s)
         if not steps:
             return False
         meta = self._ready.setdefault(req_id, ReqMeta(req_id))
@@ -356,6 +389,7 @@ class StoreScheduler:
                 self._complete_step(self._index, number, step)
         for written in report.writes:
             self._complete_write(self._index, written)
+        self._hold_pins(self._index)
 
     def _complete_write(self, index: ChunkIndex, written: Written) -> None:
         target, ref, stored, size_bytes = written
@@ -400,6 +434,7 @@ class StoreScheduler:
         if self._index is not None:
             self._cancel_ready_stores(self._index)
             self._index.clear()
+            self._pins.clear()
         self._epoch = new_epoch()
         if self._remote is not None:
             self._remote.reset([namespace.at_epoch(self._epoch) for namespace in self._namespaces])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
 from kvstore.plans import Match
 from kvstore.tiers.base import ChunkRef
@@ -17,6 +18,7 @@ class RequestView(Protocol):
     request_id: str
     num_computed_tokens: int
     num_prompt_tokens: int
+    priority: int
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -50,12 +52,13 @@ class SaveSpec:
 
 @dataclass(frozen=True)
 class SaveRules:
-    """What of a request is saved."""
+    """What of a request is saved; the last ``skip_last_tokens`` of a sequence are not."""
 
     block_tokens: int
     chunk_tokens: int
     save_decode: bool
     save_tails: bool
+    skip_last_tokens: int = 0
 
 
 @dataclass
@@ -63,21 +66,45 @@ class RequestTracker:
     """One request, from its arrival until it is finished."""
 
     request: RequestView
+    extras: KeyExtras
     hasher: PrefixHasher
     rules: SaveRules
+    params: RequestParams = NO_PARAMS
+    saves: bool = True
+    pin_name: str = ""  # the lease that keeps its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
     num_saved_chunks: int = 0
     prompt_saved: bool = False
+    _local_hasher: PrefixHasher | None = None
 
     @classmethod
-    def start(cls, request: RequestView, extras: KeyExtras, rules: SaveRules) -> RequestTracker:
+    def start(
+        cls,
+        request: RequestView,
+        extras: KeyExtras,
+        rules: SaveRules,
+        params: RequestParams = NO_PARAMS,
+        *,
+        saves: bool = True,
+    ) -> RequestTracker:
         """Track a new request."""
-        return cls(request, PrefixHasher(rules.chunk_tokens, rules.block_tokens, extras), rules)
+        hasher = PrefixHasher(rules.chunk_tokens, rules.block_tokens, extras)
+        return cls(request, extras, hasher, rules, params, saves)
+
+    def local_hasher(self) -> PrefixHasher:
+        """Gives equal keys where vLLM's own prefix cache shares blocks: it knows nothing of tags."""
+        if not self.extras.tags:
+            return self.hasher
+        if self._local_hasher is None:
+            extras = replace(self.extras, tags=())
+            self._local_hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, extras)
+        self._local_hasher.update(self.request.all_token_ids)
+        return self._local_hasher
 
     @property
     def is_saved(self) -> bool:
         """Whether no coming step can complete a chunk that would be saved."""
-        return self.prompt_saved and not self.rules.save_decode
+        return not self.saves or (self.prompt_saved and not self.rules.save_decode)
 
     def restart_saving(self) -> None:
         """Offer everything again; what is known by then will be left out."""
@@ -91,10 +118,9 @@ class RequestTracker:
         and what it computes there may be rejected.
         """
         written_tokens = self.request.num_computed_tokens + num_scheduled_tokens
-        prompt_tokens = self.request.num_prompt_tokens
-        limit_tokens = min(self.request.num_tokens, written_tokens)
-        if not self.rules.save_decode:
-            limit_tokens = min(limit_tokens, prompt_tokens)
+        prompt_tokens = self._without_last(self.request.num_prompt_tokens)
+        known_tokens = self._without_last(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
+        limit_tokens = min(known_tokens, written_tokens)
         prompt_ends = not self.prompt_saved and written_tokens >= prompt_tokens
         if limit_tokens // self.rules.chunk_tokens <= self.num_saved_chunks and not prompt_ends:
             return None
@@ -103,10 +129,13 @@ class RequestTracker:
 
     def take_final_save(self) -> SaveSpec | None:
         """What is left to save of a request that has ended: its last whole chunks, and its tail."""
-        if not self.rules.save_decode:
+        if not self.saves or not self.rules.save_decode:
             return None
-        limit_tokens = min(self.request.num_tokens, self.request.num_computed_tokens)
+        limit_tokens = min(self._without_last(self.request.num_tokens), self.request.num_computed_tokens)
         return self._save_up_to(limit_tokens, limit_tokens)
+
+    def _without_last(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.rules.skip_last_tokens)
 
     def _save_up_to(self, limit_tokens: int, tail_tokens: int) -> SaveSpec | None:
         """Whole chunks below ``limit_tokens`` not yet taken, and the tail that ends at ``tail_tokens``, if any."""

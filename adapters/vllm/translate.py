@@ -13,6 +13,7 @@ import torch
 import vllm
 
 from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
+from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
 from kvstore.adapters.vllm.scheduler import SchedulerOptions
 from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.binding import bind_paged_kv
@@ -82,6 +83,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_tokens}: set chunk_size to "
             f"a multiple, or vLLM's --block-size to a divisor"
         )
+    if 0 < config.max_tokens_per_load < block_tokens:
+        raise ConfigError(
+            f"max_tokens_per_load {config.max_tokens_per_load} is less than vLLM's block size {block_tokens}, so "
+            "nothing would be loaded: raise it, or set it to 0 for no limit"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -113,12 +119,15 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             block_tokens=block_tokens_of(kv_cache_config),
             chunk_tokens=config.chunk_size,
             save_decode=config.save_decode_cache,
-            save_tails=config.save_unfull_chunk,
+            save_tails=config.saves_tails,
+            skip_last_tokens=config.skip_last_n_tokens,
         ),
         loads=transfer.is_kv_consumer,
-        saves=transfer.is_kv_producer,
+        saves=transfer.is_kv_producer and not config.force_skip_save,
         local_cpu=config.local_cpu,
+        priority_limit=config.priority_limit,
         min_retrieve_tokens=config.min_retrieve_tokens,
+        max_tokens_per_load=config.max_tokens_per_load,
         max_write_queue=config.max_write_queue,
         remote=remote_options(config),
         cache_policy=config.cache_policy,
@@ -157,7 +166,7 @@ def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOption
         local_cpu=config.local_cpu,
         local_disk=tuple(_worker_folder(vllm_config, Path(folder)) for folder in config.local_disk_folders),
         max_local_disk_bytes=config.max_local_disk_bytes,
-        save_unfull_chunk=config.save_unfull_chunk,
+        save_unfull_chunk=config.saves_tails,
         use_odirect=config.use_odirect,
         disk_io_threads=config.disk_io_threads,
         io_timeout_s=config.blocking_timeout_secs,
@@ -297,7 +306,17 @@ def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return f"{isa}-{torch.backends.cpu.get_cpu_capability()}"
 
 
-def key_extras(request: Request, adapters: AdapterFiles) -> KeyExtras | None:
+def request_params(request: Request) -> RequestParams:
+    """What the client asks of the cache; ``kv_transfer_params`` count over other extra arguments.
+
+    Raises:
+        InvalidCallError: a field is wrong.
+    """
+    sampling = request.sampling_params
+    return parse_params(sampling.extra_args, request.kv_transfer_params) if sampling is not None else NO_PARAMS
+
+
+def key_extras(request: Request, adapters: AdapterFiles, params: RequestParams = NO_PARAMS) -> KeyExtras | None:
     """What besides its tokens decides a request's KV; None if it must not be shared.
 
     Prompt embeddings show as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
@@ -316,6 +335,7 @@ def key_extras(request: Request, adapters: AdapterFiles) -> KeyExtras | None:
     return KeyExtras(
         lora=lora,
         cache_salt=request.cache_salt,
+        tags=params.tags,
         features=tuple(
             Feature(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
             for feature in request.mm_features

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -16,14 +17,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import connector, plugin
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
+from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.config import StoreConfig
+from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.tiers._folder import Throttle
 from kvstore.tiers.base import ChunkRef
 
 pytestmark = pytest.mark.vllm
@@ -44,6 +51,9 @@ class _NothingConnected(KVStoreConnector):
         self._role = KVConnectorRole.SCHEDULER
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
+        self._throttle = Throttle()
+        self._adapters = AdapterFiles()
+        self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
 
 
@@ -104,6 +114,46 @@ def test_what_other_connectors_said_is_passed_by(caplog: pytest.LogCaptureFixtur
     found.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign(), (0, 1): FactsMetadata(FACTS)})
     assert found._scheduling.index is None
     assert "another connector spoke first" in caplog.text
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_rank_without_the_cache_is_none_for_all(caplog: pytest.LogCaptureFixture, others: int) -> None:
+    found = _NothingConnected()
+    ranks = {(0, rank): FactsMetadata(FACTS) for rank in range(others)}
+    found.set_xfer_handshake_metadata_pp_aware({**ranks, (0, 9): FactsMetadata(None)})
+    assert found._scheduling.index is None
+    assert ("1 of 2 workers do without" in caplog.text) == bool(others), "a rank alone has said so itself"
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_remote_tier_that_the_scheduler_cannot_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, required: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TierError("the server says no")
+
+    found = _NothingConnected()
+    found._config = StoreConfig(required=required)
+    monkeypatch.setattr(found._scheduling, "connect", refuse)
+    if required:
+        with pytest.raises(TierError):
+            found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
+    else:
+        found.set_xfer_handshake_metadata_pp_aware({(0, 0): FactsMetadata(FACTS)})
+        assert "runs WITHOUT the cache, since required is false: the server says no" in caplog.text
+
+
+def test_malformed_parameters_are_named_once_and_the_request_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
+    found = _NothingConnected()
+    for number in range(3):
+        params = SamplingParams(extra_args={"kv_transfer_params": {"kvstore.ttl": "my secret"}})
+        found.on_new_request(Request(f"{number}", [1, 2, 3], params, None))
+    (line,) = caplog.messages
+    assert "kvstore.ttl" in line
+    assert "secret" not in line
+    assert {tracker.params for tracker in found._scheduling._trackers.values()} == {WITHOUT_CACHE}
+    found.on_new_request(Request("right", [1, 2, 3], SamplingParams(extra_args={"kvstore.ttl": 5}), None))
+    assert found._scheduling._trackers["right"].params.ttl_s == 5
 
 
 def test_reports_aggregate() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import vllm
 from vllm import PoolingParams, SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -18,6 +19,8 @@ from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import translate
 from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.keys import PrefixHasher
@@ -41,6 +44,7 @@ def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
 def vllm_config(*, policy: str = "recompute", consumer: bool = True, dcp: int = 1, pcp: int = 1) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_consumer=consumer, is_kv_producer=True, kv_load_failure_policy=policy),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp),
     )
 
@@ -82,6 +86,31 @@ def test_state_that_does_not_consist_of_tokens_is_refused() -> None:
 def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="chunk_size 64 is not a multiple of vLLM's block size 48"):
         translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], spec(48))), CONFIG)
+
+
+def test_a_bound_of_loads_below_a_block_is_refused() -> None:
+    config = StoreConfig(chunk_size=4 * BLOCK, max_tokens_per_load=BLOCK - 1)
+    with pytest.raises(ConfigError, match="max_tokens_per_load 15 is less than vLLM's block size 16"):
+        translate.check_supported(vllm_config(), cache_config(), config)
+
+
+@pytest.mark.parametrize(
+    ("role", "skip", "loads", "saves"),
+    [
+        ("kv_both", False, True, True),
+        ("kv_producer", False, False, True),
+        ("kv_consumer", False, True, False),
+        ("kv_both", True, True, False),
+        ("kv_producer", True, False, False),
+    ],
+)
+def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role=role)
+    config = StoreConfig(force_skip_save=skip, discard_partial_chunks=True, skip_last_n_tokens=3, priority_limit=2)
+    options = translate.scheduler_options(SimpleNamespace(kv_transfer_config=transfer), cache_config(), config)
+    assert (options.loads, options.saves) == (loads, saves)
+    assert options.rules == SaveRules(BLOCK, 256, save_decode=False, save_tails=False, skip_last_tokens=3)
+    assert options.priority_limit == 2
 
 
 def test_an_untested_version_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +156,25 @@ def lora(tmp_path: Path) -> LoRARequest:
 
 def test_equal_requests_share() -> None:
     assert keys(request()) == keys(request(request_id="two"))
+
+
+def test_what_a_client_asks_comes_from_both_places_and_transfer_params_count() -> None:
+    extra = {"kvstore.ttl": 5, "kvstore.skip_load": 1, "kv_transfer_params": {"lmcache.tag.team": "red"}}
+    asked = request(sampling_params=SamplingParams(max_tokens=1, extra_args=extra))
+    params = translate.request_params(asked)
+    assert params == RequestParams(skip_load=True, ttl_s=5, tags=(("team", "red"),))
+    assert translate.request_params(request()) == NO_PARAMS
+    assert translate.request_params(request(sampling_params=None, pooling_params=PoolingParams())) == NO_PARAMS
+    extra["kv_transfer_params"] = {"kvstore.ttl": 6}
+    assert translate.request_params(request(sampling_params=SamplingParams(extra_args=extra))).ttl_s == 6
+
+
+def test_tags_keep_apart() -> None:
+    extras = [
+        translate.key_extras(request(), AdapterFiles(), RequestParams(tags=tags))
+        for tags in ((), (("team", "red"),), (("team", "blue"),))
+    ]
+    assert len({found.seed() for found in extras if found is not None}) == 3
 
 
 def test_salts_keep_apart() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.vllm_engine import Engine, StoreSetup
+from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs
 
 from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 
@@ -51,7 +53,14 @@ def test_more_disk_than_there_is(tiny_model: Path, tmp_path: Path) -> None:
     assert "max_local_disk_size" in refusal(tiny_model, StoreSetup(tmp_path / "disk", disk_gib=900_000.0))
 
 
-def test_owned_folder(tiny_model: Path, tmp_path: Path) -> None:
+def test_owned_folder(
+    tiny_model: Path,
+    prompts: list[Prompt],
+    plain_outputs: list[Completion],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where the cache is required vLLM stops; where it is not, it answers without."""
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
     from kvstore.tiers.disk import DiskTier
@@ -62,6 +71,16 @@ def test_owned_folder(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, store):
         pass
     _forget_the_attempt()
+    # So that it does not join vLLM's, which caplog cannot see.
+    logging.getLogger("kvstore").addHandler(logging.NullHandler())
+    with Engine(tiny_model, replace(store, extra={"kvstore.required": False})) as engine:
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        engine.forget_local()
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        assert engine.store_worker is None
+        assert engine.store_scheduler.index is None
+    (line,) = [line for line in caplog.messages if "WITHOUT the cache" in line]
+    assert str(tmp_path / "disk") in line
     other.close()
 
 

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore import opening
+from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport
 from kvstore.adapters.vllm.tracker import SaveRules
@@ -67,6 +69,7 @@ class FakeRequest:
     salt: str = ""
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
+    priority: int = 0
     placeholders: int = 0
     state: str = "waiting"  # running, preempted, finished
     blocks: list[int] = field(default_factory=list)
@@ -130,7 +133,10 @@ class Setup:
     saves: bool = True
     save_decode: bool = False
     save_tails: bool = True
+    skip_last_tokens: int = 0
+    priority_limit: int | None = None
     min_retrieve_tokens: int = 0
+    max_tokens_per_load: int = 0
     max_write_queue: int | None = None
     run_ahead: int = 0  # steps planned before the report of the first of them
     drafts: int = 0
@@ -150,11 +156,13 @@ class FakeVllm:
         self._remote = None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
         self.scheduler = StoreScheduler(
             SchedulerOptions(
-                SaveRules(BLOCK, CHUNK, setup.save_decode, setup.save_tails),
+                SaveRules(BLOCK, CHUNK, setup.save_decode, setup.save_tails, setup.skip_last_tokens),
                 loads=setup.loads,
                 saves=setup.saves,
                 local_cpu=setup.local_cpu,
+                priority_limit=setup.priority_limit,
                 min_retrieve_tokens=setup.min_retrieve_tokens,
+                max_tokens_per_load=setup.max_tokens_per_load,
                 max_write_queue=setup.max_write_queue,
                 remote=self._remote,
             )
@@ -209,10 +217,19 @@ class FakeVllm:
 
     # -- what a client does -----------------------------------------------------------------------------------------
 
-    def add(self, name: str, tokens: Iterable[int], *, max_tokens: int = 1, salt: str = "") -> FakeRequest:
+    def add(
+        self,
+        name: str,
+        tokens: Iterable[int],
+        *,
+        max_tokens: int = 1,
+        salt: str = "",
+        priority: int = 0,
+        params: RequestParams = NO_PARAMS,
+    ) -> FakeRequest:
         """A new request."""
-        request = FakeRequest(name, list(tokens), max_tokens, salt)
-        self.scheduler.add_request(request, KeyExtras(cache_salt=salt))
+        request = FakeRequest(name, list(tokens), max_tokens, salt, priority=priority)
+        self.scheduler.add_request(request, KeyExtras(cache_salt=salt, tags=params.tags), params)
         self.waiting.append(request)
         return request
 
@@ -229,9 +246,9 @@ class FakeVllm:
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
 
-    def ask(self, name: str, tokens: Iterable[int], *, max_tokens: int = 1, salt: str = "") -> FakeRequest:
+    def ask(self, name: str, tokens: Iterable[int], **how: Any) -> FakeRequest:
         """Add a request and work until all are done."""
-        request = self.add(name, tokens, max_tokens=max_tokens, salt=salt)
+        request = self.add(name, tokens, **how)
         self.run()
         return request
 
@@ -317,7 +334,10 @@ class FakeVllm:
                 skipped.append(request)
                 time.sleep(0.001)  # a real step takes at least as long, and a remote tier answers meanwhile
                 continue
-            assert external == 0 or (external >= self.setup.min_retrieve_tokens and self.setup.loads)
+            assert external == 0 or self.setup.loads
+            least, most = self.setup.min_retrieve_tokens, self.setup.max_tokens_per_load
+            assert external in (0, most // BLOCK * BLOCK) or (external >= least and (not most or external <= most))
+            assert external <= max(0, request.num_tokens - self.setup.skip_last_tokens - len(local) * BLOCK)
             external = self.take(external)
             known = len(local) * BLOCK + external
             assert known < request.num_tokens

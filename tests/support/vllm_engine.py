@@ -48,6 +48,7 @@ class StoreSetup:
     role: str = "kv_both"
     policy: str = "recompute"
     by_module_path: bool = False
+    beside: dict[str, Any] | None = None  # another connector, which stands behind ours in a MultiConnector
     extra: dict[str, Any] = field(default_factory=dict)
 
     def transfer_config(self) -> dict[str, Any]:
@@ -63,6 +64,9 @@ class StoreSetup:
         }
         if self.by_module_path:
             config["kv_connector_module_path"] = "kvstore.adapters.vllm.connector"
+        if self.beside is not None:
+            both = {"connectors": [config, self.beside]}
+            config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
         return config
 
 
@@ -114,11 +118,15 @@ class Engine:
         salts: Sequence[str | None] | None = None,
         lora: Any = None,
         logprobs: int | None = None,
+        asks: dict[str, Any] | None = None,
     ) -> list[Completion]:
-        """Greedy completions of token prompts."""
+        """Greedy completions of token prompts; ``asks`` are fields of ``kv_transfer_params``."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+        extra = None if asks is None else {"kv_transfer_params": asks}
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, extra_args=extra
+        )
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         for request, salt in zip(inputs, salts or [None] * len(inputs), strict=True):
             if salt is not None:
@@ -142,14 +150,14 @@ class Engine:
     @property
     def store_scheduler(self) -> Any:
         """Our scheduler side."""
-        return self.core_scheduler.connector._scheduler
+        return _ours(self.core_scheduler.connector)._scheduler
 
     @property
     def store_worker(self) -> Any:
         """Our worker side."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        return _ours(get_kv_transfer_group())._worker
 
     def settle(self) -> None:
         """Wait until everything stored is on disk and known to be there."""
@@ -167,6 +175,11 @@ class Engine:
         assert not scheduler._writes
         pool = self.core_scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
+
+
+def _ours(connector: Any) -> Any:
+    """Our connector, also where it is the first of several."""
+    return getattr(connector, "_connectors", [connector])[0]
 
 
 def _completion(output: Any) -> Completion:

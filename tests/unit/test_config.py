@@ -153,14 +153,25 @@ class TestEnvironment:
 
     def test_lmcache_variables_that_are_no_keys(self) -> None:
         assert load_config(environ={"LMCACHE_LOG_LEVEL": "INFO", "LMCACHE_USE_EXPERIMENTAL": "True"}).warnings == ()
-        (skip,) = load_config(environ={"LMCACHE_FORCE_SKIP_SAVE": "true"}).warnings
-        assert skip == "environment LMCACHE_FORCE_SKIP_SAVE: ignored: it is not read: requests are stored"
         (typo,) = load_config(environ={"LMCACHE_CHUNKSIZE": "1"}).warnings
         assert "LMCACHE_CHUNKSIZE" in typo
         assert typo.endswith("the nearest valid key is chunk_size")
 
 
 class TestLMCache:
+    @pytest.mark.parametrize("variable", ["KVSTORE_FORCE_SKIP_SAVE", "LMCACHE_FORCE_SKIP_SAVE"])
+    @pytest.mark.parametrize(("text", "skips"), [("true", True), ("1", True), ("False", False), ("0", False)])
+    def test_saving_is_switched_off_by_a_variable(self, variable: str, text: str, *, skips: bool) -> None:
+        assert load_config(environ={variable: text}).config.force_skip_save is skips
+
+    def test_what_lmcache_reads_without_a_prefix(self) -> None:
+        extra = {"discard_partial_chunks": True, "skip_last_n_tokens": 1, "chunk_size": "vLLM's own"}
+        loaded = load_config(extra, environ={"KVSTORE_SKIP_LAST_N_TOKENS": "2"})
+        assert loaded.config.skip_last_n_tokens == 1
+        assert not loaded.config.saves_tails
+        assert loaded.origins["skip_last_n_tokens"] == "kv_connector_extra_config skip_last_n_tokens"
+        assert load_config({**extra, "kvstore.skip_last_n_tokens": 3}, environ={}).config.skip_last_n_tokens == 3
+
     @pytest.mark.parametrize("key", sorted(NOT_IMPLEMENTED))
     def test_each_key_is_accepted_with_one_warning(self, key: str, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, logger="kvstore.config"):

@@ -141,6 +141,7 @@ class IndexMachine(RuleBasedStateMachine):
         busy = self.world.busy_slots()
         before = [ref for ref in self.index.lookup(hasher).refs if ref.prefix_key in self.index._chunks]
         held = self.held()
+        self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
         steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
         self.check_held(held)
         kept = self.index._chunks
@@ -166,6 +167,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.carry_out_removals()
         if steps:
             self.world.stores.append(Store(hasher, steps))
+
+    def extend(self, keys: list[PrefixKey], ttl_s: int | None) -> None:
+        """What is known stays for as long as any store wants."""
+        chunks = self.index._chunks
+        for key in self.expiries.keys() & {key for key in keys if key in chunks and not chunks[key].forgotten}:
+            if ttl_s is None:
+                del self.expiries[key]
+            else:
+                self.expiries[key] = max(self.expiries[key], self.now_s + ttl_s)
 
     @precondition(lambda self: self.world.stores)
     @rule(data=st.data(), early=st.booleans())
@@ -228,6 +238,11 @@ class IndexMachine(RuleBasedStateMachine):
         over = [key for key, end_s in self.expiries.items() if end_s <= self.now_s]
         for key in over:
             del self.expiries[key]
+        chunks = self.index._chunks
+        assert all(key not in chunks or chunks[key].forgotten for key in over), "a chunk outlived its time"
+        assert all(
+            chunk.expires_s in (None, self.expiries.get(key)) for key, chunk in chunks.items() if not chunk.forgotten
+        )
         self.forget(over)
 
     @rule(name=st.sampled_from("ab"), family=st.integers(0, 2), length=st.integers(0, 36), ttl_s=st.integers(1, 9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
 from support.remote import FakeServer
 
+from kvstore.adapters.vllm.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.errors import TierError
 
 HEADER = 4096
@@ -24,7 +26,10 @@ SETUPS = st.builds(
     local_cpu=st.booleans(),
     save_decode=st.booleans(),
     save_tails=st.booleans(),
+    skip_last_tokens=st.sampled_from([0, 0, 5]),
+    priority_limit=st.sampled_from([None, 0]),
     min_retrieve_tokens=st.sampled_from([0, 0, 10]),
+    max_tokens_per_load=st.sampled_from([0, 0, 2 * BLOCK, 21]),
     max_write_queue=st.sampled_from([None, 1]),
     run_ahead=st.sampled_from([0, 1, 2]),
     drafts=st.sampled_from([0, 0, 3]),
@@ -43,6 +48,7 @@ class _Client:
         self.random = vllm.random
         self.with_faults = with_faults
         self.requests: list[FakeRequest] = []
+        self.pinned: list[tuple[list[int], str, tuple[tuple[str, str], ...]]] = []
         stems = [[self.random.randrange(50) for _ in range(60)] for _ in range(2)]
         self.prompts = [[*stem[: self.random.randrange(1, 60)], self.random.randrange(50)] for stem in stems * 4]
 
@@ -75,7 +81,24 @@ class _Client:
             tokens = [*self.random.choice(done).all_token_ids, *tokens][:70]
         name = f"request {len(self.requests)}"
         salt = self.random.choice(["", "", "salt"])
-        self.requests.append(self.vllm.add(name, tokens, max_tokens=self.random.randint(1, 12), salt=salt))
+        params = self.wishes()
+        if params.pin:
+            self.pinned.append((tokens, salt, params.tags))
+        priority = self.random.randint(0, 1)
+        max_tokens = self.random.randint(1, 12)
+        request = self.vllm.add(name, tokens, max_tokens=max_tokens, salt=salt, priority=priority, params=params)
+        self.requests.append(request)
+
+    def wishes(self) -> RequestParams:
+        if self.random.random() < 0.6:
+            return NO_PARAMS
+        return RequestParams(
+            skip_save=self.random.random() < 0.2,
+            skip_load=self.random.random() < 0.2,
+            ttl_s=self.random.choice([None, 1e-6, 1000.0]),
+            pin=self.random.choice([None, True, False]),
+            tags=self.random.choice([(), (("team", "red"),)]),
+        )
 
     def upset(self, server: FakeServer) -> None:
         """A server evicts what it likes, and fails, and recovers."""
@@ -117,6 +140,9 @@ def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
         vllm.take = lambda offered: offered if vllm.random.random() < 0.8 else vllm.random.randint(0, offered)
         for _ in range(events):
             client.act()
+        vllm.settle()
+        for prompt, salt, tags in client.pinned:
+            vllm.ask("unpin", prompt, salt=salt, params=replace(WITHOUT_CACHE, pin=False, tags=tags))
         vllm.settle()
         vllm.assert_nothing_leaked()
         for prompt in client.prompts:  # all that is stored must still be right

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
 
+from kvstore.adapters.vllm.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
@@ -106,6 +107,186 @@ def test_short_hits_are_computed(build: Build, least: int, loaded: int) -> None:
     vllm = build(min_retrieve_tokens=least)
     vllm.ask("first", PROMPT)
     assert again(vllm) == loaded
+
+
+@pytest.mark.parametrize("skip", [1, BLOCK, 2 * BLOCK + 3])
+def test_the_last_tokens_are_neither_stored_nor_loaded(build: Build, tmp_path: Path, skip: int) -> None:
+    vllm = build(Setup(folder=tmp_path))
+    vllm.ask("first", PROMPT)
+    vllm.settle()
+    vllm = build(Setup(folder=tmp_path, skip_last_tokens=skip))
+    assert again(vllm) == len(PROMPT) - skip
+    vllm.ask("longer", [*PROMPT[:CHUNK], *range(200, 200 + CHUNK)])
+    assert again(vllm, [*PROMPT[:CHUNK], *range(200, 200 + CHUNK), 1, 2, 3]) == 2 * CHUNK - -(-skip // BLOCK) * BLOCK
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    ("most", "loaded"), [(BLOCK - 1, 0), (BLOCK, BLOCK), (CHUNK + 3, CHUNK), (999, len(PROMPT) - 1)]
+)
+def test_a_long_hit_is_cut_in_whole_blocks(build: Build, most: int, loaded: int) -> None:
+    vllm = build(max_tokens_per_load=most, min_retrieve_tokens=CHUNK)
+    vllm.ask("first", PROMPT)
+    assert again(vllm) == loaded
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+    assert vllm.index.counters.stored == 4, "the rest was computed, and is known"
+
+
+@pytest.mark.parametrize(("priority", "loaded"), [(-1, True), (3, True), (4, False)])
+def test_less_urgent_requests_are_not_stored_but_loaded(build: Build, priority: int, *, loaded: bool) -> None:
+    vllm = build(priority_limit=3)
+    vllm.ask("first", PROMPT, priority=priority)
+    assert again(vllm) == (len(PROMPT) - 1 if loaded else 0)
+    vllm.forget_local()
+    vllm.ask("last", PROMPT, priority=99)
+    assert vllm.loaded_tokens["last"] == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_skip_save(build: Build, *, save_decode: bool) -> None:
+    vllm = build(save_decode=save_decode)
+    vllm.ask("first", PROMPT, max_tokens=9, params=RequestParams(skip_save=True))
+    assert len(vllm.index) == 0
+    assert again(vllm) == 0
+    vllm.forget_local()
+    vllm.ask("loads", PROMPT, params=RequestParams(skip_save=True))
+    assert vllm.loaded_tokens["loads"] == len(PROMPT) - 1
+
+
+def test_skip_load(build: Build) -> None:
+    vllm = build()
+    vllm.ask("first", PROMPT)
+    vllm.forget_local()
+    vllm.ask("computes", PROMPT, params=RequestParams(skip_load=True))
+    assert vllm.loaded_tokens["computes"] == 0
+    assert again(vllm) == len(PROMPT) - 1
+
+
+def test_tags_do_not_share(build: Build) -> None:
+    vllm = build()
+    red = RequestParams(tags=(("team", "red"),))
+    vllm.ask("first", PROMPT, params=red)
+    assert again(vllm) == 0
+    vllm.forget_local()
+    vllm.ask("red", PROMPT, params=red)
+    assert vllm.loaded_tokens["red"] == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("params", [WITHOUT_CACHE, RequestParams(tags=(("team", "red"),))], ids=["without", "tagged"])
+@pytest.mark.parametrize("owner_is_tagged", [False, True])
+def test_whoever_shares_vllms_blocks_waits_for_a_load_that_may_fail(
+    build: Build, on_disk: Setup, params: RequestParams, *, owner_is_tagged: bool
+) -> None:
+    owners = RequestParams(tags=(("team", "blue"),)) if owner_is_tagged else NO_PARAMS
+    vllm = build(on_disk, run_ahead=1)
+    vllm.ask("first", PROMPT, params=owners)
+    vllm.settle()
+    for path in vllm.chunk_files():
+        damage(path)
+    vllm.forget_local()
+    vllm.add("owner", PROMPT, params=owners)
+    sharer = vllm.add("sharer", [*PROMPT[: 2 * CHUNK + BLOCK], 7, 7, 7, 7, 7], params=params)
+    vllm.step()
+    assert sharer.state == "waiting"
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(folder=tmp_path)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    vllm.settle()
+    assert vllm.chunk_files() == [], "it stays in memory"
+    now_s += 59
+    vllm.forget_local()
+    vllm.ask("in time", PROMPT, params=RequestParams(skip_save=True))
+    assert vllm.loaded_tokens["in time"] == len(PROMPT) - 1
+    now_s += 2
+    vllm.forget_local()
+    vllm.ask("late", PROMPT)
+    assert vllm.loaded_tokens["late"] == 0
+    vllm.settle()
+    assert len(vllm.chunk_files()) == 4, "what is computed anew has no time to live"
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("ttl_s", "expired"), [(10, True), (1000, False), (None, False)])
+def test_who_stores_it_for_longer_keeps_it(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ttl_s: float | None, *, expired: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(folder=tmp_path)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    vllm.ask("second", PROMPT, params=RequestParams(ttl_s=ttl_s))
+    vllm.settle()
+    assert len(vllm.chunk_files()) == (4 if ttl_s is None else 0)
+    now_s += 61
+    assert again(vllm) == (0 if expired else len(PROMPT) - 1)
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_a_tail_that_stays_is_not_given_up_for_a_chunk_that_goes(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.time.monotonic", lambda: now_s)
+    vllm = build()
+    vllm.ask("first", PROMPT)
+    vllm.ask("longer", [*PROMPT, *range(CHUNK)], params=RequestParams(ttl_s=60))
+    now_s += 61
+    assert again(vllm) == len(PROMPT) - 1
+
+
+def test_a_time_to_live_counts_where_nobody_looks_anything_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(loads=False)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    now_s += 61
+    vllm.ask("other", range(100, 100 + CHUNK))
+    assert vllm.index.counters.expired == 4
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("pin", [True, None])
+def test_a_pinned_prompt_is_not_evicted(build: Build, run_ahead: int, *, pin: bool | None) -> None:
+    vllm = build(slots=8, run_ahead=run_ahead, gpu_blocks=200, budget=CHUNK)
+    vllm.ask("first", PROMPT, params=RequestParams(pin=pin))
+    vllm.run()
+    for number in range(6):
+        vllm.ask(f"other {number}", [100 + number, *range(3 * CHUNK - 1)])
+    assert again(vllm) == (len(PROMPT) - 1 if pin else 0)
+    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_a_pin_waits_for_whoever_stores_the_same(build: Build, *, save_decode: bool) -> None:
+    vllm = build(budget=1000, save_decode=save_decode)
+    vllm.add("stores", PROMPT)
+    vllm.add("pins", PROMPT, params=RequestParams(pin=True))
+    vllm.settle()
+    assert sum(chunk.uses for chunk in vllm.index._chunks.values()) == 4
+    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_pins_hold_half_of_the_pool_and_end_with_new_weights(build: Build) -> None:
+    vllm = build(slots=8, gpu_blocks=200)
+    for number in range(3):
+        vllm.ask(f"{number}", [100 + number, *range(3 * CHUNK - 1)], params=RequestParams(pin=True))
+    assert sum(chunk.uses for chunk in vllm.index._chunks.values()) == 4
+    vllm.reset(preempt=True)
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
 
 
 @pytest.mark.parametrize(("loads", "saves"), [(True, False), (False, True)])

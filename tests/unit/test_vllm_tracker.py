@@ -6,7 +6,7 @@ import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.tracker import RequestTracker, SaveRules, SaveSpec
-from kvstore.keys import NO_EXTRAS, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 
 
 def tracker_of(num_tokens: int, *, decode: bool = False, tails: bool = True) -> tuple[FakeRequest, RequestTracker]:
@@ -81,6 +81,62 @@ def test_without_decode_saving_nothing_is_left_at_the_end() -> None:
     request, tracker = tracker_of(CHUNK)
     request.num_computed_tokens = CHUNK
     assert tracker.take_final_save() is None
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(0, [4, 1]), (1, [4, 1]), (2, [4]), (6, [3]), (100, [])])
+def test_the_last_tokens_are_left_out(skip: int, expected: list[int]) -> None:
+    request = FakeRequest("one", list(range(CHUNK + BLOCK + 1)))
+    rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True, skip_last_tokens=skip)
+    tracker = RequestTracker.start(request, NO_EXTRAS, rules)
+    assert sizes(tracker.take_save(CHUNK + BLOCK + 1)) == expected
+    assert tracker.is_saved
+
+
+def test_who_does_not_save_has_nothing_to_save() -> None:
+    request, tracker = tracker_of(2 * CHUNK, decode=True)
+    tracker.saves = False
+    tracker.restart_saving()
+    assert tracker.is_saved
+    request.num_computed_tokens = 2 * CHUNK
+    assert tracker.take_final_save() is None
+
+
+def test_nothing_is_saved_of_steps_that_ran_ahead_of_what_is_known() -> None:
+    """Replays a schedule of asynchronous steps with two drafts: one token is sampled beside each draft accepted.
+
+    A step's row: tokens computed as vLLM counts them when it plans the step, drafts not yet judged included; tokens the
+    step computes; tokens known by then. What was rejected is taken back in the next row but one.
+    """
+    request, tracker = tracker_of(CHUNK - 3, decode=True)
+    schedule = [
+        (0, 13, 13),  # the prompt
+        (13, 3, 13),  # planned before its token is known: a placeholder and two drafts
+        (16, 3, 14),  # the prompt's token is known; of the two drafts nothing
+        (17, 3, 15),  # both were rejected: 16 tokens' KV could be there, but 15 are known
+        (18, 3, 16),  # rejected again; but now the chunk's tokens are known, and the step before computes the last
+        (21, 3, 19),
+    ]
+    saved = []
+    for computed, scheduled, known in schedule:
+        request.num_computed_tokens = computed
+        request.all_token_ids += range(known - len(request.all_token_ids))
+        save = tracker.take_save(scheduled)
+        saved.append(sizes(save))
+        if save is not None:
+            end_tokens = (save.first_block + sum(sizes(save))) * BLOCK
+            assert end_tokens <= min(known, computed + scheduled)
+    assert saved == [[3], [], [], [], [4], []]
+
+
+def test_tags_are_unknown_to_vllms_own_prefix_cache() -> None:
+    request = FakeRequest("one", list(range(CHUNK)))
+    rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
+    tagged = RequestTracker.start(request, KeyExtras(cache_salt="s", tags=(("team", "red"),)), rules)
+    plain = RequestTracker.start(request, KeyExtras(cache_salt="s"), rules)
+    for tracker in (tagged, plain):
+        tracker.hasher.update(request.all_token_ids)
+    assert list(tagged.hasher.chunk_keys()) != list(plain.hasher.chunk_keys())
+    assert list(tagged.local_hasher().chunk_keys()) == list(plain.local_hasher().chunk_keys())
 
 
 def test_restart_offers_everything_again() -> None:

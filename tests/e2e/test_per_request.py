@@ -1,0 +1,105 @@
+"""What clients ask for one request, and what roles say, on real vLLM; and ours as the first of several connectors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.vllm_engine import (
+    Completion,
+    Engine,
+    Prompt,
+    StoreSetup,
+    assert_same_outputs,
+    make_prompts,
+    whole_blocks,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+PROMPT = make_prompts()[18]  # 513 tokens
+
+
+def hit(engine: Engine, asks: dict[str, object] | None = None) -> bool:
+    """Whether the prompt comes from the store."""
+    engine.forget_local()
+    return engine.generate([PROMPT], asks=asks)[0].cached_tokens >= whole_blocks(len(PROMPT))
+
+
+def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(tiny_model) as engine:
+        plain = engine.generate([PROMPT], logprobs=2)
+    # So that it does not join vLLM's, which caplog cannot see.
+    logging.getLogger("kvstore").addHandler(logging.NullHandler())
+    with Engine(tiny_model, StoreSetup(tmp_path / "disk")) as engine:
+        counters = engine.store_scheduler.index.counters
+        assert not hit(engine, {"kvstore.skip_save": True})
+        malformed = engine.generate([PROMPT], asks={"kvstore.ttl": ["secret"], "kvstore.skip_save": False})
+        assert_same_outputs(plain, malformed)
+        assert counters.stored == 0
+        assert "kvstore.ttl" in caplog.text
+        assert "secret" not in caplog.text
+
+        assert not hit(engine, {"kvstore.ttl": 1})
+        assert counters.stored == 2
+        time.sleep(1.1)
+        assert not hit(engine, {"lmcache.tag.team": "red", "kvstore.pin": True})
+        assert counters.expired == 2
+        assert not hit(engine, {"kvstore.tag.team": "blue"})
+        assert not hit(engine, {"lmcache.tag.team": "red", "kvstore.skip_load": True})
+        assert hit(engine, {"kvstore.tag.team": "red"})
+
+        assert engine.store_scheduler.index.leases == 1
+        engine.generate([PROMPT], asks={"kvstore.tag.team": "red", "kvstore.pin": False})
+        engine.assert_idle()
+
+
+def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
+    """A producer saves and loads nothing; a consumer, later, loads that and saves nothing."""
+    store = StoreSetup(tmp_path / "disk")
+    with Engine(tiny_model, replace(store, role="kv_producer", policy="fail")) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts)
+            assert_same_outputs(plain_outputs, outputs)
+            engine.settle()
+            engine.forget_local()
+        stored = engine.store_scheduler.index.counters.stored
+        assert stored > 50
+        assert engine.store_worker._mover.counters.chunks_loaded == 0
+    with Engine(tiny_model, replace(store, role="kv_consumer")) as engine:
+        outputs = engine.generate([*prompts, [9] * 600])
+        assert_same_outputs(plain_outputs, outputs[:-1])
+        for prompt, output in zip(prompts, outputs, strict=False):
+            assert output.cached_tokens >= whole_blocks(len(prompt))
+        assert engine.store_scheduler.index.counters.stored == 0
+        engine.assert_idle()
+
+
+def test_first_of_several_connectors(tiny_model: Path, tmp_path: Path) -> None:
+    """vLLM's own example stands behind ours: what ours has it loads, and both save."""
+    beside = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    prompts = [prompt for prompt in make_prompts()[:22] if len(prompt) > 200]  # alone: the example mixes up shared ones
+    settings: dict[str, Any] = {"max_num_batched_tokens": 2048}
+    with Engine(tiny_model, **settings) as engine:
+        plain = [engine.generate([prompt], logprobs=2)[0] for prompt in prompts]
+    store = StoreSetup(tmp_path / "disk", beside=beside)
+    for start in ("cold", "restarted"):
+        with Engine(tiny_model, store, **settings) as engine:
+            if start == "cold":
+                assert_same_outputs(plain, engine.generate_one_by_one(prompts))
+                engine.forget_local()
+            hits = engine.generate_one_by_one(prompts)
+            assert_same_outputs(plain, hits)
+            for prompt, output in zip(prompts, hits, strict=True):
+                assert output.cached_tokens >= whole_blocks(len(prompt))
+            assert engine.store_worker._mover.counters.chunks_loaded > 20
+            engine.assert_idle()
+    assert any((tmp_path / "example").iterdir()), "the other one saved, too"
