@@ -343,7 +343,7 @@ class StoreScheduler:
 
     def _emit(self) -> StepPlan:
         self._number += 1
-        removals = self._stray + (self._index.take_removals() if self._index else [])
+        removals = self._stray + ([] if self._index is None else self._index.take_removals())
         plan = StepPlan(self._number, self._acked, list(self._ready.values()), removals, self._epoch)
         self._step.acked = self._acked
         if plan.requests:

@@ -601,3 +601,15 @@ def test_before_the_workers_have_reported_nothing_is_cached() -> None:
     fresh.allocated("early", [1, 2, 3], 0)
     assert fresh.plan_step({"early": 40}, lambda _: [1, 2, 3]).requests == []
     assert fresh.finish_request("early", [1]) is False
+
+
+def test_an_emptied_index_still_sends_its_removals(build: Build, tmp_path: Path) -> None:
+    """Or the files would stay, and be found again after a restart."""
+    vllm = build(folder=tmp_path)
+    vllm.ask("first", PROMPT)
+    vllm.settle()
+    assert vllm.chunk_files()
+    vllm.index.remove(list(vllm.index._chunks))
+    assert len(vllm.index) == 0
+    vllm.settle()
+    assert vllm.chunk_files() == []
