@@ -12,7 +12,6 @@ FAMILIES: Final[dict[str, str]] = {
     "remote_storage_plugins audit_actual_remote_url external_lookup_client mp_host mp_port": (
         "LMCache's servers and plugins are not used: `remote_url` names the tier that hosts share"
     ),
-    "remote_serde": "chunks are stored as they are: nothing will be compressed",
     "pre_caching_hash_algorithm": "keys are always sha256 and equal in every process, whatever PYTHONHASHSEED is",
     "cost_aware_half_life_seconds cost_aware_ewma_alpha": "there is no such policy: `cache_policy` has one that adapts",
     "use_layerwise": "all layers of a hit are loaded before the model runs",
@@ -78,6 +77,9 @@ FAMILIES: Final[dict[str, str]] = {
 
 NOT_IMPLEMENTED: Final = {key: meaning for keys, meaning in FAMILIES.items() for key in keys.split()}
 
+OTHER_CODECS: Final = frozenset({"cachegen", "kivi"})
+"""Values of ``remote_serde`` that LMCache knows and kvstore does not."""
+
 OTHER_SCHEMES: Final = frozenset({"lm", "s3", "fs", "infinistore", "mooncakestore", "blackhole", "audit", "eic"})
 """Schemes of ``remote_url`` that LMCache knows and kvstore does not."""
 
@@ -88,7 +90,7 @@ EXTRA_CONFIG_KEYS: Final = frozenset({"disk_io_threads", "use_odirect"})
 UNPREFIXED: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens"})
 """What LMCache reads from vLLM's extra config without a prefix."""
 
-_SAME_HERE: Final[dict[str, object]] = {"remote_serde": "naive", "py_enable_gc": True}
+_SAME_HERE: Final[dict[str, object]] = {"py_enable_gc": True}
 
 
 def loses_nothing(key: str, value: object) -> bool:

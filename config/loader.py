@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from kvstore.config import sources
-from kvstore.config.lmcache import NOT_IMPLEMENTED, loses_nothing
+from kvstore.config.lmcache import NOT_IMPLEMENTED, OTHER_CODECS, loses_nothing
 from kvstore.config.problems import Entry, Findings
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError
@@ -131,6 +131,12 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
     if config.remote_url != config.shared_url:
         where = origins["remote_url"]
         lines.append(f"{where}: remote_url: ignored: there is no such tier here: nothing will be shared between hosts")
+    if config.remote_serde in OTHER_CODECS:
+        where = origins["remote_serde"]
+        lines.append(
+            f"{where}: remote_serde: there is no {config.remote_serde!r} here: 'none' is used, so chunks are stored as "
+            "they are"
+        )
     if config.local_disk is None and config.shared_url is None and not config.local_cpu:
         where = origins["local_cpu"]
         lines.append(f"{where}: local_cpu: false without local_disk and remote_url: nothing will be kept")

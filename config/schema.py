@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from kvstore.codecs import CODEC_NAMES
-from kvstore.config.lmcache import OTHER_SCHEMES
+from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
 from kvstore.errors import ConfigError
 from kvstore.policies import POLICIES, choose_policy
 from kvstore.tiers import SCHEMES
@@ -22,6 +22,7 @@ from kvstore.tiers import SCHEMES
 GIB_BYTES: Final = 2**30
 _MAX_SIZE_GIB: Final = 1_000_000
 _MAX_TIMEOUT_S: Final = 86_400
+_NAIVE: Final = "naive"  # LMCache's word for none
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,12 @@ class StoreConfig(BaseModel):
         ge=1,
         description="How long a chunk stays at the remote tier once stored. If null, until that tier evicts it.",
     )
+    remote_serde: str = Field(
+        default="none",
+        description="What chunks at the remote tier are encoded with: `none` (LMCache calls it `naive`), `lz4`, "
+        "`split` (lossless, bf16 a third smaller) or `int8` (lossy); see [codecs.md](codecs.md). Engines that share "
+        "chunks need the same. LMCache's `cachegen` and `kivi` are replaced by `none`, with a warning.",
+    )
     remote_connections: Annotated[int, Unit("connections")] = Field(
         default=8,
         ge=1,
@@ -255,6 +262,11 @@ class StoreConfig(BaseModel):
         return self.remote_url if is_ours else None
 
     @property
+    def remote_codec(self) -> str:
+        """The codec that ``remote_serde`` leads to."""
+        return self.remote_serde if self.remote_serde in CODEC_NAMES else "none"
+
+    @property
     def local_disk_folders(self) -> tuple[str, ...]:
         """``local_disk`` as absolute paths; empty without a disk tier."""
         if self.local_disk is None:
@@ -295,6 +307,18 @@ class StoreConfig(BaseModel):
     @classmethod
     def _known_codec(cls, value: str) -> str:
         if value not in CODEC_NAMES:
+            raise PydanticCustomError("codec", "must be one of {known}", {"known": ", ".join(CODEC_NAMES)})
+        return value
+
+    @field_validator("remote_serde", mode="before")
+    @classmethod
+    def _no_serde(cls, value: object) -> object:
+        return "none" if value is None or value == "" else value
+
+    @field_validator("remote_serde")
+    @classmethod
+    def _known_serde(cls, value: str) -> str:
+        if value not in {_NAIVE, *CODEC_NAMES, *OTHER_CODECS}:
             raise PydanticCustomError("codec", "must be one of {known}", {"known": ", ".join(CODEC_NAMES)})
         return value
 

@@ -196,8 +196,27 @@ def parse_encoding(
     return Encoding(codec, layer_bytes), str(sums)
 
 
+def codec_of(header: ByteArray | bytes) -> str | None:
+    """The codec that a header names, whatever else is in it; None where there is none."""
+    metadata = _metadata(header.tobytes() if isinstance(header, np.ndarray) else header)
+    codec = metadata.get("codec") if metadata else None
+    return codec if isinstance(codec, str) else None
+
+
 def _is_hex(value: object, digits: int) -> bool:
     return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value, re.ASCII) is not None
+
+
+def compare_layers(
+    layout: KVLayout, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, *, layers: range, layer_sums: str
+) -> Damage | None:
+    """``compare`` for a payload of which only ``layers`` were read; what the header says of the others stands."""
+    found = header.tobytes() if isinstance(header, np.ndarray) else header
+    stated = (_metadata(found) or {}).get("xxh3_64")
+    if isinstance(stated, str) and len(stated) == layout.num_layers * _CHECKSUM_DIGITS:
+        begin, end = layers.start * _CHECKSUM_DIGITS, layers.stop * _CHECKSUM_DIGITS
+        layer_sums = stated[:begin] + layer_sums + stated[end:]
+    return compare(layout, key, num_blocks, found, layer_sums)
 
 
 def _tensor(begin: int, end: int) -> dict[str, object]:

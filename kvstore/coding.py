@@ -42,25 +42,43 @@ class ChunkCoder:
 
         ``payload`` may be longer than the chunk (a slab slot); ``out`` has ``image_bytes(num_blocks)`` at least.
         """
+        layers, sums = self.encode_layers(num_blocks, payload, out[self.header_bytes :])
+        end = self.header_bytes + layers.total_bytes
+        size_bytes = round_up(end, ALIGNMENT_BYTES)
+        out[end:size_bytes] = 0
+        encoding = layers if self.codec.name != "none" else None
+        header = chunkfile.build_header(self.layout, key, num_blocks, sums, encoding=encoding)
+        out.data[: len(header)] = header
+        return size_bytes
+
+    def encode_layers(self, num_blocks: int, payload: ByteArray, out: ByteArray) -> tuple[Encoding, str]:
+        """Encode all layers into the front of ``out``, one behind the other: how long they are, and their checksums.
+
+        ``payload`` may be longer than the chunk (a slab slot); ``out`` is at least as long as the chunk.
+        """
         lengths, sums = [], []
-        end = self.header_bytes
+        end = 0
         for begin_raw, end_raw in self.layout.layer_ranges(num_blocks):
             length = self.codec.encode(payload[begin_raw:end_raw], out[end:])
             sums.append(xxhash.xxh3_64_hexdigest(out.data[end : end + length]))
             lengths.append(length)
             end += length
-        size_bytes = round_up(end, ALIGNMENT_BYTES)
-        out[end:size_bytes] = 0
-        encoding = Encoding(self.codec.name, tuple(lengths)) if self.codec.name != "none" else None
-        header = chunkfile.build_header(self.layout, key, num_blocks, "".join(sums), encoding=encoding)
-        out.data[: len(header)] = header
-        return size_bytes
+        return Encoding(self.codec.name, tuple(lengths)), "".join(sums)
 
     def open(self, key: ChunkKey, num_blocks: int, image: ByteArray) -> Image | Damage:
         """Look at the header of an image, of which nothing else needs to be there yet: what it holds, or why not."""
         if not self.may_be(num_blocks, len(image)):
             return Damage.SIZE
-        header = image[: self.header_bytes]
+        opened = self.open_layers(key, num_blocks, image[: self.header_bytes], image[self.header_bytes :])
+        if isinstance(opened, Image) and round_up(opened.size_bytes, ALIGNMENT_BYTES) != len(image) - self.header_bytes:
+            return Damage.SIZE
+        return opened
+
+    def open_layers(self, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, body: ByteArray) -> Image | Damage:
+        """The same for layers that do not lie behind their header.
+
+        ``body`` is as long as the chunk without a codec at least, or the caller compares it with ``Image.size_bytes``.
+        """
         parsed = chunkfile.parse_encoding(self.layout, num_blocks, header, self.codec.name)
         if isinstance(parsed, Damage):
             return parsed
@@ -69,10 +87,7 @@ class ChunkCoder:
         if damage is not None:
             return damage
         raw = self.layout.layer_ranges(num_blocks)
-        ranges = encoding.ranges() if encoding else raw
-        if round_up(ranges[-1][1], ALIGNMENT_BYTES) != len(image) - self.header_bytes:
-            return Damage.SIZE
-        return Image(self.codec, image[self.header_bytes :], ranges, raw, sums)
+        return Image(self.codec, body, encoding.ranges() if encoding else raw, raw, sums)
 
     def decode(self, key: ChunkKey, num_blocks: int, image: ByteArray, payload: ByteArray) -> Damage | None:
         """Fill ``payload`` from a whole image, or say why that is not the chunk; then what is in it is undefined."""
@@ -100,6 +115,11 @@ class Image:
         self._raw_ranges = raw_ranges
         self._layer_sums = layer_sums
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all layers together."""
+        return self._ranges[-1][1]
+
     def layers_within(self, done: int, end_bytes: int) -> range:
         """The layers from ``done`` on that are complete once the first ``end_bytes`` behind the header are there."""
         last = done
@@ -122,4 +142,4 @@ class Image:
 
     def check_padding(self) -> Damage | None:
         """Whether all that follows the last layer is zero."""
-        return Damage.HEADER if self._body[self._ranges[-1][1] :].any() else None
+        return Damage.HEADER if self._body[self.size_bytes :].any() else None

@@ -147,6 +147,7 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         "ttl_s": config.remote_ttl_secs,
         "connections": config.remote_connections,
         "timeout_s": config.blocking_timeout_secs,
+        "codec": config.remote_codec if config.remote_codec != "none" else None,
     }
     return RemoteOptions(
         url,

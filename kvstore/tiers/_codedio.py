@@ -6,19 +6,16 @@ is decoded layer by layer while the rest is on its way, by the threads that othe
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
-from queue import LifoQueue
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvstore.chunkfile import Damage
 from kvstore.coding import ChunkCoder
 from kvstore.tiers._chunkio import PIECE_BYTES, Body, ChunkIO, Writable, read_whole, touch
+from kvstore.tiers._scratch import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
     from kvstore.coding import Image
     from kvstore.layout import KVLayout
     from kvstore.tiers.base import ByteArray
-
-SCRATCH_BUFFERS = 4  # as many threads write; more of them than cores would not be faster
 
 
 class CodedIO(ChunkIO):
@@ -48,9 +43,7 @@ class CodedIO(ChunkIO):
         super().__init__(layout)
         self._coder = ChunkCoder(layout, codec)
         self.file_bytes = tuple(self._coder.image_bytes(blocks) for blocks in range(layout.blocks_per_chunk + 1))
-        self._scratch: LifoQueue[ByteArray | None] = LifoQueue()
-        for _ in range(SCRATCH_BUFFERS):
-            self._scratch.put(None)
+        self._scratch = Scratch(self.file_bytes[-1])
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
         """See ``ChunkIO``: any size up to that of the chunk without a codec."""
@@ -59,7 +52,7 @@ class CodedIO(ChunkIO):
     @contextmanager
     def prepared(self, body: Body) -> Iterator[Writable]:
         """See ``ChunkIO``: encodes the chunk."""
-        with self._borrowed() as scratch:
+        with self._scratch.borrowed() as scratch:
             size_bytes = self._coder.encode(self._key(body.ref), body.ref.num_blocks, body.array, scratch)
             yield Writable(body, size_bytes, scratch[:size_bytes])
 
@@ -71,7 +64,7 @@ class CodedIO(ChunkIO):
         if not self.may_be(body.ref.num_blocks, status.st_size):
             return Damage.SIZE
         with (
-            self._borrowed() as scratch,
+            self._scratch.borrowed() as scratch,
             self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, is_aligned=True) as fd,
         ):
             damage = self._read_image(fd, body, scratch[: status.st_size])
@@ -119,17 +112,3 @@ class CodedIO(ChunkIO):
             else:
                 return []
         return [image.decode(layer, body.array)]
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[ByteArray]:
-        """A page-aligned buffer for one image."""
-        scratch = self._scratch.get()
-        try:
-            if scratch is None:
-                memory = mmap.mmap(-1, self.file_bytes[-1])
-                with suppress(OSError):  # a kernel without huge pages
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-                scratch = np.frombuffer(memory, np.uint8)
-            yield scratch
-        finally:
-            self._scratch.put(scratch)

@@ -2,6 +2,7 @@
 
 - The payload lies in parts of about 1 MiB, under names that follow from the chunk's own. A small commit value beside
   them is the header of a chunk file. A hash tag keeps all of them on one node of a cluster.
+- What is here stores payloads as they are; ``_redis_coded.py`` does it through a codec, in fewer parts.
 - Parts are written under names of their own, which expire, and renamed together with the commit in one transaction:
   a chunk is there whole or not at all, and whoever writes last wins whole.
 - Commit and parts begin with the id of the write that made them. Readers ask for them one after the other; if the
@@ -10,20 +11,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
 from kvstore import chunkfile
+from kvstore.codecs import CODEC_NAMES
 from kvstore.keys import ChunkKey
 from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
 from kvstore.tiers._redis_wire import Buffer, Link, Reply, pack
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.layout import KVLayout
     from kvstore.tiers._redis_ledger import WriteId
@@ -34,6 +37,8 @@ PART_BYTES = (1 << 20) - 4096
 UNCOMMITTED_TTL_S = 600  # after that a part expires whose writer was killed before it committed
 PREFIX = b"kvs:{"
 _WINDOW = 3  # parts asked for ahead: the server copies one while another is on the wire
+_BLANK_KEY = ChunkKey(bytes(8), bytes(16))
+_NOWHERE = memoryview(bytearray())
 _UNUSABLE = b""  # stands for a commit of another type
 
 
@@ -94,6 +99,36 @@ class Home:
         return (ref, purpose) if is_ours else None
 
 
+class Outgoing(NamedTuple):
+    """A chunk about to be stored.
+
+    Attributes:
+        ref: which one.
+        data: what goes into its parts.
+        size_bytes: of all its values together.
+        header: makes the header of its commit, without trailing spaces.
+    """
+
+    ref: ChunkRef
+    data: ByteArray
+    size_bytes: int
+    header: Callable[[], bytes]
+
+
+class Incoming(NamedTuple):
+    """Where a chunk is to go.
+
+    Attributes:
+        ref: which one.
+        payload: for its KV.
+        data: for what is in its parts: the same, or a buffer for what is to be decoded.
+    """
+
+    ref: ChunkRef
+    payload: ByteArray
+    data: ByteArray
+
+
 @dataclass(frozen=True)
 class Fetched:
     """What a look for a chunk has found.
@@ -102,11 +137,23 @@ class Fetched:
         commit: as it was before the parts were read, or None.
         is_whole: whether every part is there, of the right length, and of the write that the commit names.
         is_evicted: whether a part is not there at all.
+        size_bytes: of all its values together, if it is whole.
     """
 
     commit: bytes | None
     is_whole: bool = False
     is_evicted: bool = False
+    size_bytes: int = 0
+
+
+def num_parts(data_bytes: int) -> int:
+    """In how many parts that much lies."""
+    return -(-data_bytes // PART_BYTES)
+
+
+def split(data: ByteArray) -> list[memoryview]:
+    """The parts of what is to be sent or received, as views."""
+    return [data.data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
 
 
 class ChunkIO:
@@ -117,28 +164,50 @@ class ChunkIO:
         ttl_s: after how many seconds a chunk expires, or None.
     """
 
+    codec_name = "none"
+
     def __init__(self, layout: KVLayout, ttl_s: int | None) -> None:
         self._layout = layout
         self._ttl_s = ttl_s
 
-    def num_parts(self, num_blocks: int) -> int:
-        """In how many parts the payload lies."""
-        return -(-self._layout.payload_bytes(num_blocks) // PART_BYTES)
+    def max_parts(self, num_blocks: int) -> int:
+        """In how many parts a payload lies at most: as it is."""
+        return num_parts(self._layout.payload_bytes(num_blocks))
 
     def keys(self, home: Home, ref: ChunkRef) -> list[bytes]:
-        """All keys of a chunk, the commit key first."""
-        return home.keys(ref, self.num_parts(ref.num_blocks))
+        """All keys that a chunk may have, the commit key first."""
+        return home.keys(ref, self.max_parts(ref.num_blocks))
 
     def stored_bytes(self, num_blocks: int) -> int:
-        """The length of all values of a chunk together."""
-        blank = chunkfile.build_header(self._layout, ChunkKey(bytes(8), bytes(16)), num_blocks, self._sums_width())
-        commit_bytes = WRITE_ID_BYTES + len(blank.rstrip())
-        parts_bytes = WRITE_ID_BYTES * self.num_parts(num_blocks) + self._layout.payload_bytes(num_blocks)
-        return commit_bytes + parts_bytes
+        """The length of all values of a chunk together; with a codec, the most that it can be."""
+        return self.size_of(num_blocks, self._layout.payload_bytes(num_blocks))
 
-    def upload(
-        self, link: Link, home: Home, ref: ChunkRef, write_id: WriteId, payload: ByteArray
-    ) -> bytes | ResponseError:
+    def size_of(self, num_blocks: int, data_bytes: int) -> int:
+        """The length of all values of a chunk with so much in its parts."""
+        blank = chunkfile.build_header(self._layout, _BLANK_KEY, num_blocks, self._blank_sums())
+        return values_bytes(len(blank.rstrip()), data_bytes)
+
+    @contextmanager
+    def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:
+        """A chunk as it will be stored.
+
+        Raises:
+            TierError: all buffers for that are in use for too long.
+        """
+        key = ChunkKey(home.namespace_id, ref.prefix_key)
+        header = partial(chunkfile.encode_header, self._layout, key, ref.num_blocks, payload)
+        yield Outgoing(ref, payload, self.stored_bytes(ref.num_blocks), lambda: header().rstrip())
+
+    @contextmanager
+    def incoming(self, ref: ChunkRef, payload: ByteArray) -> Iterator[Incoming]:
+        """A place for a chunk. Taken before a connection is, so that nobody waits for one while holding the other.
+
+        Raises:
+            TierError: all buffers for that are in use for too long.
+        """
+        yield Incoming(ref, payload, payload)
+
+    def upload(self, link: Link, home: Home, write_id: WriteId, chunk: Outgoing) -> bytes | ResponseError:
         """Write the parts of a chunk under names that nobody reads.
 
         Returns:
@@ -148,16 +217,14 @@ class ChunkIO:
         Raises:
             ResponseError: the server refused for another reason.
         """
-        fresh = self._fresh_keys(home, ref, write_id)
-        link.send(_set_commands(fresh, write_id, payload, self._ttl_s or UNCOMMITTED_TTL_S))
-        # Summed up here, while the server takes in what is still on its way.
-        key = ChunkKey(home.namespace_id, ref.prefix_key)
-        header = chunkfile.encode_header(self._layout, key, ref.num_blocks, payload)
+        fresh = _fresh_keys(home, chunk, write_id)
+        link.send(_set_commands(fresh, write_id, split(chunk.data), self._ttl_s or UNCOMMITTED_TTL_S))
+        header = chunk.header()  # summed up here, while the server takes in what is still on its way
         failure = first_error([link.reader.reply() for _ in fresh])
-        return write_id + header.rstrip() if failure is None else self._give_up(link, failure, fresh)
+        return write_id + header if failure is None else self._give_up(link, failure, fresh)
 
     def commit(
-        self, link: Link, home: Home, ref: ChunkRef, write_id: WriteId, value: bytes
+        self, link: Link, home: Home, write_id: WriteId, chunk: Outgoing, value: bytes
     ) -> set[WriteId] | ResponseError:
         """Make parts that were uploaded the chunk, in the place of an older one.
 
@@ -167,7 +234,7 @@ class ChunkIO:
         Raises:
             ResponseError: the server refused for a reason that concerns more than this chunk.
         """
-        fresh, keys = self._fresh_keys(home, ref, write_id), self.keys(home, ref)
+        fresh, keys = _fresh_keys(home, chunk, write_id), self.keys(home, chunk.ref)
         *queued, done = link.ask(self._commit_commands(fresh, keys, value))
         # The first reply inside the transaction is the id, or says that the old commit was no string.
         replies = done[1:] if isinstance(done, list) else [done]
@@ -187,50 +254,63 @@ class ChunkIO:
         link.call("UNLINK", *keys)
         return failure
 
-    def _fresh_keys(self, home: Home, ref: ChunkRef, write_id: WriteId) -> list[bytes]:
-        return [b"%b:w%b" % (key, write_id.hex().encode()) for key in self.keys(home, ref)[1:]]
-
     def _commit_commands(self, fresh: list[bytes], keys: list[bytes], value: bytes) -> list[bytes]:
         """One transaction, which gives the parts their names and says that the chunk is there."""
         commands = [pack("MULTI"), _ask_id(keys[0])]
-        for name, final in zip(fresh, keys[1:], strict=True):
+        for name, final in zip(fresh, keys[1:], strict=False):
             commands.append(pack("RENAME", name, final))
             if not self._ttl_s:
                 commands.append(pack("PERSIST", final))
+        if spare := keys[1 + len(fresh) :]:  # an older chunk may have more parts
+            commands.append(pack("UNLINK", *spare))
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
 
-    def fetch(self, link: Link, home: Home, ref: ChunkRef, payload: ByteArray) -> Fetched:
-        """Read a chunk into ``payload``, as far as it is there. The bytes are not verified yet.
+    def fetch(self, link: Link, home: Home, chunk: Incoming) -> Fetched:
+        """Read the parts of a chunk into ``chunk.data``, as far as they are there. The bytes are not verified yet.
 
         Raises:
             ResponseError: the server refused.
         """
-        keys = self.keys(home, ref)
-        commands = [pack("GET", key) for key in keys]
-        views = [payload.data[begin : begin + PART_BYTES] for begin in range(0, len(payload), PART_BYTES)]
-        link.send([b"".join(commands[: 1 + _WINDOW])])
-        asked, is_whole, is_evicted = 1 + _WINDOW, True, False
+        commands = [pack("GET", key) for key in self.keys(home, chunk.ref)]
+        asked, read = min(1 + _WINDOW, len(commands)), 1
+        link.send([b"".join(commands[:asked])])
         commit = _commit(link.reader.reply())
-        for part, view in enumerate(views):
-            if part + 1 >= asked:
-                break
-            write_id = link.reader.value_into(WRITE_ID_BYTES, view)
-            is_evicted = is_evicted or write_id is None
-            is_whole = is_whole and commit is not None and write_id == commit[:WRITE_ID_BYTES]
-            if is_whole and asked < len(commands):
-                link.send([commands[asked]])
-                asked += 1
-        return Fetched(commit, is_whole, is_evicted)
+        views = self._views(home, chunk, commit)
+        is_whole, is_evicted = commit is not None and bool(views), False
+        while read < asked:
+            is_needed = read <= len(views)  # with a codec, there may be less than was asked for ahead
+            write_id = link.reader.value_into(WRITE_ID_BYTES, views[read - 1] if is_needed else _NOWHERE)
+            read += 1
+            if is_needed:
+                is_evicted = is_evicted or write_id is None
+                is_whole = is_whole and commit is not None and write_id == commit[:WRITE_ID_BYTES]
+                if is_whole and asked <= len(views):
+                    link.send([commands[asked]])
+                    asked += 1
+        return Fetched(commit, is_whole, is_evicted, len(commit or b"") + sum(WRITE_ID_BYTES + len(v) for v in views))
 
-    def is_sound(self, home: Home, ref: ChunkRef, commit: bytes, payload: ByteArray) -> bool:
-        """Whether ``payload`` is the chunk that was asked for: key, length and checksums agree."""
+    def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:  # noqa: ARG002 - with a codec it says
+        """Where the parts go; none of them if the commit is not that of a chunk."""
+        return split(chunk.data)
+
+    def is_sound(self, home: Home, chunk: Incoming, commit: bytes) -> bool:
+        """Whether what was fetched is the chunk that was asked for: key, length and checksums agree.
+
+        Only then ``chunk.payload`` is its KV.
+        """
         text = commit[WRITE_ID_BYTES:]
         header_bytes = chunkfile.header_bytes(self._layout)
         if len(text) > header_bytes or text != text.rstrip():
             return False
+        ref = chunk.ref
         key = ChunkKey(home.namespace_id, ref.prefix_key)
-        return chunkfile.verify(self._layout, key, ref.num_blocks, text.ljust(header_bytes), payload) is None
+        return chunkfile.verify(self._layout, key, ref.num_blocks, text.ljust(header_bytes), chunk.payload) is None
+
+    def is_foreign(self, commit: bytes) -> bool:
+        """Whether another codec has encoded the chunk, one that is not read here."""
+        codec = chunkfile.codec_of(commit[WRITE_ID_BYTES:])
+        return codec in CODEC_NAMES and codec not in {"none", self.codec_name}
 
     def discard(self, link: Link, home: Home, ref: ChunkRef, commit: bytes | None) -> bool:
         """Remove a chunk if its commit is still this one (None: still missing). Returns whether it was.
@@ -260,16 +340,27 @@ class ChunkIO:
         """The same for a server without memory, which takes no transaction; it does not say whose write ends."""
         return [pack("UNLINK", *self.keys(home, ref))]
 
-    def _sums_width(self) -> str:
+    def _blank_sums(self) -> str:
         return "0" * 16 * self._layout.num_layers
 
 
-def _set_commands(names: Sequence[bytes], write_id: WriteId, payload: ByteArray, ttl_s: int) -> Iterator[Buffer]:
+def values_bytes(header_bytes: int, data_bytes: int) -> int:
+    """The length of all values: the commit with its header, and the parts with what is in them."""
+    return WRITE_ID_BYTES + header_bytes + WRITE_ID_BYTES * num_parts(data_bytes) + data_bytes
+
+
+def _fresh_keys(home: Home, chunk: Outgoing, write_id: WriteId) -> list[bytes]:
+    parts = home.keys(chunk.ref, num_parts(len(chunk.data)))[1:]
+    return [b"%b:w%b" % (key, write_id.hex().encode()) for key in parts]
+
+
+def _set_commands(
+    names: Sequence[bytes], write_id: WriteId, views: Sequence[memoryview], ttl_s: int
+) -> Iterator[Buffer]:
     """SET commands for all parts, their bytes as views of the payload."""
     tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s)
     end = b""
-    for number, name in enumerate(names):
-        view = payload.data[number * PART_BYTES : (number + 1) * PART_BYTES]
+    for name, view in zip(names, views, strict=True):
         size = len(write_id) + len(view)
         yield end + b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (len(name), name, size, write_id)
         yield view

@@ -63,6 +63,12 @@ class Ledger:
         with self._lock:
             return {write_id for write_id in self._ids.get(ref, ()) if self._writes[write_id].is_settled}
 
+    def size_of(self, ref: ChunkRef) -> int | None:
+        """The bytes of a chunk's complete write, of the largest if there may be several; None if there is none."""
+        with self._lock:
+            writes = [self._writes[write_id] for write_id in self._ids.get(ref, ())]
+            return max((write.size_bytes for write in writes if write.is_settled), default=None)
+
     def strike(self, write_ids: Iterable[WriteId]) -> None:
         """These writes have ended; those that are not booked are ignored."""
         with self._lock:

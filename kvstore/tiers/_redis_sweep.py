@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from redis.exceptions import ResponseError
 
-from kvstore.tiers._redis_chunk import ChunkIO, Home
+from kvstore.tiers._redis_chunk import PART_BYTES, ChunkIO, Home
+from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
 from kvstore.tiers._redis_wire import Link, pack
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _PAGE_KEYS = 1000
 _EPOCH_DIGITS = 16
+_PART_DIGITS = 9  # a number with more of them is no part
+_NO_PART = 10**_PART_DIGITS
 
 
 class Sweeper:
@@ -43,10 +46,10 @@ class Sweeper:
         self._calls.at(new.epoch_tag, lambda link: link.call("SET", new.epoch_key, new.epoch))
         return new
 
-    def walk(self, home: Home) -> tuple[list[ChunkRef], int]:
-        """All chunks, the longest untouched first; and how many were deleted because their commits were missing."""
+    def walk(self, home: Home) -> tuple[dict[ChunkRef, int], int]:
+        """All chunks with their sizes, the longest untouched first; and how many were deleted, without a commit."""
         idle_s: dict[ChunkRef, int] = {}
-        with_parts: set[ChunkRef] = set()
+        last_part: dict[ChunkRef, int] = {}
         for node, keys in self._pages(home):
             self._delete_foreign(home, node, keys)
             parsed = [(key, home.parse(key)) for key in keys]
@@ -57,17 +60,36 @@ class Sweeper:
                 ref, purpose = place
                 if purpose == b"c":
                     commits.append((key, ref))
-                elif purpose.isdigit():
-                    with_parts.add(ref)
+                elif purpose.isdigit() and len(purpose) < _PART_DIGITS:
+                    last_part[ref] = max(int(purpose), last_part.get(ref, 0))
             questions = [[pack("OBJECT", "IDLETIME", key)] for key, _ in commits]
             for (_, ref), answer in zip(commits, self._calls.ask_node(node, questions), strict=True):
                 if answer is not None:  # it has gone meanwhile
                     idle_s[ref] = answer if isinstance(answer, int) else 0
         swept = 0
-        for ref in with_parts - idle_s.keys():  # its commit was evicted
+        for ref in last_part.keys() - idle_s.keys():  # its commit was evicted
             if self._calls.at(home.tag(ref), lambda link, ref=ref: self._io.discard(link, home, ref, None)):  # type: ignore[misc]
                 swept += 1
-        return sorted(idle_s, key=lambda ref: -idle_s[ref]), swept
+        return self._sizes(home, sorted(idle_s, key=lambda ref: -idle_s[ref]), last_part), swept
+
+    def _sizes(self, home: Home, refs: Sequence[ChunkRef], last_part: dict[ChunkRef, int]) -> dict[ChunkRef, int]:
+        """The length of all values of every chunk.
+
+        With a codec, its last part tells. To ask for it counts as a use of that part, but not of the chunk's commit.
+        """
+        sizes = {ref: self._io.stored_bytes(ref.num_blocks) for ref in refs}
+        if self._io.codec_name == "none":
+            return sizes
+        known = [ref for ref in refs if last_part.get(ref, _NO_PART) < self._io.max_parts(ref.num_blocks)]
+        for begin in range(0, len(known), _PAGE_KEYS):
+            page = known[begin : begin + _PAGE_KEYS]
+            keys = [home.keys(ref, last_part[ref] + 1)[-1] for ref in page]
+            questions = [(home.tag(ref), [pack("STRLEN", key)]) for ref, key in zip(page, keys, strict=True)]
+            for ref, length in zip(page, self._calls.ask_all(questions), strict=True):
+                data_bytes = last_part[ref] * PART_BYTES + length - WRITE_ID_BYTES if isinstance(length, int) else 0
+                if 0 < data_bytes <= self._layout.payload_bytes(ref.num_blocks):  # otherwise no chunk, or gone
+                    sizes[ref] = self._io.size_of(ref.num_blocks, data_bytes)
+        return sizes
 
     def _is_possible(self, ref: ChunkRef) -> bool:
         return 0 < ref.num_blocks <= self._layout.blocks_per_chunk

@@ -24,9 +24,11 @@ try:
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'vllm-kvstore[redis]'") from error
 
+from kvstore.codecs import open_codec
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.tiers._redis_calls import Calls, replaced
-from kvstore.tiers._redis_chunk import ChunkIO, Home, commit_key, ended_by
+from kvstore.tiers._redis_chunk import ChunkIO, Home, Outgoing, commit_key, ended_by
+from kvstore.tiers._redis_coded import CodedIO
 from kvstore.tiers._redis_ledger import Ledger, WriteId
 from kvstore.tiers._redis_nodes import Node, NoMemoryError, SlotMovingError, open_nodes
 from kvstore.tiers._redis_sweep import Sweeper
@@ -54,6 +56,9 @@ logger = logging.getLogger(__name__)
 _LOOKS = 8  # at a chunk that is replaced again and again while it is read
 _BATCH_CHUNKS = 256
 _CUT_WAIT_S = 2.0
+Moved = tuple[Outcome, int]  # what became of a chunk, and the length of its values if it moved
+_FAILED: Moved = (Outcome.FAILED, 0)
+_MISS: Moved = (Outcome.MISS, 0)
 
 
 class RedisTier(Tier):
@@ -66,19 +71,23 @@ class RedisTier(Tier):
         namespace: whose chunks these are.
         layout: the geometry of the chunks.
         capacity_bytes: never exceeded; ``UNBOUNDED_BYTES`` leaves the bound to the server.
+        codec: what chunks are encoded with, see ``kvstore.codecs``. Those that another codec has encoded are misses,
+            and are removed; those without any are read whatever the codec.
 
     Raises:
-        ConfigError: the capacity does not hold a single chunk.
+        ConfigError: the capacity does not hold a single chunk, or the codec cannot be used on this layout.
     """
 
     name = "redis"
 
-    def __init__(self, target: RedisTarget, namespace: Namespace, layout: KVLayout, capacity_bytes: int) -> None:
+    def __init__(
+        self, target: RedisTarget, namespace: Namespace, layout: KVLayout, capacity_bytes: int, *, codec: str = "none"
+    ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
         self._target = target
         self._layout = layout
-        self._io = ChunkIO(layout, target.ttl_s)
+        self._io = _open_io(target, layout, codec)
         self._sizes = [0, *(self._io.stored_bytes(blocks + 1) for blocks in range(layout.blocks_per_chunk))]
         if capacity_bytes < self._sizes[-1]:
             raise ConfigError(f"{capacity_bytes} bytes of Redis do not hold one chunk of {self._sizes[-1]}: raise them")
@@ -94,13 +103,18 @@ class RedisTier(Tier):
     def open(cls, setup: TierSetup) -> RedisTier:
         """Open the servers that the option ``url`` names; the registry's factory. Connects to none of them.
 
+        The option ``codec`` is a name in ``CODEC_NAMES``; the others are in ``docs/redis.md``.
+
         Raises:
             ConfigError: see the class; or the URL or another option is wrong.
         """
-        setup.require_known_options("url", *OPTIONS)
-        options = {name: value for name, value in setup.options.items() if name != "url"}
+        setup.require_known_options("url", "codec", *OPTIONS)
+        options = {name: value for name, value in setup.options.items() if name in OPTIONS}
         target = parse_target(setup.options.get("url"), options)
-        return cls(target, setup.namespace, setup.layout, setup.capacity_bytes)
+        codec = setup.options.get("codec", "none")
+        if not isinstance(codec, str):
+            raise ConfigError(f"the option 'codec' of the redis tier is a name, not {codec!r}")
+        return cls(target, setup.namespace, setup.layout, setup.capacity_bytes, codec=codec)
 
     def check(self) -> None:
         """Find out whether the servers can be used, for those who want to know at start.
@@ -136,11 +150,10 @@ class RedisTier(Tier):
                 home = self._current_home()
                 before = self._ledger.begin_scan()
                 try:
-                    found, swept = self._sweeper.walk(home)
+                    sizes, swept = self._sweeper.walk(home)
                 except BaseException:
                     self._ledger.break_scan()
                     raise
-                sizes = {ref: self._sizes[ref.num_blocks] for ref in found}
                 with self._changed:
                     self.counters.swept += swept
                 if self._ledger.end_scan(before, sizes, lambda home=home: self._home is home):  # type: ignore[misc]
@@ -176,8 +189,7 @@ class RedisTier(Tier):
             if not bodies:
                 return []
             home = self._current_home()
-            outcomes = self._each(home, bodies, self._get)
-            return self._count(bodies, outcomes)
+            return self._count(self._each(home, bodies, self._get))
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, one after the other; call from several threads to overlap them."""
@@ -186,11 +198,11 @@ class RedisTier(Tier):
             if not bodies:
                 return []
             home = self._current_home()
-            outcomes = self._each(home, bodies, self._put)
-            if Outcome.STORED in outcomes and self._current_home() != home:
+            moved = self._each(home, bodies, self._put)
+            if any(outcome is Outcome.STORED for outcome, _ in moved) and self._current_home() != home:
                 self._remove(home, [ref for ref, _ in bodies])
-                outcomes = [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
-            return self._count(bodies, outcomes)
+                moved = [_FAILED if outcome is Outcome.STORED else (outcome, size) for outcome, size in moved]
+            return self._count(moved)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: one round trip to every server for 256 of them.
@@ -227,8 +239,15 @@ class RedisTier(Tier):
                 logger.warning("chunks of the old namespace stay in Redis until they expire or are evicted: %s", error)
 
     def stored_bytes(self, num_blocks: int) -> int:
-        """The length of all values of a chunk of ``num_blocks`` blocks, the commit's included."""
+        """The length of all values of a chunk of ``num_blocks`` blocks, the commit's included.
+
+        With a codec, the most that it can be.
+        """
         return self._sizes[num_blocks]
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """The length of all values of a chunk that this tier has stored or found. Readable after ``close``."""
+        return self._ledger.size_of(ref) or self._sizes[ref.num_blocks]
 
     @property
     def used_bytes(self) -> int:
@@ -293,48 +312,55 @@ class RedisTier(Tier):
         self,
         home: Home,
         bodies: Sequence[tuple[ChunkRef, ByteArray]],
-        move: Callable[[Home, ChunkRef, ByteArray], Outcome],
-    ) -> list[Outcome]:
+        move: Callable[[Home, ChunkRef, ByteArray], Moved],
+    ) -> list[Moved]:
         """Move chunks in order. Those of a server that failed are not tried again.
 
         Raises:
             TierError: no chunk could be moved because servers failed.
         """
-        outcomes = []
+        moved = []
         broken: dict[Node, TierError] = {}
         for ref, payload in bodies:
             node = self._calls.nodes.node_of(home.tag(ref))
-            outcome = Outcome.FAILED
+            result = _FAILED
             if node not in broken:
                 try:
-                    outcome = move(home, ref, payload)
+                    result = move(home, ref, payload)
                 except SlotMovingError:
-                    outcome = Outcome.FAILED
+                    result = _FAILED
                 except TierError as error:
                     broken[node] = error
-            outcomes.append(outcome)
-        if broken and all(outcome is Outcome.FAILED for outcome in outcomes):
+            moved.append(result)
+        if broken and all(result == _FAILED for result in moved):
             raise next(iter(broken.values()))
-        return outcomes
+        return moved
 
-    def _get(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Outcome:
+    def _get(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Moved:
         tag = home.tag(ref)
-        for _ in range(_LOOKS):
-            known = self._ledger.settled(ref)
-            found = self._calls.at(tag, lambda link: self._io.fetch(link, home, ref, payload))
-            commit = found.commit
-            if commit is not None and found.is_whole and self._io.is_sound(home, ref, commit, payload):
-                return Outcome.HIT
-            if commit is None and not known:
-                return Outcome.MISS
-            # Either it was replaced or removed meanwhile, or it is damaged, or the server has evicted some of it.
-            if self._calls.at(tag, lambda link, commit=commit: self._io.discard(link, home, ref, commit)):  # type: ignore[misc]
-                self._ledger.strike(known)
-                return Outcome.MISS if commit is None or found.is_evicted else Outcome.CORRUPT
-        return Outcome.MISS
+        with self._io.incoming(ref, payload) as chunk:
+            for _ in range(_LOOKS):
+                known = self._ledger.settled(ref)
+                found = self._calls.at(tag, lambda link: self._io.fetch(link, home, chunk))
+                commit = found.commit
+                if commit is not None and found.is_whole and self._io.is_sound(home, chunk, commit):
+                    return Outcome.HIT, found.size_bytes
+                if commit is None and not known:
+                    return _MISS
+                # Either it was replaced or removed meanwhile, or it is damaged or encoded by another codec, or the
+                # server has evicted some of it.
+                if self._calls.at(tag, lambda link, commit=commit: self._io.discard(link, home, ref, commit)):  # type: ignore[misc]
+                    self._ledger.strike(known)
+                    is_miss = commit is None or found.is_evicted or self._io.is_foreign(commit)
+                    return _MISS if is_miss else (Outcome.CORRUPT, 0)
+        return _MISS
 
-    def _put(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Outcome:
-        size_bytes = self._sizes[ref.num_blocks]
+    def _put(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Moved:
+        with self._io.outgoing(home, ref, payload) as chunk:
+            return self._store(home, chunk), chunk.size_bytes
+
+    def _store(self, home: Home, chunk: Outgoing) -> Outcome:
+        ref, size_bytes = chunk.ref, chunk.size_bytes
         write_id = self._ledger.book(ref, size_bytes)
         if write_id is None and self._ledger.settled(ref):
             self._remove(home, [ref])  # without room for two of them, the new one takes the place of the old
@@ -347,11 +373,11 @@ class RedisTier(Tier):
         def write(link: Link) -> set[WriteId] | ResponseError:
             nonlocal is_committing
             is_committing = False
-            value = self._io.upload(link, home, ref, write_id, payload)
+            value = self._io.upload(link, home, write_id, chunk)
             if isinstance(value, ResponseError):
                 return value
             is_committing = True
-            return self._io.commit(link, home, ref, write_id, value)
+            return self._io.commit(link, home, write_id, chunk, value)
 
         try:
             ended = self._calls.at(home.tag(ref), write)
@@ -368,11 +394,11 @@ class RedisTier(Tier):
         self._ledger.strike(known | ended)
         return Outcome.STORED
 
-    def _count(self, bodies: Sequence[tuple[ChunkRef, ByteArray]], outcomes: list[Outcome]) -> list[Outcome]:
+    def _count(self, moved: Sequence[Moved]) -> list[Outcome]:
         with self._changed:
-            for (ref, _), outcome in zip(bodies, outcomes, strict=True):
-                self.counters.count(outcome, self._sizes[ref.num_blocks])
-        return outcomes
+            for outcome, size_bytes in moved:
+                self.counters.count(outcome, size_bytes)
+        return [outcome for outcome, _ in moved]
 
     # Many chunks
 
@@ -405,6 +431,17 @@ class RedisTier(Tier):
         if victims:
             self._remove(home, victims)
         return [(ref, size_bytes) for ref, size_bytes in sizes.items() if ref not in set(victims)]
+
+
+def _open_io(target: RedisTarget, layout: KVLayout, codec: str) -> ChunkIO:
+    """What moves the chunks.
+
+    Raises:
+        ConfigError: see ``open_codec``.
+    """
+    if codec == "none":
+        return ChunkIO(layout, target.ttl_s)
+    return CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
 
 
 def _unless_full(reply: Reply) -> None:

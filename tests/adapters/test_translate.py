@@ -221,3 +221,10 @@ def test_lora_loaded_in_place_is_not_shared(lora: LoRARequest) -> None:
 )
 def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
     assert translate.key_extras(request(**fields), AdapterFiles()) is None
+
+
+@pytest.mark.parametrize(("serde", "codec"), [("naive", None), ("kivi", None), ("split", "split")])
+def test_the_codec_of_the_remote_tier_is_passed_on(serde: str, codec: str | None) -> None:
+    options = translate.remote_options(StoreConfig(remote_url="redis://host", remote_serde=serde))
+    assert options is not None
+    assert options.settings.get("codec") == codec

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from kvstore.layout import KVLayout
-from kvstore.testing import TierConformance, buffers, harness, threads
+from kvstore.testing import TierConformance, buffers, harness, layers, threads
 from kvstore.testing.harness import MINE
 from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
@@ -68,7 +68,7 @@ class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
             random = random_payload(layout, ref, version)
             return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
 
-        for module in (harness, buffers, threads):
+        for module in (harness, buffers, layers, threads):
             monkeypatch.setattr(module, "make_payload", make_payload)
 
 

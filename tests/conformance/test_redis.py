@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from support.redis_server import (
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.testing import MINE, TierConformance
+from kvstore.testing import MINE, TierConformance, buffers, harness, layers, threads
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
 from kvstore.tiers._redis_chunk import PREFIX
 from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
@@ -132,6 +133,37 @@ class TestTcp(Redis):
         }
         assert tier.stored_bytes(2) == tier.used_bytes == 16 + 8 + len(header) + 24
         tier.close()
+
+
+class TestTcpWithLz4(Redis):
+    """Through a codec. Some chunks shrink to a fraction, others not at all."""
+
+    exact_sizes = False
+    codec: ClassVar[str] = "lz4"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+        yield from serve(cls, server, url=f"redis://127.0.0.1:{server.port}", codec=cls.codec)
+
+    @pytest.fixture(autouse=True)
+    def _payloads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        random_payload = harness.make_payload
+
+        def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
+            random = random_payload(layout, ref, version)
+            return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
+
+        for module in (harness, buffers, layers, threads):
+            monkeypatch.setattr(module, "make_payload", make_payload)
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        return super().open_tier(replace(setup, layout=replace(setup.layout, element="bf16")))
+
+
+class TestTcpWithSplit(TestTcpWithLz4):
+    codec = "split"
 
 
 class TestUnixSocket(Redis):

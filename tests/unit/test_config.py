@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.codecs import CODEC_NAMES
 from kvstore.config import LoadedConfig, StoreConfig, load_config
 from kvstore.config.lmcache import EXTRA_CONFIG_KEYS, NOT_IMPLEMENTED
 from kvstore.config.reference import KEYS
@@ -194,6 +195,24 @@ class TestLMCache:
         assert len(load_text(file, "cache_policy: MRU\nremote_serde: cachegen").warnings) == 2
         with pytest.raises(ConfigError, match='cache_policy: "clock": must be one of LRU, LFU'):
             load_text(file, "cache_policy: clock")
+
+    @pytest.mark.parametrize("name", ["naive", "none", "lz4", "split", "int8", "null", "''"])
+    def test_codecs_of_the_remote_tier(self, file: Path, name: str) -> None:
+        loaded = load_text(file, f"remote_serde: {name}")
+        assert loaded.warnings == ()
+        assert loaded.config.remote_codec == (name if name in CODEC_NAMES else "none")
+
+    @pytest.mark.parametrize("name", ["cachegen", "kivi"])
+    def test_codecs_that_only_lmcache_knows_are_replaced(self, file: Path, name: str) -> None:
+        loaded = load_text(file, f"chunk_size: 256\nremote_serde: {name}")
+        assert loaded.config.remote_codec == "none"
+        (warning,) = loaded.warnings
+        assert f"2: remote_serde: there is no '{name}' here: 'none' is used" in warning
+
+    @pytest.mark.parametrize("value", ["zip", "LZ4", "3", "true"])
+    def test_codecs_that_nobody_knows_are_refused(self, file: Path, value: str) -> None:
+        with pytest.raises(ConfigError, match=r"remote_serde: .*: must be (one of none, lz4, split, int8|text)"):
+            load_text(file, f"remote_serde: {value}")
 
     def test_one_warning_for_a_key_given_twice(self, file: Path) -> None:
         file.write_text("controller_url: tcp://:secret@host")
