@@ -8,12 +8,13 @@ launched after a scatter see it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from kvstore.layout import KVLayout
-from kvstore.pages import BlockIds, PlaneRows, check_block_ids
+from kvstore.pages import BlockIds, ChunkBlocks, PlaneRows, check_block_ids
 from kvstore.tiers.base import ByteArray
 
 
@@ -26,6 +27,7 @@ class DevicePagedKV:
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
         self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
+        self._planes = len(layers[0])
         self.device = rows[0].device
         self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self.device)
 
@@ -35,7 +37,7 @@ class DevicePagedKV:
         staged = self._staging[:payload_bytes]
         self.gather_on_device(block_ids, staged)
         torch.from_numpy(payload)[:payload_bytes].copy_(staged, non_blocking=True)
-        self._wait()
+        self.wait()
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``pages.PagedKV``."""
@@ -44,7 +46,34 @@ class DevicePagedKV:
         staged = self._staging[:payload_bytes]
         staged.copy_(torch.from_numpy(payload)[:payload_bytes], non_blocking=True)
         self.scatter_on_device(block_ids, staged, chunk_blocks, first_block)
-        self._wait()  # the slot may be given away as soon as this returns
+        self.wait()  # the slot may be given away as soon as this returns
+
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """See ``pages.PagedKV``."""
+        for batch in self._batches(layer, chunks):
+            ids = self._ids_of(batch)
+            for plane in range(self._planes):
+                rows = self._rows[layer * self._planes + plane]
+                staged = self._staged_rows(rows, len(ids))
+                torch.index_select(rows, 0, ids, out=staged)
+                for target, part in self._plane_parts(layer, plane, batch, staged):
+                    target.copy_(part, non_blocking=True)
+
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """See ``pages.PagedKV``."""
+        for batch in self._batches(layer, chunks):
+            ids = self._ids_of(batch)
+            for plane in range(self._planes):
+                rows = self._rows[layer * self._planes + plane]
+                staged = self._staged_rows(rows, len(ids))
+                for source, part in self._plane_parts(layer, plane, batch, staged):
+                    part.copy_(source, non_blocking=True)
+                rows.index_copy_(0, ids, staged)
+
+    def wait(self) -> None:
+        """See ``pages.PagedKV``."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``pages.PagedKV``."""
@@ -79,6 +108,35 @@ class DevicePagedKV:
             begin = end
         return pairs
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def _batches(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[list[ChunkBlocks]]:
+        """As many chunks at a time as have room in the staging buffer for one plane of a layer."""
+        max_blocks = len(self._staging) // self.layout.page_bytes[layer]
+        batch: list[ChunkBlocks] = []
+        for chunk in chunks:
+            if sum(len(other.block_ids) for other in batch) + len(chunk.block_ids) > max_blocks:
+                yield batch
+                batch = []
+            batch.append(chunk)
+        if batch:
+            yield batch
+
+    def _ids_of(self, chunks: Sequence[ChunkBlocks]) -> torch.Tensor:
+        return self._ids(np.concatenate([chunk.block_ids for chunk in chunks]))
+
+    def _staged_rows(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """Room for that many blocks of a plane in the staging buffer."""
+        staged = self._staging[: num_blocks * rows.shape[1] * rows.element_size()]
+        return staged.view(rows.dtype).view(num_blocks, rows.shape[1])
+
+    def _plane_parts(
+        self, layer: int, plane: int, chunks: Sequence[ChunkBlocks], staged: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each chunk's blocks of a plane in host memory with their part of the staging buffer."""
+        done = 0
+        for block_ids, payload, chunk_blocks, first_block in chunks:
+            begin = self.layout.layer_range(layer, chunk_blocks)[0]
+            begin += (plane * chunk_blocks + first_block) * self.layout.page_bytes[layer]
+            end = begin + len(block_ids) * self.layout.page_bytes[layer]
+            part = torch.from_numpy(payload)[begin:end].view(staged.dtype).view(len(block_ids), -1)
+            yield part, staged[done : done + len(block_ids)]
+            done += len(block_ids)

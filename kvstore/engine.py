@@ -17,32 +17,32 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
+from kvstore.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.opening import EngineOptions, open_directory, open_tiers
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import IndexCounters, Place
 from kvstore.remote import RemoteView
+from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
 from kvstore.tiers.base import ChunkRef, TierCounters
 
 __all__ = ["CacheEngine", "EngineOptions", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
-
-Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
-Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class CacheEngine:
         self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
         self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
+        self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
+        self._clears = 0  # and resets
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -108,7 +110,7 @@ class CacheEngine:
         the same name renews the lease. All leases together hold at most half of the pool: what goes beyond, or is
         only at the remote tier, is answered all the same, without a lease.
         """
-        hasher = self._hash(tokens, extras)
+        hasher = hash_tokens(self.layout, tokens, extras)
         self._ask_remote(hasher)
         with self._index_lock:
             self._begin_decision()
@@ -128,7 +130,7 @@ class CacheEngine:
 
         Pins count as leases: together they hold at most half of the pool.
         """
-        hasher = self._hash(tokens, extras)
+        hasher = hash_tokens(self.layout, tokens, extras)
         with self._index_lock:
             self._begin_decision()
             match = self._index.lookup(hasher)
@@ -137,7 +139,7 @@ class CacheEngine:
 
     def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
         """End the pin of exactly this sequence; one that was never pinned is ignored."""
-        hasher = self._hash(tokens, extras)
+        hasher = hash_tokens(self.layout, tokens, extras)
         with self._index_lock:
             self._begin_decision()
             self._index.release(pin_name(hasher))
@@ -155,9 +157,9 @@ class CacheEngine:
         """
         if tier != "cpu":
             raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
-        hasher = self._hash(tokens, extras)
+        hasher = hash_tokens(self.layout, tokens, extras)
         self._ask_remote(hasher)
-        with self._move_lock:
+        with self._turn():
             with self._index_lock:
                 self._begin_decision()
                 refs = self._index.lookup(hasher).refs if self._options.local_cpu else ()
@@ -187,32 +189,53 @@ class CacheEngine:
                 ``ttl_s`` is not positive.
             ClosedError: after ``close``.
         """
-        if ttl_s is not None and not ttl_s > 0:
-            raise InvalidCallError(f"a chunk cannot be kept for {ttl_s} s")
-        hasher = self._hash(tokens, extras)
-        skip_tokens = self._skipped(mask, hasher.num_tokens)
-        refs = chunk_refs(hasher, self.layout.blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
-        first = -(-skip_tokens // self.layout.chunk_tokens)
-        blocks = self._blocks(slot_mapping, first * self.layout.chunk_tokens, hasher)
-        with self._move_lock:
-            with self._index_lock:
-                self._begin_decision()
-                steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
-                removals = self._index.take_removals()
-            where = {ref.prefix_key: number * self.layout.blocks_per_chunk for number, ref in enumerate(refs)}
-            offset = first * self.layout.blocks_per_chunk
-            jobs = []
-            for step in steps:
-                begin = where[step.ref.prefix_key] - offset
-                jobs.append(StoreJob(step, blocks[begin : begin + step.ref.num_blocks]))
-            self._mover.remove(Place.DISK, removals)
-            failed = {step.ref.prefix_key for step in steps}  # should gathering raise
+        request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
+        with self._turn():
+            jobs = self._plan_store(request, ttl_s)
+            failed = {job.step.ref.prefix_key for job in jobs}  # should gathering raise
             try:
                 failed = self._mover.store(jobs)
             finally:
-                self._complete_store(hasher, jobs, failed)
-        stored = [step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed]
-        return sum(stored) * self.layout.block_tokens
+                self._complete_store(request.hasher, jobs, failed)
+        return self._stored_tokens(jobs, failed)
+
+    def store_layer(
+        self,
+        tokens: Tokens,
+        mask: Tokens | None = None,
+        *,
+        slot_mapping: Slots,
+        extras: KeyExtras = NO_EXTRAS,
+        ttl_s: float | None = None,
+    ) -> Generator[int | None, None, None]:
+        """``store``, one layer per ``next()``: for a model that has just computed it.
+
+        Yields None after each layer, and then, once more, the tokens newly stored. They can be found from then on, and
+        the slower tiers are written behind. Nothing happens before the first ``next()``. If the generator is closed
+        before the last layer, or ``clear`` or ``reset_cache`` was called since the first one, nothing is stored.
+        ``next()`` may be called from any thread, and other calls may come in between.
+
+        Raises:
+            InvalidCallError: as ``store``, at once.
+            ClosedError: in ``next()``, after ``close``.
+        """
+        request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
+
+        def begin() -> LayerWork[int]:
+            jobs, clears = self._plan_store(request, ttl_s), self._clears
+            store = LayerStore(self._mover, jobs)
+
+            def end() -> int:
+                failed = {job.step.ref.prefix_key for job in jobs}
+                try:
+                    failed = store.finish(trusted=clears == self._clears)
+                finally:
+                    self._complete_store(request.hasher, jobs, failed)
+                return self._stored_tokens(jobs, failed)
+
+            return LayerWork(store.move, end)
+
+        return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
     def retrieve(
         self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
@@ -226,43 +249,55 @@ class CacheEngine:
             InvalidCallError: mask or slots break the rules above; the message names the first bad one.
             ClosedError: after ``close``.
         """
-        hasher = self._hash(tokens, extras)
-        skip_tokens = self._skipped(mask, hasher.num_tokens)
-        loaded = torch.zeros(hasher.num_tokens, dtype=torch.bool)
-        blocks = self._blocks(slot_mapping, skip_tokens, hasher)
-        self._ask_remote(hasher, skip_tokens)
-        with self._move_lock:
-            with self._index_lock:
-                self._begin_decision()
-                match = self._index.lookup(hasher, skip_tokens)
-                steps = self._index.prepare_load(match.refs)
-            jobs = []
-            begin = match.first_chunk * self.layout.blocks_per_chunk
-            skip_blocks = skip_tokens // self.layout.block_tokens
-            for step in steps:
-                first_block = max(0, skip_blocks - begin)
-                start = begin + first_block - skip_blocks
-                jobs.append(LoadJob(step, blocks[start : start + step.ref.num_blocks - first_block], first_block))
-                begin += step.ref.num_blocks
+        request = self._load_request(tokens, mask, slot_mapping, extras)
+        with self._turn():
+            jobs = self._plan_load(request)
             failed = self._load(jobs).failed
-        end = match.first_chunk * self.layout.chunk_tokens
-        for step in steps:
-            if step.ref.prefix_key in failed:
-                break
-            end += step.ref.num_blocks * self.layout.block_tokens
-        loaded[skip_tokens:end] = True
-        return loaded
+        return self._loaded(request, jobs, failed)
+
+    def retrieve_layer(
+        self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
+    ) -> Generator[torch.Tensor | None, None, None]:
+        """``retrieve``, one layer per ``next()``: for a model that computes it while the next ones are on their way.
+
+        Yields None after each layer, when that layer of all chunks is in its slots, and then, once more, what
+        ``retrieve`` returns. The slots belong to it until then: the next layer is written while this one is used. Reads
+        begin with the first ``next()``; a remote tier is asked before.
+
+        A chunk that turns out damaged or missing at some layer ends the mask before it, although its layers up to that
+        one were right and are in their slots; those behind are as they were. So what was computed from it must be
+        computed again. A chunk that another generator is still bringing from a slower tier counts as missing.
+        ``next()`` may be called from any thread, and other calls may come in between. A generator that is closed before
+        its last yield gives its chunks free with the next call that moves KV, or ``close``.
+
+        Raises:
+            InvalidCallError: as ``retrieve``, at once.
+            ClosedError: in ``next()``, after ``close``.
+        """
+        request = self._load_request(tokens, mask, slot_mapping, extras)
+
+        def begin() -> LayerWork[torch.Tensor]:
+            jobs = self._plan_load(request)
+            load = LayerLoad(self._mover, jobs)
+
+            def end() -> torch.Tensor:
+                return self._loaded(request, jobs, self._complete_load(jobs, load.finish).failed)
+
+            return LayerWork(load.move, end, load.halt)
+
+        return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
         """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many were here."""
-        with self._move_lock:
+        with self._turn():
+            self._clears += 1
             if tokens is None:
                 with self._index_lock:
                     self._begin_decision()
                     count = self._index.clear()
                 self._mover.clear()
                 return count
-            refs = all_refs(self._hash(tokens, extras))
+            refs = all_refs(hash_tokens(self.layout, tokens, extras))
             with self._index_lock:
                 self._begin_decision()
                 count = self._index.remove(ref.prefix_key for ref in refs)
@@ -279,7 +314,8 @@ class CacheEngine:
         Nothing stored before is found again, here or after a restart. What is stored from now on is found until
         ``close``: no later process can know that it has these weights.
         """
-        with self._move_lock:
+        with self._turn():
+            self._clears += 1
             with self._index_lock:
                 self._begin_decision()
                 self._index.clear()
@@ -315,6 +351,7 @@ class CacheEngine:
         with self._move_lock:
             if self._closed:
                 return True
+            self._end_abandoned()
             self._closed = True
             if self._directory is not None:
                 self._directory.close()
@@ -346,18 +383,92 @@ class CacheEngine:
             with self._index_lock:
                 self._view.note(questions, answers, time.monotonic())
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The turn of a call that moves KV, after what was given up before it has been ended."""
+        with self._move_lock:
+            self._check_open()
+            self._end_abandoned()
+            yield
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._abandoned.popleft()()
+
+    def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
+        request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)
+        self._ask_remote(request.hasher, request.begin)
+        return request
+
+    def _plan_load(self, request: Request) -> list[LoadJob]:
+        blocks_per_chunk, skip_blocks = self.layout.blocks_per_chunk, request.begin // self.layout.block_tokens
+        with self._index_lock:
+            self._begin_decision()
+            match = self._index.lookup(request.hasher, request.begin)
+            steps = self._index.prepare_load(match.refs)
+        jobs = []
+        begin = match.first_chunk * blocks_per_chunk
+        for step in steps:
+            first_block = max(0, skip_blocks - begin)
+            start = begin + first_block - skip_blocks
+            end = start + step.ref.num_blocks - first_block
+            jobs.append(LoadJob(step, request.blocks[start:end], first_block))
+            begin += step.ref.num_blocks
+        return jobs
+
+    def _loaded(self, request: Request, jobs: Sequence[LoadJob], failed: set[PrefixKey]) -> torch.Tensor:
+        """The mask of the tokens that were loaded: up to the first chunk that failed."""
+        here = takewhile(lambda job: job.step.ref.prefix_key not in failed, jobs)
+        end = request.begin + sum(len(job.block_ids) for job in here) * self.layout.block_tokens
+        loaded = torch.zeros(request.hasher.num_tokens, dtype=torch.bool)
+        loaded[request.begin : end] = True
+        return loaded
+
     def _load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Carry out planned loads and complete them, also if scattering raises."""
+        return self._complete_load(jobs, lambda: self._mover.load(jobs))
+
+    def _complete_load(self, jobs: Sequence[LoadJob], move: Callable[[], LoadResult]) -> LoadResult:
         unfinished = {job.step.ref.prefix_key for job in jobs if job.step.source is not Place.MEMORY}
         result = LoadResult(unfinished, set())
         try:
-            result = self._mover.load(jobs)
+            result = move()
         finally:
             with self._index_lock:
                 self._index.complete_load([job.step for job in jobs], result.failed, result.lost)
                 removals = self._index.take_removals()
             self._mover.remove(Place.DISK, removals)
         return result
+
+    def _store_request(
+        self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras, ttl_s: float | None
+    ) -> Request:
+        if ttl_s is not None and not ttl_s > 0:
+            raise InvalidCallError(f"a chunk cannot be kept for {ttl_s} s")
+        return check_request(
+            self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras, whole_chunks=True
+        )
+
+    def _plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
+        hasher, blocks_per_chunk = request.hasher, self.layout.blocks_per_chunk
+        refs = chunk_refs(hasher, blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
+        first = request.begin // self.layout.chunk_tokens
+        with self._index_lock:
+            self._begin_decision()
+            steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
+            removals = self._index.take_removals()
+        self._mover.remove(Place.DISK, removals)
+        where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
+        begins = [where[step.ref.prefix_key] for step in steps]
+        return [
+            StoreJob(step, request.blocks[begin : begin + step.ref.num_blocks])
+            for begin, step in zip(begins, steps, strict=True)
+        ]
+
+    def _stored_tokens(self, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> int:
+        steps = [job.step for job in jobs]
+        stored = [step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed]
+        return sum(stored) * self.layout.block_tokens
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
@@ -375,74 +486,6 @@ class CacheEngine:
                 self._index.supersede(key, tails)
             removals = self._index.take_removals()
         self._mover.remove(Place.DISK, removals)
-
-    def _hash(self, tokens: Tokens, extras: KeyExtras) -> PrefixHasher:
-        hasher = PrefixHasher(self.layout.chunk_tokens, self.layout.block_tokens, extras)
-        hasher.update(tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else tokens)
-        return hasher
-
-    def _skipped(self, mask: Tokens | None, num_tokens: int) -> int:
-        """The number of leading False in a mask."""
-        if mask is None:
-            return 0
-        flags = _on_host(mask, np.bool_)
-        if flags.shape != (num_tokens,):
-            raise InvalidCallError(f"the mask has shape {flags.shape}, but there are {num_tokens} tokens")
-        skip_tokens = int(flags.argmax()) if flags.any() else num_tokens
-        if not flags[skip_tokens:].all():
-            again = skip_tokens + int(flags[skip_tokens:].argmin())
-            raise InvalidCallError(f"the mask must be F...FT...T, but token {again} is False again")
-        if skip_tokens % self.layout.block_tokens and skip_tokens != num_tokens:
-            raise InvalidCallError(
-                f"the mask skips {skip_tokens} tokens, not a multiple of the block size {self.layout.block_tokens}"
-            )
-        return skip_tokens
-
-    def _blocks(self, slot_mapping: Slots, begin: int, hasher: PrefixHasher) -> BlockIds:
-        """The block ids of all whole blocks from token ``begin`` on."""
-        slots = _on_host(slot_mapping, np.int64)
-        if slots.shape != (hasher.num_tokens,):
-            raise InvalidCallError(f"slot_mapping has shape {slots.shape}, but there are {hasher.num_tokens} tokens")
-        size = self.layout.block_tokens
-        end = max(begin, hasher.num_tokens - hasher.num_tokens % size)
-        rows = slots[begin:end].reshape(-1, size)
-        block_ids: BlockIds = rows[:, 0] // size if len(rows) else np.empty(0, np.int64)
-        bad = rows != block_ids[:, None] * size + np.arange(size)
-        if bad.any():
-            position = begin + int(bad.reshape(-1).argmax())
-            raise InvalidCallError(
-                f"slot_mapping[{position}] = {int(slots[position])} does not continue a whole block of {size} slots "
-                "that starts at a multiple of it"
-            )
-        outside = (block_ids < 0) | (block_ids >= self._num_blocks)
-        if outside.any():
-            position = begin + int(outside.argmax()) * size
-            raise InvalidCallError(
-                f"slot_mapping[{position}] = {int(slots[position])} is not in 0..{self._num_blocks * size - 1}"
-            )
-        return np.ascontiguousarray(block_ids)
-
-
-def _on_host(values: Tokens, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=dtype)
-
-
-def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) -> list[ChunkRef]:
-    """The chunks of a sequence, in order: the whole ones, and the tail's whole blocks if wanted."""
-    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
-    if with_tail and (tail := hasher.block_keys(len(refs))):
-        refs.append(ChunkRef(tail[-1], len(tail)))
-    return refs
-
-
-def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
-    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
-    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
-    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
-    for chunk in range(len(refs) + 1):
-        tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
-        refs += [ChunkRef(key, number) for number, key in enumerate(tails, 1)]
-    return refs
 
 
 def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:

@@ -62,9 +62,14 @@ class Lane:
         self._doomed: set[ChunkRef] = set()  # removed while being written: they go as soon as they are there
         self._last_log_s = float("-inf")
 
-    def read(self, ref: ChunkRef, slot: int) -> Future[Arrival]:
-        """Start to bring a chunk to a slot."""
-        return self._readers.submit(self._read, ref, slot)
+    @property
+    def reads_layers(self) -> bool:
+        """Whether some layers of a chunk can be had before the others."""
+        return self._tier.reads_layers
+
+    def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
+        """Start to bring a chunk, or some layers of it, to a slot."""
+        return self._readers.submit(self._read, ref, slot, layers)
 
     def write(self, ref: ChunkRef, slot: int) -> None:
         """Start to write what a slot holds; the slot must not change before it has ended."""
@@ -110,9 +115,10 @@ class Lane:
             pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
         self._tier.close()
 
-    def _read(self, ref: ChunkRef, slot: int) -> Arrival:
+    def _read(self, ref: ChunkRef, slot: int, layers: range | None) -> Arrival:
+        transfers = [Transfer(ref, self._cpu.claim(slot))]
         try:
-            return Arrival(self._tier.get([Transfer(ref, self._cpu.claim(slot))])[0])
+            return Arrival((self._tier.get_layers(transfers, layers) if layers else self._tier.get(transfers))[0])
         except TierTimeoutError as error:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED, error.pending)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from kvstore.keys import Namespace, PrefixKey
 from kvstore.lanes import Arrival, Lane
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import LoadStep, Place, StoreStep
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
+from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class MoverCounters:
 class Mover:
     """One worker's data path.
 
-    ``load``, ``store``, ``clear`` and ``reset`` are called from one thread at a time.
+    ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time.
 
     Args:
         paged: the model's KV cache.
@@ -81,62 +81,77 @@ class Mover:
 
     def __init__(self, paged: PagedKV, cpu: CpuTier, lanes: Mapping[Place, Lane], hot: HotChunks | None = None) -> None:
         self.counters = MoverCounters()
-        self._paged = paged
-        self._cpu = cpu
+        self.paged = paged
+        self.cpu = cpu
         self._lanes = dict(lanes)
         self._hot = hot
-        self._stuck: dict[int, Future[Any]] = {}  # slots that a read given up may still write to
+        self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
+        self._stuck: dict[int, list[Future[Any]]] = {}  # slots that reads given up may still write to
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
 
         A job without blocks brings its chunk only to its slot.
         """
-        reads = [self._start_read(job.step) for job in jobs]
+        reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
         finally:  # also if scattering raises: no read may be left that writes to a slot given back
-            self._end_reads(jobs, reads)
+            for job, read in zip(jobs, reads, strict=True):
+                if read is not None:
+                    self.end_read(job.step, read)
 
-    def _end_reads(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> None:
-        """Withdraw or await all reads, and mark the slots of those given up."""
-        for job, read in zip(jobs, reads, strict=True):
-            if read is None or read.cancel() or read.exception() is not None:  # one that raised is over, too
-                continue
-            if (pending := read.result().pending) is not None:
-                self._stuck[job.step.slot] = pending
-                self.counters.read_timeouts += 1
+    def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
+        """Withdraw or await a read; if it was given up, mark its slot."""
+        if read.cancel() or read.exception() is not None:  # one that raised is over, too
+            return
+        if (pending := read.result().pending) is not None:
+            self._stuck.setdefault(step.slot, []).append(pending)
+            self.counters.read_timeouts += 1
 
     def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> LoadResult:
         result = LoadResult(set(), set())
         for job, read in zip(jobs, reads, strict=True):
-            ref, slot, place = job.step
+            ref, slot, _ = job.step
             outcome = Outcome.HIT if read is None else read.result().outcome
             if read is not None and outcome is Outcome.HIT:
-                self._cpu.publish(slot, ref)
-                self.counters.chunks_loaded_from_disk += place is Place.DISK
-                self.counters.chunks_loaded_from_remote += place is Place.REMOTE
-            source = self._cpu.read(slot, ref) if outcome is Outcome.HIT else None
+                self.note_arrival(job.step)
+            source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
                 self.counters.mislabelled_slots += outcome is Outcome.HIT
                 result.failed.add(ref.prefix_key)
                 if outcome in {Outcome.MISS, Outcome.CORRUPT}:
                     result.lost.add(ref.prefix_key)
                 continue
-            if len(job.block_ids):
-                self._scatter(job, source)
-            self.counters.chunks_loaded += 1
-            self.counters.bytes_scattered += self._paged.layout.payload_bytes(len(job.block_ids))
+            is_hot = self.scatter_hot(job)
+            if len(job.block_ids) and not is_hot:
+                self.paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
+            self.note_load(job, is_hot=is_hot)
         return result
 
-    def _scatter(self, job: LoadJob, source: ByteArray) -> None:
-        ref = job.step.ref
-        if self._hot is not None and self._hot.scatter(ref, job.block_ids, job.first_block):
-            self.counters.chunks_loaded_from_gpu += 1
-            return
-        self._paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
-        if self._hot is not None and len(job.block_ids) == ref.num_blocks:
-            self._hot.note_load(ref, job.block_ids)
+    def aside(self, work: Callable[[], None]) -> Future[None]:
+        """Start something on a thread for what may be done while the model computes."""
+        return self._layers.submit(work)
+
+    def scatter_hot(self, job: LoadJob) -> bool:
+        """Load a chunk from its copy on the device, if there is one."""
+        if self._hot is None or not len(job.block_ids):
+            return False
+        return self._hot.scatter(job.step.ref, job.block_ids, job.first_block)
+
+    def note_arrival(self, step: LoadStep) -> None:
+        """A slot holds all that was read into it."""
+        self.cpu.publish(step.slot, step.ref)
+        self.counters.chunks_loaded_from_disk += step.source is Place.DISK
+        self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
+
+    def note_load(self, job: LoadJob, *, is_hot: bool) -> None:
+        """A chunk is where it was to go."""
+        self.counters.chunks_loaded += 1
+        self.counters.chunks_loaded_from_gpu += is_hot
+        self.counters.bytes_scattered += self.paged.layout.payload_bytes(len(job.block_ids))
+        if self._hot is not None and not is_hot and len(job.block_ids) == job.step.ref.num_blocks:
+            self._hot.note_load(job.step.ref, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
         """Gather chunks into their slots, start their writes, and return the keys of those that failed.
@@ -145,26 +160,27 @@ class Mover:
         """
         failed = set()
         for number, job in enumerate(jobs):
-            if self._is_stuck(job.step.slot):
+            if self.is_stuck(job.step.slot):
                 failed |= self.refuse([job])
                 continue
             try:
-                self._gather(job)
+                if job.step.gather:
+                    self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot))
             except BaseException:
                 self.refuse(jobs[number:])
                 raise
-            for target in job.step.targets:
-                self._lanes[target].write(job.step.ref, job.step.slot)
+            self.note_store(job)
         return failed
 
-    def _gather(self, job: StoreJob) -> None:
-        if not job.step.gather:
-            return
+    def note_store(self, job: StoreJob) -> None:
+        """A slot holds all that was gathered into it: let it be read, and start its writes."""
         ref, slot = job.step.ref, job.step.slot
-        self._paged.gather(job.block_ids, self._cpu.claim(slot))
-        self._cpu.publish(slot, ref)
-        self.counters.chunks_stored += 1
-        self.counters.bytes_gathered += self._paged.layout.payload_bytes(ref.num_blocks)
+        if job.step.gather:
+            self.cpu.publish(slot, ref)
+            self.counters.chunks_stored += 1
+            self.counters.bytes_gathered += self.paged.layout.payload_bytes(ref.num_blocks)
+        for target in job.step.targets:
+            self._lanes[target].write(ref, slot)
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
         """Fail stores whose source blocks are not to be trusted, and return their keys."""
@@ -193,7 +209,7 @@ class Mover:
             lane.reset(namespace)
 
     def _forget_memory(self) -> None:
-        self._cpu.clear()
+        self.cpu.clear()
         if self._hot is not None:
             self._hot.clear()
 
@@ -222,28 +238,29 @@ class Mover:
             closer.start()
         for closer in closers:
             closer.join()
-        self._cpu.close()
+        self._layers.shutdown(wait=True, cancel_futures=True)  # what it waits for has ended
+        self.cpu.close()
         if self._hot is not None:
             self._hot.close()
 
-    def _start_read(self, step: LoadStep) -> Future[Arrival] | None:
-        if step.source is Place.MEMORY:
-            return None
+    def reads_layers(self, place: Place) -> bool:
+        """Whether some layers of a chunk can be had from there before the others."""
+        return place in self._lanes and self._lanes[place].reads_layers
+
+    def start_read(self, step: LoadStep, layers: range | None = None) -> Future[Arrival]:
+        """Start to bring a chunk from a slower tier, or some layers of it, to its slot. To be ended by ``end_read``."""
         lane = self._lanes.get(step.source)
-        if lane is not None and not self._is_stuck(step.slot):
-            return lane.read(step.ref, step.slot)
+        if lane is not None and not self.is_stuck(step.slot):
+            return lane.read(step.ref, step.slot, layers)
         refused: Future[Arrival] = Future()
         refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))
         return refused
 
-    def _is_stuck(self, slot: int) -> bool:
+    def is_stuck(self, slot: int) -> bool:
         """Whether a read given up may still write to a slot."""
-        pending = self._stuck.get(slot)
-        if pending is None:
-            return False
-        if not pending.done():
+        if not all(pending.done() for pending in self._stuck.get(slot, ())):
             return True
-        del self._stuck[slot]
+        self._stuck.pop(slot, None)
         return False
 
 

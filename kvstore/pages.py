@@ -34,6 +34,15 @@ _ELEMENTS = {
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
+class ChunkBlocks(NamedTuple):
+    """Where some blocks of a chunk are: ``first_block ...`` of its payload, and ``block_ids`` of the paged cache."""
+
+    block_ids: BlockIds
+    payload: ByteArray
+    chunk_blocks: int
+    first_block: int = 0
+
+
 class PagedKV(Protocol):
     """The paged KV cache of one worker, addressed by block ids.
 
@@ -54,6 +63,18 @@ class PagedKV(Protocol):
 
         Done, as far as kernels launched later can see, when it returns.
         """
+
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """Copy one layer of the blocks of several chunks into their payloads, which are right after ``wait``."""
+
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """Copy one layer of the blocks of several chunks to where kernels launched later see it.
+
+        The payloads must not change before ``wait``.
+        """
+
+    def wait(self) -> None:
+        """Wait until all that was launched so far has been done."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into a payload on the cache's own device.
@@ -177,7 +198,8 @@ class HostPagedKV:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device("cpu")
-        planes = [plane.rows.numpy() for planes in layers for plane in planes]
+        self._layers = [[plane.rows.numpy() for plane in planes] for planes in layers]
+        planes = [rows for layer in self._layers for rows in layer]
         self._dense = all(rows.flags.c_contiguous for rows in planes)
         self._runs = []
         for (word, words), alike in groupby(planes, lambda rows: (rows.dtype, rows.shape[1])):
@@ -188,11 +210,7 @@ class HostPagedKV:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)
         for rows, target in self._pages(payload, len(block_ids)):
-            if self._dense:
-                rows.take(block_ids, axis=0, out=target, mode="clip")
-            else:  # take() would first copy a whole cache whose blocks lie apart
-                for number, block in enumerate(block_ids):
-                    target[number] = rows[block]
+            self._take(rows, block_ids, target)
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``PagedKV``."""
@@ -200,6 +218,23 @@ class HostPagedKV:
         last_block = first_block + len(block_ids)
         for rows, source in self._pages(payload, chunk_blocks):
             rows[block_ids] = source[first_block:last_block]
+
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """See ``PagedKV``."""
+        for chunk in chunks:
+            check_block_ids(chunk.block_ids, self.num_blocks)
+            for rows, target in self._layer_pages(layer, chunk):
+                self._take(rows, chunk.block_ids, target)
+
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """See ``PagedKV``."""
+        for chunk in chunks:
+            check_block_ids(chunk.block_ids, self.num_blocks)
+            for rows, source in self._layer_pages(layer, chunk):
+                rows[chunk.block_ids] = source
+
+    def wait(self) -> None:
+        """See ``PagedKV``: on the host everything is done at once."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
@@ -210,6 +245,21 @@ class HostPagedKV:
     ) -> None:
         """See ``PagedKV``."""
         self.scatter(block_ids, payload.numpy(), chunk_blocks, first_block)
+
+    def _take(self, rows: npt.NDArray[Any], block_ids: BlockIds, target: npt.NDArray[Any]) -> None:
+        if self._dense:
+            rows.take(block_ids, axis=0, out=target, mode="clip")
+        else:  # take() would first copy a whole cache whose blocks lie apart
+            for number, block in enumerate(block_ids):
+                target[number] = rows[block]
+
+    def _layer_pages(self, layer: int, chunk: ChunkBlocks) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Pair each plane of a layer with the part of a chunk's payload that its blocks have there."""
+        begin, end = self.layout.layer_range(layer, chunk.chunk_blocks)
+        planes = self._layers[layer]
+        parts = chunk.payload[begin:end].view(planes[0].dtype).reshape(len(planes), chunk.chunk_blocks, -1)
+        for rows, part in zip(planes, parts, strict=True):
+            yield rows, part[chunk.first_block : chunk.first_block + len(chunk.block_ids)]
 
     def _pages(self, payload: ByteArray, chunk_blocks: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the payload.

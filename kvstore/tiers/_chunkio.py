@@ -21,7 +21,7 @@ import numpy as np
 from kvstore import chunkfile
 from kvstore.chunkfile import Damage
 from kvstore.keys import ChunkKey
-from kvstore.layout import ALIGNMENT_BYTES, KVLayout
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers._folder import FILE_MODE
 from kvstore.tiers.base import ByteArray, ChunkRef, Transfer, payload_view
 
@@ -107,11 +107,8 @@ class ChunkIO:
         Raises:
             OSError: nothing stands there, or the system refused to read it.
         """
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return Damage.NOT_A_CHUNK
-        if status.st_size != self.file_bytes[body.ref.num_blocks]:
-            return Damage.SIZE
+        if (damage := self._look(path, body)) is not None:
+            return damage
         header = self._header_buffer()
         sums = []
         with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, is_aligned=body.is_aligned) as fd:
@@ -126,6 +123,28 @@ class ChunkIO:
             if damage is None:
                 touch(fd, used_ns)
         return damage
+
+    def read_layers(self, path: Path, body: Body, layers: range, used_ns: int) -> Damage | None:
+        """``read`` for some layers only. Nothing else of the buffer is written to."""
+        if (damage := self._look(path, body)) is not None:
+            return damage
+        header, num_blocks = self._header_buffer(), body.ref.num_blocks
+        with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, is_aligned=body.is_aligned) as fd:
+            if not self._read_range(fd, body, layers, header):
+                return Damage.SIZE
+            layer_sums = chunkfile.checksums(self._layout, num_blocks, body.array, layers)
+            key = self._key(body.ref)
+            damage = chunkfile.compare_layers(
+                self._layout, key, num_blocks, header, layers=layers, layer_sums=layer_sums
+            )
+            if damage is None:
+                touch(fd, used_ns)
+        return damage
+
+    def layer_range(self, num_blocks: int, layers: range) -> tuple[int, int]:
+        """Begin and end of layers in a row, in the payload of a chunk of ``num_blocks`` blocks."""
+        ends = self._layout.layer_range(layers.start, num_blocks), self._layout.layer_range(layers[-1], num_blocks)
+        return ends[0][0], ends[1][1]
 
     def write(self, path: Path, chunk: Writable, used_ns: int) -> None:
         """Make ``path`` the file of a chunk, with an mtime of ``used_ns``; the padding in the buffer becomes zeros.
@@ -157,6 +176,52 @@ class ChunkIO:
         """End the threads that calculate. Only after the last call."""
         self._aside.shutdown(wait=False)
 
+    def _look(self, path: Path, body: Body) -> Damage | None:
+        """Whether what stands there could be the file of a chunk.
+
+        Raises:
+            OSError: nothing stands there.
+        """
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return Damage.NOT_A_CHUNK
+        return None if status.st_size == self.file_bytes[body.ref.num_blocks] else Damage.SIZE
+
+    def _read_range(self, fd: int, body: Body, layers: range, header: ByteArray) -> bool:
+        """Read the header, and layers to their place in the buffer; False if the file ends before.
+
+        Layers do not begin where pages do, which direct I/O asks for: the pages that they share with their neighbours
+        pass through a place of this thread's own.
+
+        Raises:
+            OSError: the system refused.
+        """
+        begin, end = self.layer_range(body.ref.num_blocks, layers)
+        if not (self.direct_flag and body.is_aligned):
+            return self._read_behind_header(fd, header, [body.array.data[begin:end]], begin)
+        head, tail = self._own_buffer("edges", 2 * ALIGNMENT_BYTES).reshape(2, -1)
+        first, inner_begin = begin - begin % ALIGNMENT_BYTES, round_up(begin, ALIGNMENT_BYTES)
+        inner_end = max(inner_begin, end - end % ALIGNMENT_BYTES)
+        views = [head.data] if first < inner_begin else []
+        views += [body.array.data[inner_begin:inner_end]] if inner_begin < inner_end else []
+        views += [tail.data] if inner_end < end else []
+        is_whole = self._read_behind_header(fd, header, views, first)
+        head_end = min(inner_begin, end)
+        body.array[begin:head_end] = head[begin - first : head_end - first] if first < inner_begin else head[:0]
+        if inner_end < end:
+            body.array[inner_end:end] = tail[: end - inner_end]
+        return is_whole
+
+    def _read_behind_header(self, fd: int, header: ByteArray, views: Sequence[memoryview], begin_bytes: int) -> bool:
+        """Read the header and a range of the body; in one call if the body's begin is asked for.
+
+        Raises:
+            OSError: the system refused.
+        """
+        if begin_bytes == 0:
+            return read_whole(fd, [header.data, *views], 0)
+        return read_whole(fd, [header.data], 0) and read_whole(fd, views, self._header_bytes + begin_bytes)
+
     def _sum_up(self, body: Body, layers: range) -> Callable[[], str]:
         """Start to sum up layers of a payload; the result waits for their checksums."""
         num_blocks = body.ref.num_blocks
@@ -185,9 +250,13 @@ class ChunkIO:
 
     def _header_buffer(self) -> ByteArray:
         """This thread's page-aligned place for a header."""
-        buffer: ByteArray | None = getattr(self._thread, "header", None)
+        return self._own_buffer("header", self._header_bytes)
+
+    def _own_buffer(self, name: str, size_bytes: int) -> ByteArray:
+        buffer: ByteArray | None = getattr(self._thread, name, None)
         if buffer is None:
-            buffer = self._thread.header = np.frombuffer(mmap.mmap(-1, self._header_bytes), np.uint8)
+            buffer = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+            setattr(self._thread, name, buffer)
         return buffer
 
     def _key(self, ref: ChunkRef) -> ChunkKey:

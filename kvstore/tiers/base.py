@@ -145,6 +145,16 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
     return buffer[:payload_bytes]
 
 
+def check_layers(layout: KVLayout, layers: range) -> None:
+    """Turn down layers that a chunk does not have.
+
+    Raises:
+        InvalidCallError: they are none, not in a row, or not in the layout.
+    """
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= layout.num_layers:
+        raise InvalidCallError(f"{layers} are not some of the {layout.num_layers} layers of a chunk, in a row")
+
+
 class Tier(ABC):
     """A storage tier for the chunks of one namespace. See the module's docstring for what it promises."""
 
@@ -180,6 +190,29 @@ class Tier(ABC):
             InvalidCallError: a chunk or a buffer breaks the contract; nothing was moved.
             TierError: the tier as a whole is broken.
         """
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether ``get_layers`` reads only the layers asked for, and touches no other bytes."""
+        return False
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:  # noqa: ARG002 - see below
+        """Read some layers of chunks to their places in the buffers: HIT, MISS, CORRUPT or FAILED each.
+
+        ``HIT`` says that key, length and the checksums of these layers agreed. A tier that has ``reads_layers`` leaves
+        all other bytes of the buffers alone, so that layers read before are still what they were; any other reads
+        whole chunks. Who reads a chunk in several calls sees to it that it is not replaced in between. It counts as a
+        hit once, with its last layer.
+
+        Raises:
+            InvalidCallError: a chunk or a buffer breaks the contract, or there are no such layers; nothing was moved.
+            TierError: the tier as a whole is broken.
+        """
+        return self.get(transfers)
+
+    def layer_bytes(self, num_blocks: int, layers: range) -> int:  # noqa: ARG002 - reads all of them
+        """What ``get_layers`` reads of a chunk of that many blocks, headers aside."""
+        return self.stored_bytes(num_blocks)
 
     @abstractmethod
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:

@@ -22,6 +22,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,7 +35,7 @@ from kvstore.tiers import _folder, _survey
 from kvstore.tiers._chunkio import Body, ChunkIO, Writable
 from kvstore.tiers._codedio import CodedIO
 from kvstore.tiers._space import Space
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer
+from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, check_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from kvstore.chunkfile import Damage
 
 logger = logging.getLogger(__name__)
+
+_Read = Callable[[Path, Body, int], "Damage | None"]
 
 _CLOSE_WAIT_S = 30.0
 _GIB = 1 << 30
@@ -90,6 +93,7 @@ class DiskTier(Tier):
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
         self._folder = folder.absolute()
+        self._layout = layout
         self._io = ChunkIO(layout) if codec == "none" else CodedIO(layout, open_codec(codec, layout))
         self._enter(namespace)
         self._max_sizes = self._io.file_bytes
@@ -181,7 +185,32 @@ class DiskTier(Tier):
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
-            return [self._count(*self._get(body)) for body in bodies]
+            return [self._count(*self._get(body, self._io.read)) for body in bodies]
+
+    @property
+    def reads_layers(self) -> bool:
+        """A file is read in any parts, unless a codec is at work."""
+        return not isinstance(self._io, CodedIO)
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Read some layers of chunks, one chunk after the other; call from several threads to overlap them."""
+        check_layers(self._layout, layers)
+        if not self.reads_layers:
+            return self.get(transfers)
+        bodies = [self._io.check(transfer) for transfer in transfers]
+
+        def read(path: Path, body: Body, used_ns: int) -> Damage | None:
+            return self._io.read_layers(path, body, layers, used_ns)
+
+        with self._operation():
+            return [self._count_layers(body, layers, self._get(body, read)[0]) for body in bodies]
+
+    def layer_bytes(self, num_blocks: int, layers: range) -> int:
+        """The length of these layers."""
+        if not self.reads_layers:
+            return self.stored_bytes(num_blocks)
+        begin, end = self._io.layer_range(num_blocks, layers)
+        return end - begin
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, one after the other; call from several threads to overlap them.
@@ -360,15 +389,23 @@ class DiskTier(Tier):
             self.counters.count(outcome, moved_bytes)
         return outcome
 
-    def _get(self, body: Body) -> tuple[Outcome, int]:
+    def _count_layers(self, body: Body, layers: range, outcome: Outcome) -> Outcome:
+        with self._changed:
+            if outcome is Outcome.HIT and layers.stop < self._layout.num_layers:
+                self.counters.bytes_read += self.layer_bytes(body.ref.num_blocks, layers)
+            else:
+                self.counters.count(outcome, self.layer_bytes(body.ref.num_blocks, layers))
+        return outcome
+
+    def _get(self, body: Body, read: _Read) -> tuple[Outcome, int]:
         """Read a chunk; what came of it, and the size of its file."""
         held = self._chunks.get(body.ref)
-        return (Outcome.MISS, 0) if held is None else (self._load(body, held), held.size_bytes)
+        return (Outcome.MISS, 0) if held is None else (self._load(body, held, read), held.size_bytes)
 
-    def _load(self, body: Body, held: _Held) -> Outcome:
+    def _load(self, body: Body, held: _Held, read: _Read) -> Outcome:
         used_ns = time.time_ns()
         try:
-            damage = self._io.read(self._path(body.ref), body, used_ns)
+            damage = read(self._path(body.ref), body, used_ns)
         except (FileNotFoundError, NotADirectoryError):
             return self._discard(body.ref, held.serial, None)
         except OSError as error:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.tiers._folder import Throttle, unusable
 from kvstore.tiers._survey import check_room, in_order_of_use
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, Transfer, payload_view
+from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, Transfer, check_layers, payload_view
 from kvstore.tiers.disk import DiskTier
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ class _Batch:
 
     transfers: Sequence[Transfer]
     outcomes: list[Outcome]
-    clears: int | None  # of a put: how often the tier had been cleared when it began
+    clears: int | None = None  # of a put: how often the tier had been cleared when it began
+    layers: range | None = None  # of a get_layers
 
 
 class StripedTier(Tier):
@@ -214,6 +215,27 @@ class StripedTier(Tier):
         batch = self._begin(transfers)
         self._spread(batch, [self._place(transfer.ref) for transfer in transfers])
         return self._count(batch)
+
+    @property
+    def reads_layers(self) -> bool:
+        """A file is read in any parts, unless a codec is at work."""
+        return self._disks[0].reads_layers
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Read some layers of chunks. A broken folder answers ``FAILED`` for its chunks.
+
+        Raises:
+            TierTimeoutError: a folder did not answer in time, and may still use its chunks' buffers.
+        """
+        check_layers(self._layout, layers)
+        batch = self._begin(transfers)
+        batch.layers = layers
+        self._spread(batch, [self._place(transfer.ref) for transfer in transfers])
+        return self._count(batch)
+
+    def layer_bytes(self, num_blocks: int, layers: range) -> int:
+        """The length of these layers."""
+        return self._disks[0].layer_bytes(num_blocks, layers)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers: at home, or where there is room. A broken folder answers ``FAILED``.
@@ -361,12 +383,17 @@ class StripedTier(Tier):
         """Let a folder serve its part of a batch. If it takes too long: what is done when it has."""
         part = [batch.transfers[position] for position in positions]
         try:
-            answers = self._tiers[number].get(part) if batch.clears is None else self._tiers[number].put(part)
+            answers = self._ask(self._tiers[number], part, batch)
         except TierError as error:
             self._complain(number, error)
             return self._later(batch, number, positions, error) if isinstance(error, TierTimeoutError) else None
         self._take(batch, number, positions, answers)
         return None
+
+    def _ask(self, tier: Tier, part: Sequence[Transfer], batch: _Batch) -> list[Outcome]:
+        if batch.clears is not None:
+            return tier.put(part)
+        return tier.get(part) if batch.layers is None else tier.get_layers(part, batch.layers)
 
     def _later(self, batch: _Batch, number: int, positions: Sequence[int], error: TierTimeoutError) -> Future[None]:
         ended: Future[None] = Future()
@@ -410,8 +437,13 @@ class StripedTier(Tier):
 
     def _count(self, batch: _Batch) -> list[Outcome]:
         with self._lock:
-            for transfer, outcome in zip(batch.transfers, batch.outcomes, strict=True):
-                self.counters.count(outcome, self.size_of(transfer.ref))
+            for (ref, _), outcome in zip(batch.transfers, batch.outcomes, strict=True):
+                if batch.layers is None:
+                    self.counters.count(outcome, self.size_of(ref))
+                elif outcome is Outcome.HIT and batch.layers.stop < self._layout.num_layers:
+                    self.counters.bytes_read += self.layer_bytes(ref.num_blocks, batch.layers)
+                else:
+                    self.counters.count(outcome, self.layer_bytes(ref.num_blocks, batch.layers))
         return batch.outcomes
 
     def _complain(self, number: int, error: TierError) -> None:

@@ -43,6 +43,19 @@ class TierWrapper(Tier):
         """Forward."""
         return self.inner.get(transfers)
 
+    @property
+    def reads_layers(self) -> bool:
+        """Forward."""
+        return self.inner.reads_layers
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward."""
+        return self.inner.get_layers(transfers, layers)
+
+    def layer_bytes(self, num_blocks: int, layers: range) -> int:
+        """Forward."""
+        return self.inner.layer_bytes(num_blocks, layers)
+
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward."""
         return self.inner.put(transfers)

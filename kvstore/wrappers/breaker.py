@@ -175,10 +175,17 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: the tier is broken, and this call went through.
         """
+        return self._get(transfers, lambda: self.inner.get(transfers))
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward like ``get``."""
+        return self._get(transfers, lambda: self.inner.get_layers(transfers, layers))
+
+    def _get(self, transfers: Sequence[Transfer], action: Callable[[], list[Outcome]]) -> list[Outcome]:
         with self._passage() as passage:
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
-            outcomes = self.inner.get(transfers)
+            outcomes = action()
             passage.judge(outcomes)
             return outcomes
 

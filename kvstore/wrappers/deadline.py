@@ -42,7 +42,7 @@ class Deadline(TierWrapper):
 
     Args:
         inner: the tier to guard.
-        timeout_s: the deadline of ``contains``, ``get``, ``put`` and ``remove``, whatever the size of the batch.
+        timeout_s: the deadline of calls about chunks, whatever the size of the batch.
         threads: calls at the same time. More than the callers have threads, or a few stuck calls slow down the rest.
         slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``, which may touch every file.
         max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
@@ -108,6 +108,10 @@ class Deadline(TierWrapper):
             TierError: no thread is left, or the tier is broken.
         """
         return self._call("get", lambda: self.inner.get(transfers), self._timeout_s)
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward like ``get``."""
+        return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers), self._timeout_s)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward within the deadline.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvstore.keys import Namespace
 
-OPERATIONS = ("scan", "contains", "get", "put", "remove", "clear", "reset")
+OPERATIONS = ("scan", "contains", "get", "get_layers", "put", "remove", "clear", "reset")
 
 
 class FaultKind(Enum):
@@ -35,9 +35,11 @@ class FaultKind(Enum):
 
     ERROR = "error"  # any: raises TierError, as after an I/O error of the whole tier; the inner tier is not asked
     HANG = "hang"  # any: waits until it is released, then goes on as if nothing had been
-    FAILED = "failed"  # get, put: this chunk cannot be moved (EIO)
-    MISS = "miss"  # get: this chunk is not found this time
-    CORRUPT = "corrupt"  # get: this chunk is damaged; it is removed from the inner tier, as the contract says
+    FAILED = "failed"  # get, get_layers, put: this chunk cannot be moved (EIO)
+    MISS = "miss"  # get, get_layers: this chunk is not found this time
+    CORRUPT = (
+        "corrupt"  # get, get_layers: this chunk is damaged; it is removed from the inner tier, as the contract says
+    )
     FULL = "full"  # put: no room for this chunk (ENOSPC)
     FLIP = "flip"  # get: one byte of the payload is changed after the inner tier has verified it
 
@@ -45,6 +47,7 @@ class FaultKind(Enum):
 _OF_CALLS = (FaultKind.ERROR, FaultKind.HANG)
 _OF_CHUNKS = {
     "get": (FaultKind.FAILED, FaultKind.MISS, FaultKind.CORRUPT, FaultKind.FLIP),
+    "get_layers": (FaultKind.FAILED, FaultKind.MISS, FaultKind.CORRUPT),
     "put": (FaultKind.FAILED, FaultKind.FULL),
 }
 
@@ -152,15 +155,27 @@ class FaultInjector(TierWrapper):
             TierError: as planned, or by the tier.
         """
         faults = self._draw("get", transfers)
-        planned = list(zip(transfers, faults, strict=True))
-        if damaged := [item.ref for item, kind in planned if kind is FaultKind.CORRUPT]:
-            self.inner.remove(damaged)
-        sound = [item for item, kind in planned if kind in (None, FaultKind.FLIP)]
-        outcomes = _merge(faults, self.inner.get(sound))
+        outcomes = _merge(faults, self.inner.get(self._sound(transfers, faults)))
         for item, kind, outcome in zip(transfers, faults, outcomes, strict=True):
             if kind is FaultKind.FLIP and outcome is Outcome.HIT:
                 item.buffer[item.ref.num_blocks // 2] ^= 0xFF  # a block has a byte at least: not in the padding
         return outcomes
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward what is not to fail.
+
+        Raises:
+            TierError: as planned, or by the tier.
+        """
+        faults = self._draw("get_layers", transfers)
+        return _merge(faults, self.inner.get_layers(self._sound(transfers, faults), layers))
+
+    def _sound(self, transfers: Sequence[Transfer], faults: Sequence[FaultKind | None]) -> list[Transfer]:
+        """What to read all the same; what is to be damaged is removed, as the contract says."""
+        planned = list(zip(transfers, faults, strict=True))
+        if damaged := [item.ref for item, kind in planned if kind is FaultKind.CORRUPT]:
+            self.inner.remove(damaged)
+        return [item for item, kind in planned if kind in (None, FaultKind.FLIP)]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward what is not to fail.

@@ -15,11 +15,11 @@ from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
 from kvstore.wrappers.base import TierWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvstore.keys import Namespace
 
-OPERATIONS = ("scan", "contains", "get", "put", "remove", "clear", "reset")
+OPERATIONS = ("scan", "contains", "get", "get_layers", "put", "remove", "clear", "reset")
 # Upper bounds of the buckets: from 10 us to 168 s in steps of the square root of two; one more bucket takes the rest.
 LATENCY_BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(49))
 _MOVED = (Outcome.HIT, Outcome.STORED)
@@ -94,6 +94,7 @@ class TierStats:
     scan: OperationStats
     contains: OperationStats
     get: OperationStats
+    get_layers: OperationStats
     put: OperationStats
     remove: OperationStats
     clear: OperationStats
@@ -193,13 +194,20 @@ class Statistics(TierWrapper):
         """Forward and count."""
         with self._recorders["get"].call() as tally:
             tally.chunks = len(transfers)
-            return self._enter(tally, transfers, self.inner.get(transfers))
+            return self._enter(tally, transfers, self.inner.get(transfers), self.size_of)
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward and count, a chunk in every call."""
+        with self._recorders["get_layers"].call() as tally:
+            tally.chunks = len(transfers)
+            outcomes = self.inner.get_layers(transfers, layers)
+            return self._enter(tally, transfers, outcomes, lambda ref: self.layer_bytes(ref.num_blocks, layers))
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward and count."""
         with self._recorders["put"].call() as tally:
             tally.chunks = len(transfers)
-            return self._enter(tally, transfers, self.inner.put(transfers))
+            return self._enter(tally, transfers, self.inner.put(transfers), self.size_of)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forward and count."""
@@ -218,11 +226,15 @@ class Statistics(TierWrapper):
         with self._recorders["reset"].call():
             self.inner.reset(namespace)
 
-    def _enter(self, tally: _Tally, transfers: Sequence[Transfer], outcomes: list[Outcome]) -> list[Outcome]:
+    def _enter(
+        self,
+        tally: _Tally,
+        transfers: Sequence[Transfer],
+        outcomes: list[Outcome],
+        size_bytes: Callable[[ChunkRef], int],
+    ) -> list[Outcome]:
         tally.outcomes.update(outcomes)
         tally.moved_bytes = sum(
-            self.size_of(transfer.ref)
-            for transfer, outcome in zip(transfers, outcomes, strict=True)
-            if outcome in _MOVED
+            size_bytes(transfer.ref) for transfer, outcome in zip(transfers, outcomes, strict=True) if outcome in _MOVED
         )
         return outcomes

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 def computed_blocks(engine: Engine, prompt: Prompt) -> Any:
     """The bytes of a prompt's whole blocks, read from vLLM's tensors: ``[blocks, layers x bytes]``."""
     worker = engine.store_worker
-    paged = worker._mover._paged
+    paged = worker._mover.paged
     recorded: list[int] = []
     original = engine.core_scheduler.connector.request_finished
 

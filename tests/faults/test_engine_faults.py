@@ -14,6 +14,7 @@ from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.errors import TierError
 from kvstore.keys import NO_EXTRAS
+from kvstore.requests import hash_tokens
 from kvstore.tiers.base import Outcome
 from kvstore.wrappers import CircuitBreaker, find
 
@@ -106,7 +107,7 @@ def test_a_damaged_chunk_file_is_a_miss(
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
         engine.flush()
-        refs = engine._index.lookup(engine._hash(TOKENS, NO_EXTRAS)).refs
+        refs = engine._index.lookup(hash_tokens(engine.layout, TOKENS, NO_EXTRAS)).refs
     key = refs[victim].prefix_key.hex()
     if when == "stopped":
         fault(next(tmp_path.glob(f"*/*/{key}-*.safetensors")))
@@ -282,7 +283,7 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
         rig.store(engine, other)
         known = engine.lookup(other)
         gate.open()
-        assert _until(lambda: all(read.done() for read in engine._mover._stuck.values()))
+        assert _until(lambda: not any(map(engine._mover.is_stuck, list(engine._mover._stuck))))
         assert rig.retrieve(engine, other) == known < 40
         check_idle(engine)
 
@@ -313,7 +314,7 @@ def test_a_read_that_hangs(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate)
         assert rig.store(engine, other) == engine.lookup(other) == 0
         check_idle(engine)
         gate.open()
-        assert _until(lambda: all(read.done() for read in engine._mover._stuck.values()))
+        assert _until(lambda: not any(map(engine._mover.is_stuck, list(engine._mover._stuck))))
         assert rig.store(engine, other) == 40
         assert rig.retrieve(engine, other) == 40
         check_idle(engine)

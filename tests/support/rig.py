@@ -38,11 +38,12 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 class Rig:
-    """Two layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. What is in a block follows from all tokens up to its end."""
+    """Layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. What is in a block follows from all tokens up to its end."""
 
-    def __init__(self, num_blocks: int = 64) -> None:
+    def __init__(self, num_blocks: int = 64, num_layers: int = 2) -> None:
         self.num_blocks = num_blocks
-        self.caches = {f"layer.{n}": torch.zeros((num_blocks, 2, BLOCK, 8), dtype=torch.uint8) for n in range(2)}
+        shape = (num_blocks, 2, BLOCK, 8)
+        self.caches = {f"layer.{n}": torch.zeros(shape, dtype=torch.uint8) for n in range(num_layers)}
         self.paged = bind_paged_kv(self.caches, num_blocks=num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK)
         self.layout = self.paged.layout
         self.poison()
@@ -67,13 +68,18 @@ class Rig:
         return [block_ids[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_tokens)]
 
     def expected(self, tokens: Sequence[int], block: int) -> ByteArray:
-        """What the block number ``block`` of a sequence must hold, over both layers."""
+        """What the block number ``block`` of a sequence must hold, over all layers."""
         seed = zlib.crc32(array("Q", tokens[: (block + 1) * BLOCK]).tobytes())
         return np.random.default_rng(seed).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
 
     def held(self, block_id: int) -> ByteArray:
         parts = [cache[block_id].contiguous().reshape(-1).numpy() for cache in self.caches.values()]
         return np.concatenate(parts)
+
+    def layer(self, layer: int, block_id: int) -> ByteArray:
+        """What a block holds in one layer."""
+        held: ByteArray = self.caches[f"layer.{layer}"][block_id].contiguous().reshape(-1).numpy()
+        return held
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> list[int]:
         """Fill the whole blocks of a sequence as a model would; returns the slot mapping."""

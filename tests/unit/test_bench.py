@@ -147,7 +147,7 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
         *bench.LOOKUP_TARGETS_S,
         *bench.POLICY_TARGET_S,
     ]
-    assert [len(line.pairs) for line in report.lines] == [7, 7, 7, 7, 3, 3, 5]
+    assert [len(line.pairs) for line in report.lines] == [7, 7, 7, 7, 7, 3, 3, 5]
     assert len(ticks) == options.total_rounds
     assert report.skipped == ["redis: not asked for, or no redis-server on the PATH"]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
@@ -186,7 +186,7 @@ def test_run_fails_if_a_path_changes_bytes(toy: Geometry, monkeypatch: pytest.Mo
 
     def flip(engine: CacheEngine, *args: object, **kwargs: object) -> torch.Tensor:
         loaded = retrieve(engine, *args, **kwargs)  # type: ignore[arg-type]
-        engine._mover._paged._runs[0].rows[0][:, 0] ^= 1  # type: ignore[attr-defined]
+        engine._mover.paged._runs[0].rows[0][:, 0] ^= 1  # type: ignore[attr-defined]
         return loaded
 
     monkeypatch.setattr(CacheEngine, "retrieve", flip)

@@ -14,6 +14,7 @@ from support.rig import CHUNK, FILE_BYTES, POISON, Rig, tokens_of
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace
+from kvstore.requests import hash_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -526,7 +527,7 @@ def test_prefetch_counts_the_prefix_that_is_in_memory(rig: Rig, tmp_path: Path) 
     tokens = tokens_of(1, 40)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens)
-        second = engine._index.lookup(engine._hash(tokens, NO_EXTRAS)).refs[1].prefix_key.hex()
+        second = engine._index.lookup(hash_tokens(engine.layout, tokens, NO_EXTRAS)).refs[1].prefix_key.hex()
     with rig.open(local_disk=tmp_path) as engine:
         next(tmp_path.glob(f"*/*/{second}-*.safetensors")).unlink()
         assert engine.lookup(tokens) == 40

@@ -213,7 +213,7 @@ def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
         assert bench.load(1, from_disk=True) == {key_of(1)}  # at once: no second read into that slot
         assert np.array_equal(before, bench.cpu._pool.slot(1))
         assert (ref_of(1), False) in bench.written
-        read = bench.mover._stuck[1]
+        (read,) = bench.mover._stuck[1]
     finally:
         gate.set()
     assert read.result(HANG_GUARD_S) == [Outcome.HIT]

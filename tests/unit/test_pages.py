@@ -13,7 +13,7 @@ from kvstore.binding import bind_paged_kv
 from kvstore.device import DevicePagedKV
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.movers import as_block_ids
-from kvstore.pages import HostPagedKV, LayerCache, PagedKV, find_planes
+from kvstore.pages import ChunkBlocks, HostPagedKV, LayerCache, PagedKV, find_planes
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import ByteArray
@@ -187,6 +187,45 @@ def _storage(cache: LayerCache) -> list[bytes]:
     return [raw(torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())) for part in parts]
 
 
+@cases
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+def test_layer_by_layer_is_the_same(layout: str, dtype: torch.dtype) -> None:
+    """Two chunks of different lengths at once, and parts of them back to other blocks."""
+    make, _ = LAYOUTS[layout]
+    check_layers(make, dtype, [bind, on_device])
+
+
+@pytest.mark.gpu
+@cases
+def test_layer_by_layer_on_a_real_device(layout: str) -> None:
+    check_layers(LAYOUTS[layout][0], torch.bfloat16, [lambda caches: on_device(caches, "cuda")])
+
+
+def check_layers(
+    make: Callable[[torch.dtype], Caches], dtype: torch.dtype, ways: Sequence[Callable[[Caches], PagedKV]]
+) -> None:
+    for paged_of in ways:
+        paged, again = paged_of(make(dtype)), paged_of(make(dtype))
+        sources = [as_block_ids([7, 0, 8, 3]), as_block_ids([5, 2])]
+        whole, parts = [slot_for(paged), slot_for(paged)], [slot_for(paged), slot_for(paged)]
+        for block_ids, slot in zip(sources, whole, strict=True):
+            paged.gather(block_ids, slot)
+        chunks = [ChunkBlocks(ids, slot, len(ids)) for ids, slot in zip(sources, parts, strict=True)]
+        targets = [ChunkBlocks(as_block_ids([1, 6]), parts[0], 4, 1), ChunkBlocks(as_block_ids([4]), parts[1], 2, 1)]
+        for layer in range(paged.layout.num_layers):
+            paged.gather_layer(layer, chunks)
+            paged.wait()
+            again.scatter_layer(layer, targets)
+        again.wait()
+        assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
+        moved, wanted = slot_for(paged), slot_for(paged)
+        again.gather(as_block_ids([1, 6, 4, 0]), moved)
+        paged.gather(as_block_ids([0, 8, 2, 0]), wanted)
+        assert np.array_equal(moved, wanted)
+        paged.gather_layer(0, [])
+        again.scatter_layer(0, [])
+
+
 @pytest.mark.parametrize("paged_of", [bind, on_device])
 def test_scatter_leaves_what_lies_between_blocks(paged_of: Callable[[Caches], PagedKV]) -> None:
     cache = spaced(noise((B, N, 8), torch.uint8), 24)
@@ -316,5 +355,9 @@ def test_bad_block_ids_touch_nothing(bad: int, paged_of: Callable[[Caches], Page
         paged.gather(as_block_ids([0, bad, 99]), slot)
     with pytest.raises(InvalidCallError, match=f"block id {bad} "):
         paged.scatter(as_block_ids([0, bad]), slot, 2, 0)
+    with pytest.raises(InvalidCallError, match=f"block id {bad} "):
+        paged.scatter_layer(0, [ChunkBlocks(as_block_ids([0, bad]), slot, 2)])
+    with pytest.raises(InvalidCallError, match=f"block id {bad} "):
+        paged.gather_layer(0, [ChunkBlocks(as_block_ids([0, bad]), slot, 2)])
     assert torch.equal(cache, before)
     assert not slot.any()

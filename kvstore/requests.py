@@ -1,0 +1,121 @@
+"""What callers of ``CacheEngine`` hand over, checked: tokens, mask and slot mapping become keys and block ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.errors import InvalidCallError
+from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
+from kvstore.layout import KVLayout, round_up
+from kvstore.pages import BlockIds
+from kvstore.tiers.base import ChunkRef
+
+Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+
+
+class Request(NamedTuple):
+    """A checked call: the tokens from ``begin`` on, and the ids of all their whole blocks."""
+
+    hasher: PrefixHasher
+    begin: int
+    blocks: BlockIds
+
+
+def check_request(
+    layout: KVLayout,
+    num_blocks: int,
+    tokens: Tokens,
+    mask: Tokens | None,
+    slot_mapping: Slots,
+    *,
+    extras: KeyExtras = NO_EXTRAS,
+    whole_chunks: bool = False,
+) -> Request:
+    """Take in a call, for the tokens not masked out, or with ``whole_chunks`` from the first chunk behind those on.
+
+    Raises:
+        InvalidCallError: mask or slots break the rules of ``CacheEngine``; the message names the first bad one.
+    """
+    hasher = hash_tokens(layout, tokens, extras)
+    begin = _skipped(layout, mask, hasher.num_tokens)
+    if whole_chunks:
+        begin = round_up(begin, layout.chunk_tokens)
+    return Request(hasher, begin, _blocks(layout, num_blocks, slot_mapping, begin, hasher.num_tokens))
+
+
+def hash_tokens(layout: KVLayout, tokens: Tokens, extras: KeyExtras) -> PrefixHasher:
+    """The keys of a sequence."""
+    hasher = PrefixHasher(layout.chunk_tokens, layout.block_tokens, extras)
+    hasher.update(tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else tokens)
+    return hasher
+
+
+def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) -> list[ChunkRef]:
+    """The chunks of a sequence, in order: the whole ones, and the tail's whole blocks if wanted."""
+    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    if with_tail and (tail := hasher.block_keys(len(refs))):
+        refs.append(ChunkRef(tail[-1], len(tail)))
+    return refs
+
+
+def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
+    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
+    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
+    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    for chunk in range(len(refs) + 1):
+        tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
+        refs += [ChunkRef(key, number) for number, key in enumerate(tails, 1)]
+    return refs
+
+
+def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:
+    """The number of leading False in a mask."""
+    if mask is None:
+        return 0
+    flags = _on_host(mask, np.bool_)
+    if flags.shape != (num_tokens,):
+        raise InvalidCallError(f"the mask has shape {flags.shape}, but there are {num_tokens} tokens")
+    skip_tokens = int(flags.argmax()) if flags.any() else num_tokens
+    if not flags[skip_tokens:].all():
+        again = skip_tokens + int(flags[skip_tokens:].argmin())
+        raise InvalidCallError(f"the mask must be F...FT...T, but token {again} is False again")
+    if skip_tokens % layout.block_tokens and skip_tokens != num_tokens:
+        raise InvalidCallError(
+            f"the mask skips {skip_tokens} tokens, not a multiple of the block size {layout.block_tokens}"
+        )
+    return skip_tokens
+
+
+def _blocks(layout: KVLayout, num_blocks: int, slot_mapping: Slots, begin: int, num_tokens: int) -> BlockIds:
+    """The block ids of all whole blocks from token ``begin`` on."""
+    slots = _on_host(slot_mapping, np.int64)
+    if slots.shape != (num_tokens,):
+        raise InvalidCallError(f"slot_mapping has shape {slots.shape}, but there are {num_tokens} tokens")
+    size = layout.block_tokens
+    end = max(begin, num_tokens - num_tokens % size)
+    rows = slots[begin:end].reshape(-1, size)
+    block_ids: BlockIds = rows[:, 0] // size if len(rows) else np.empty(0, np.int64)
+    bad = rows != block_ids[:, None] * size + np.arange(size)
+    if bad.any():
+        position = begin + int(bad.reshape(-1).argmax())
+        raise InvalidCallError(
+            f"slot_mapping[{position}] = {int(slots[position])} does not continue a whole block of {size} slots "
+            "that starts at a multiple of it"
+        )
+    outside = (block_ids < 0) | (block_ids >= num_blocks)
+    if outside.any():
+        position = begin + int(outside.argmax()) * size
+        raise InvalidCallError(
+            f"slot_mapping[{position}] = {int(slots[position])} is not in 0..{num_blocks * size - 1}"
+        )
+    return np.ascontiguousarray(block_ids)
+
+
+def _on_host(values: Tokens, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=dtype)

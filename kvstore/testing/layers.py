@@ -1,0 +1,139 @@
+"""Layers of a chunk can be had alone, each verified, whether a tier reads only those or whole chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.errors import InvalidCallError
+from kvstore.layout import KVLayout
+from kvstore.testing.harness import (
+    DEEP,
+    EVEN,
+    LAYOUTS,
+    ODD,
+    TierHarness,
+    is_untouched,
+    make_buffer,
+    make_payload,
+    make_ref,
+    make_transfer,
+)
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+
+A, B = make_ref(1), make_ref(2)
+
+
+def layer_bytes(layout: KVLayout, ref: ChunkRef, layers: range) -> slice:
+    """Where some layers in a row are in a payload."""
+    return slice(layout.layer_range(layers.start, ref.num_blocks)[0], layout.layer_range(layers[-1], ref.num_blocks)[1])
+
+
+class LayerTests(TierHarness):
+    """``get_layers``."""
+
+    def _get_layers(self, ref: ChunkRef, layers: range, buffer: ByteArray) -> Outcome:
+        """Read layers of a chunk; what is a hit must be right."""
+        (outcome,) = self.tier.get_layers([Transfer(ref, buffer)], layers)
+        if outcome is Outcome.HIT:
+            part = layer_bytes(self.layout, ref, layers)
+            assert buffer[part].tobytes() == make_payload(self.layout, ref)[part]
+            if self.tier.reads_layers:
+                assert self.tier.layer_bytes(ref.num_blocks, layers) == part.stop - part.start
+        return outcome
+
+    @pytest.mark.parametrize("shift_bytes", [0, 1])
+    @pytest.mark.parametrize("geometry", LAYOUTS)
+    def test_layers_one_by_one_make_a_chunk(self, geometry: str, shift_bytes: int) -> None:
+        """In any order, of every length, also in buffers that direct I/O cannot use."""
+        layout = LAYOUTS[geometry]
+        tier = self.start(layout)
+        refs = [make_ref(blocks, blocks) for blocks in {1, layout.blocks_per_chunk}]
+        assert self.put(*refs) == [Outcome.STORED] * len(refs)
+        for ref in refs:
+            buffer = make_buffer(layout.slot_bytes, shift_bytes=shift_bytes)
+            for layer in sorted(range(layout.num_layers), key=lambda layer: layer * 7 % 5):
+                assert self._get_layers(ref, range(layer, layer + 1), buffer) is Outcome.HIT
+            payload = make_payload(layout, ref)
+            assert buffer[: len(payload)].tobytes() == payload
+        assert tier.counters.hits >= len(refs)
+        if tier.reads_layers:
+            assert tier.counters.hits == len(refs)
+
+    @pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2, 3), range(2), range(1, 3), range(3)], ids=str)
+    @pytest.mark.parametrize("blocks", [1, 3, 4])
+    def test_other_bytes_are_left_alone(self, layers: range, blocks: int) -> None:
+        """Where only those layers are read; they begin and end inside of pages."""
+        tier, ref = self.start(ODD), make_ref(blocks, blocks)
+        self.put(ref)
+        buffer = make_buffer(ODD.slot_bytes)
+        assert self._get_layers(ref, layers, buffer) is Outcome.HIT
+        if tier.reads_layers:
+            part = layer_bytes(ODD, ref, layers)
+            assert is_untouched(buffer[: part.start])
+            assert is_untouched(buffer[part.stop :])
+
+    def test_layers_of_many(self) -> None:
+        """A few out of hundreds."""
+        self.start(DEEP)
+        self.put(make_ref(1, 2))
+        for layers in (range(3), range(100, 259), range(259, 260), range(260)):
+            assert self._get_layers(make_ref(1, 2), layers, make_buffer(DEEP.slot_bytes)) is Outcome.HIT
+
+    def test_a_batch_with_a_miss(self) -> None:
+        """Answers come in the order of the batch."""
+        tier = self.start()
+        self.put(A)
+        transfers = [Transfer(ref, make_buffer(EVEN.slot_bytes)) for ref in (B, A)]
+        assert tier.get_layers(transfers, range(1)) == [Outcome.MISS, Outcome.HIT]
+        assert tier.get_layers([], range(1)) == []
+
+    def test_a_removed_chunk(self) -> None:
+        """Its first layers were read, and then it is gone."""
+        tier, buffer = self.start(), make_buffer(EVEN.slot_bytes)
+        self.put(A)
+        assert self._get_layers(A, range(1), buffer) is Outcome.HIT
+        tier.remove([A])
+        assert self._get_layers(A, range(1, 2), buffer) is Outcome.MISS
+
+    def test_damage_in_the_layers_asked_for(self) -> None:
+        """Is found and counted, and the chunk removed."""
+        if not self.checks_bytes:
+            pytest.skip("this tier does not check its bytes")
+        if not self.exact_sizes:
+            pytest.skip("the storage does not hold the payload as it is")
+        tier = self.start(ODD)
+        self.put(A)
+        value = self.raw_read(A)
+        assert value is not None
+        begin = value.index(make_payload(ODD, A)[layer_bytes(ODD, A, range(1, 2))])
+        self.raw_write(A, value[:begin] + bytes([value[begin] ^ 1]) + value[begin + 1 :])
+        if tier.reads_layers:
+            assert self._get_layers(A, range(1), make_buffer(ODD.slot_bytes)) is Outcome.HIT
+            assert self._get_layers(A, range(2, 3), make_buffer(ODD.slot_bytes)) is Outcome.HIT
+        assert self._get_layers(A, range(1, 3), make_buffer(ODD.slot_bytes)) is Outcome.CORRUPT
+        assert self._get_layers(A, range(1), make_buffer(ODD.slot_bytes)) is Outcome.MISS
+        assert tier.counters.corrupt == 1
+        self.check_bytes()
+
+    def test_another_chunk_in_its_place(self) -> None:
+        """Key and length are compared whatever the layers."""
+        if not self.checks_bytes:
+            pytest.skip("this tier does not check its bytes")
+        self.start()
+        self.put(A, B)
+        value = self.raw_read(B)
+        assert value is not None
+        self.raw_write(A, value)
+        assert self._get_layers(A, range(1, 2), make_buffer(EVEN.slot_bytes)) is Outcome.CORRUPT
+
+    @pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2), range(1, -1, -1)], ids=str)
+    def test_impossible_layers_are_refused(self, layers: range) -> None:
+        """By tiers that look at them; the others read whole chunks."""
+        tier = self.start()
+        self.put(A)
+        if tier.reads_layers:
+            transfer = make_transfer(EVEN, A)
+            before = transfer.buffer.copy()
+            with pytest.raises(InvalidCallError, match="layers"):
+                tier.get_layers([transfer], layers)
+            assert (transfer.buffer == before).all()
