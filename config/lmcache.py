@@ -55,10 +55,9 @@ FAMILIES: Final[dict[str, str]] = {
     (
         "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens blend_special_str"
     ): "there is no blending: only prefixes of a prompt are found again",
-    (
-        "internal_api_server_enabled internal_api_server_host internal_api_server_port_start "
-        "internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports"
-    ): "there is no administration server: no port is opened",
+    "internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports": (
+        "the administration server is the scheduler's only, listens on a port, and runs no scripts"
+    ),
     "remote_config_url app_id": "nothing is fetched from a configuration service",
     "runtime_plugin_locations plugin_locations storage_plugins external_backends": (
         "LMCache's plugins are not loaded: nothing is stored in their backends"

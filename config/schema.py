@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvstore.admin import is_loopback
 from kvstore.codecs import CODEC_NAMES
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
 from kvstore.errors import ConfigError
@@ -20,6 +21,7 @@ from kvstore.policies import POLICIES, choose_policy
 from kvstore.tiers import SCHEMES
 
 GIB_BYTES: Final = 2**30
+HIDDEN: Final = "***"
 _MAX_SIZE_GIB: Final = 1_000_000
 _MAX_TIMEOUT_S: Final = 86_400
 _NAIVE: Final = "naive"  # LMCache's word for none
@@ -228,6 +230,23 @@ class StoreConfig(BaseModel):
         description="Stop vLLM if memory, folder or another tier cannot be had at start. If false, vLLM then runs "
         "without the cache, and a warning says why. A key or flag that is wrong stops it always.",
     )
+    internal_api_server_enabled: bool = Field(
+        default=False,
+        description="Answer an administrator over HTTP, in the scheduler's process (see [operations.md]"
+        "(operations.md#the-admin-endpoint)). Needs the extra `admin`, whose packages vLLM brings along.",
+    )
+    internal_api_server_host: str = Field(
+        default="127.0.0.1",
+        validate_default=True,
+        description="Loopback address to listen on: there are no passwords, so others are refused.",
+    )
+    internal_api_server_port_start: int = Field(
+        default=6999,
+        ge=0,
+        le=65_000,
+        description="Port to listen on; a data-parallel replica adds its rank. 0 for any that is free, which the log "
+        "names.",
+    )
     model_id: str | None = Field(
         default=None,
         min_length=1,
@@ -272,6 +291,15 @@ class StoreConfig(BaseModel):
         if self.local_disk is None:
             return ()
         return (self.local_disk,) if isinstance(self.local_disk, str) else self.local_disk
+
+    def shown(self) -> dict[str, object]:
+        """All values for people to see, without passwords."""
+        values = self.model_dump(mode="json")
+        if self.remote_password is not None:
+            values["remote_password"] = HIDDEN
+        if self.remote_url is not None:
+            values["remote_url"] = _hide_login(self.remote_url)
+        return values
 
     @field_validator("local_disk", mode="before")
     @classmethod
@@ -320,6 +348,14 @@ class StoreConfig(BaseModel):
     def _known_serde(cls, value: str) -> str:
         if value not in {_NAIVE, *CODEC_NAMES, *OTHER_CODECS}:
             raise PydanticCustomError("codec", "must be one of {known}", {"known": ", ".join(CODEC_NAMES)})
+        return value
+
+    @field_validator("internal_api_server_host")
+    @classmethod
+    def _loopback_only(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("internal_api_server_enabled") and not is_loopback(value):
+            message = "must be a loopback address such as 127.0.0.1: there are no passwords"
+            raise PydanticCustomError("loopback", message, {"because_of": "internal_api_server_enabled"})
         return value
 
     @field_validator("cache_policy", "disk_cache_policy")
@@ -372,3 +408,12 @@ def _path_of_uri(uri: str) -> str:
         # LMCache reads file://folder/ as a relative path, the standard as a host's name: refuse to guess.
         raise PydanticCustomError("folder", "must have three slashes and an absolute path: file:///var/cache/kvstore")
     return unquote(urlsplit("file://" + rest).path)
+
+
+def _hide_login(url: str) -> str:
+    """A URL without what stands before its ``@``, and without the values in its query."""
+    scheme, _, rest = url.partition("://")
+    login, at, place = rest.rpartition("@")  # first, whatever else stands in a password
+    place, mark, query = place.partition("?")
+    options = "&".join(f"{option.partition('=')[0]}={HIDDEN}" for option in query.split("&"))
+    return f"{scheme}://{HIDDEN if login else ''}{at}{place}{mark}{options if mark else ''}"

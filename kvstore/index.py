@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from kvstore.departed import Departed
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.leases import Leases
-from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, Place, StoreStep
+from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, MissReason, Place, StoreStep
 from kvstore.policies import Adaptive, Policy, open_policy
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
@@ -120,9 +121,15 @@ class ChunkIndex:
         self._now_s = 0.0
         self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
         self._leases = Leases()
+        self._departed = Departed()
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+        return self._num_slots
 
     @property
     def slots_in_use(self) -> int:
@@ -143,6 +150,10 @@ class ChunkIndex:
     def disk_used_bytes(self) -> int:
         """Bytes accounted to the disk tier, writes in flight included."""
         return self._disk.used_bytes if self._disk else 0
+
+    def queued_writes(self, target: Place) -> int:
+        """Chunks waiting to be written to a slower tier, or being written."""
+        return self._sends if target is Place.REMOTE else self._writes
 
     def in_memory(self, key: PrefixKey) -> bool:
         """Whether a load would find the chunk in a slot."""
@@ -184,6 +195,28 @@ class ChunkIndex:
                 num_tokens += num_blocks * hasher.block_tokens
                 break
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+
+    def why_missing(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> MissReason | None:
+        """Why a match ended at ``known_tokens``, and not at ``end_tokens``; None if no whole block lies between.
+
+        Looks at the first chunk behind the match, and at the tails that it may have been stored as.
+        """
+        first_chunk, inside_tokens = divmod(known_tokens, hasher.chunk_tokens)
+        end_block = (end_tokens - first_chunk * hasher.chunk_tokens) // hasher.block_tokens
+        keys = hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
+        if not keys:
+            return None
+        here = [chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten]
+        if here:
+            return self._why_unreadable(here[0])
+        gone = (self._departed.reason(key) for key in reversed(keys))
+        reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
+        return MissReason.TIER_DOWN if self._remote is not None and not self._remote_answers else reason
+
+    def _why_unreadable(self, chunk: _Chunk) -> MissReason:
+        if self._is_readable(chunk):
+            return MissReason.NO_ROOM
+        return MissReason.TIER_DOWN if chunk.on_disk and not chunk.filling else MissReason.NOT_YET
 
     def questions(self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0) -> list[ChunkRef]:
         """What must be asked of the remote tier before a match is known to be the longest; none when it is.
@@ -278,6 +311,7 @@ class ChunkIndex:
         is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
         if is_lost or is_mislabelled:
             self.counters.lost_chunks += not chunk.forgotten
+            self._departed.note(step.ref.prefix_key, MissReason.LOST)
             self._forget(chunk)
         elif step.source is Place.DISK:
             chunk.unread = True
@@ -458,7 +492,7 @@ class ChunkIndex:
                 continue  # the tail is there for longer
             if chunk.on_disk or not tail.disk_bytes:
                 self.counters.superseded_tails += 1
-                self._discard(tail)
+                self._remove(tail)
 
     # -- leases and time ---------------------------------------------------------------------------------------------
 
@@ -470,7 +504,7 @@ class ChunkIndex:
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.expires_s == expires_s and not chunk.forgotten:
                 self.counters.expired += 1
-                self._discard(chunk)
+                self._remove(chunk)
         for lease_id in self._leases.expired(self._now_s):
             self.release(lease_id)
 
@@ -526,15 +560,19 @@ class ChunkIndex:
         """Forget chunks by key and return how many were known."""
         chunks = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten]
         for chunk in chunks:
-            self._discard(chunk)
+            self._remove(chunk)
         return len(chunks)
+
+    def remove_all(self) -> int:
+        """Forget every chunk here and return how many there were; what is on disk is announced for removal."""
+        return self.remove(list(self._chunks))
 
     def clear(self) -> int:
         """Forget every chunk and return how many there were; what is in flight goes when it ends.
 
         The caller clears the disk tier as a whole, so nothing is announced for removal.
         """
-        count = self.remove(list(self._chunks))
+        count = self.remove_all()
         self._removals.clear()
         if self._remote is not None:
             self._remote.clear()
@@ -605,6 +643,7 @@ class ChunkIndex:
             for key in victims:
                 self.counters.evicted_memory += 1
                 self._drop_from_memory(self._chunks[key])
+                self._note_evicted(key)
         return self._free_slots.pop()
 
     def _reserve_disk(self, chunk: _Chunk) -> bool:
@@ -645,6 +684,7 @@ class ChunkIndex:
         for key in victims:
             self.counters.evicted_disk += 1
             self._drop_from_disk(self._chunks[key], announce=True)
+            self._note_evicted(key)
         return True
 
     def _resize_on_disk(self, chunk: _Chunk, size_bytes: int) -> None:
@@ -653,6 +693,15 @@ class ChunkIndex:
         self._disk.used_bytes += size_bytes - chunk.disk_bytes
         chunk.disk_bytes = size_bytes
         self._disk.order.resize(chunk.ref.prefix_key, size_bytes)
+
+    def _note_evicted(self, key: PrefixKey) -> None:
+        if key not in self._chunks:  # gone from everywhere
+            self._departed.note(key, MissReason.EVICTED)
+
+    def _remove(self, chunk: _Chunk) -> None:
+        """Let a chunk go that nobody is to find again."""
+        self._departed.note(chunk.ref.prefix_key, MissReason.REMOVED)
+        self._discard(chunk)
 
     def _forget(self, chunk: _Chunk) -> None:
         """Make a chunk in use unreachable at once, and its file go."""

@@ -20,6 +20,7 @@ from kvstore.plans import Place
 from kvstore.policies import Adaptive
 from kvstore.slabs import SlabPool
 from kvstore.tiers import open_tier, tier_behind
+from kvstore.tiers._survey import describe_foreign
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.gpu import GpuTier
@@ -176,10 +177,21 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             )
             opened.callback(disk.close)
             survivors = disk.scan()
+            _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes:
             hot = _open_hot(paged, namespace, options.max_local_gpu_bytes)
         opened.pop_all()
     return OpenTiers(cpu, disk, remote, hot, survivors)
+
+
+def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
+    """Say why chunks in the folders are not ours: often one setting was changed by mistake."""
+    try:
+        described = sorted({line for folder in folders for line in describe_foreign(folder, namespace)})
+    except OSError:  # the scan has read it; and this is for people only
+        return
+    for line in described:
+        logger.info("the disk folder has chunks that cannot be used here: their namespace differs in %s", line)
 
 
 def _open_hot(paged: PagedKV, namespace: Namespace, max_bytes: int) -> HotChunks:

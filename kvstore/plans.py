@@ -34,6 +34,21 @@ class Place(Enum):
     REMOTE = "remote"
 
 
+class MissReason(Enum):
+    """Why the first chunk behind a match was not found."""
+
+    NEVER_STORED = "never_stored"  # or so long ago that nobody remembers
+    EVICTED = "evicted"  # it was here, and made room for others
+    REMOVED = "removed"  # cleared, expired, or a tail whose full chunk has come
+    LOST = "lost"  # its bytes were missing or damaged
+    NOT_YET = "not_yet"  # it is just being stored or loaded
+    TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
+    NO_ROOM = "no_room"  # it is there, but no slot is free for its way
+    TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
+    NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
+    SWITCHED_OFF = "switched_off"  # loads are switched off, or not part of the engine's role
+
+
 class LoadStep(NamedTuple):
     """Bring one chunk from its slot, or from a slower place through that slot, to the paged cache."""
 

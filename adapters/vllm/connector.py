@@ -24,9 +24,11 @@ from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
 from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.scheduler import StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.worker import StoreWorker
+from kvstore.admin_http import AdminServer
 from kvstore.config import load_config
 from kvstore.errors import InvalidCallError, KVStoreError
 from kvstore.tiers._folder import Throttle
@@ -34,6 +36,7 @@ from kvstore.tiers._folder import Throttle
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -96,8 +99,10 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._gave_up = False
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
+        self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = StoreScheduler(translate.scheduler_options(vllm_config, kv_cache_config, self._config))
+            self._admin = translate.admin_server(vllm_config, self._config, self._scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -185,7 +190,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         return ReportMetadata(report) if report else None
 
     def shutdown(self) -> None:
-        """Let writes end within the configured bound, and release memory, threads and folder."""
+        """Let writes end within the configured bound, and release memory, threads, port and folder."""
+        if self._admin is not None:
+            self._admin.close()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -260,6 +267,10 @@ class KVStoreConnector(KVConnectorBase_V1):
         if isinstance(reported, ReportMetadata):
             self._scheduling.complete(reported.report)
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What happened since the last call; the scheduler side has the workers' numbers, too."""
+        return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store."""
         return self._scheduling.finish_request(request.request_id, block_ids), None
@@ -281,3 +292,19 @@ class KVStoreConnector(KVConnectorBase_V1):
         """No layer hook is used. vLLM asks before it loads the model: a good moment to refuse a wrong configuration."""
         load_config(extra_config, log_warnings=False)
         return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What was sent, as an object again."""
+        return StoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Our metrics under vLLM's ``/metrics``."""
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -41,6 +41,7 @@ class RemoteLookup:
 
     def __init__(self, directory: RemoteDirectory, view: RemoteView, timeout_s: float) -> None:
         self.view = view
+        self.timeouts = 0  # lookups that ended without an answer
         self._directory = directory
         self._timeout_s = timeout_s
         self._requests: dict[str, _Asking] = {}
@@ -66,6 +67,7 @@ class RemoteLookup:
         if time.monotonic() < asking.deadline_s:
             return False
         question.answers.cancel()
+        self.timeouts += 1
         self.view.note(refs, [False] * len(refs), time.monotonic())
         self.end(request_id)
         return True

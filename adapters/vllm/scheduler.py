@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
 
+from kvstore.adapters.vllm.accounts import Accounts, HitSplit
 from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
@@ -20,6 +21,7 @@ from kvstore.engine import new_epoch, pin_name, superseded_tails
 from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
+from kvstore.metrics import Tally, Totals
 from kvstore.movers import LoadJob, StoreJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
 from kvstore.plans import LoadStep, Match, Place, StoreStep
@@ -47,14 +49,6 @@ class SchedulerOptions:
     cache_policy: str = Adaptive.name
     disk_policy: str | None = None
     record_trace: Path | None = None
-
-
-class HitSplit(NamedTuple):
-    """Where the tokens of a request's external hit come from."""
-
-    memory_tokens: int
-    disk_tokens: int
-    remote_tokens: int
 
 
 @dataclass
@@ -118,6 +112,10 @@ class StoreScheduler:
         self._last_poisoned = 0
         self._epoch = ""  # to be entered with the next plan
         self._stray: list[ChunkRef] = []  # chunks that only some ranks hold
+        rules = options.rules
+        self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
+        self._enabled = True
+        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     @property
     def index(self) -> ChunkIndex | None:
@@ -165,10 +163,50 @@ class StoreScheduler:
             "; and a remote tier" if remote else "",
         )
 
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether requests are looked up and stored. May be asked by any thread."""
+        return self._enabled
+
+    def set_enabled(self, *, enabled: bool) -> None:
+        """Switch the cache off or on; what is stored stays. May be called by any thread, and counts at once.
+
+        Loads and stores already planned are carried out. After it was off, what running requests have computed
+        meanwhile is stored, as far as they still hold it.
+        """
+        self._enabled = enabled
+
+    @property
+    def totals(self) -> Totals:
+        """Sums since the start, as of the last step. Thread-safe."""
+        return self._accounts.totals
+
+    def call_soon(self, action: Callable[[], object]) -> None:
+        """Hand something over to the scheduler's thread: it is done when the next request comes or step is planned."""
+        self._actions.put(action)
+
+    def _carry_out_actions(self) -> None:
+        while not self._actions.empty():
+            self._actions.get_nowait()()
+
+    def clear(self) -> int:
+        """Forget all chunks in memory and on disk, and return how many there were. A remote tier, shared, is kept."""
+        return self._index.remove_all() if self._index is not None else 0
+
+    def take_tally(self) -> Tally:
+        """What was counted since the last call, the workers' numbers included."""
+        timeouts = self._remote.timeouts if self._remote is not None else 0
+        tally = self._accounts.take(self._index, enabled=self._enabled, lookup_timeouts=timeouts)
+        self._accounts.summarize(time.monotonic())
+        return tally
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(self, request: RequestView, extras: KeyExtras, params: RequestParams = NO_PARAMS) -> None:
         """Track a request whose KV may be shared. Requests never added are passed by."""
+        self._carry_out_actions()
         limit = self._options.priority_limit
         is_wanted = not params.skip_save and (limit is None or request.priority <= limit)
         tracker = RequestTracker.start(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
@@ -182,6 +220,7 @@ class StoreScheduler:
             tracker.pin_name = pin_name(tracker.hasher)
         if params.pin is False:
             self._unpin(tracker.pin_name)
+        self._accounts.open(request.request_id)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
@@ -193,13 +232,16 @@ class StoreScheduler:
         Cheap, and without effect but to remember the answer: vLLM asks again while a request waits.
         """
         tracker = self._trackers.get(request.request_id)
-        if tracker is None or self._index is None or not self._options.loads:
+        if tracker is None or self._index is None:
             return 0
         tracker.load = None
+        self._accounts.asked(request.request_id, request.num_tokens, num_local_tokens)
+        if not self._options.loads:
+            return 0
         tracker.hasher.update(request.all_token_ids)
         if self._rests_on_unverified(tracker, num_local_tokens):
             return None
-        if tracker.params.skip_load:
+        if tracker.params.skip_load or not self._enabled:
             return 0
         match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
         if match is None:
@@ -207,9 +249,12 @@ class StoreScheduler:
         last_tokens = max(1, self._rules.skip_last_tokens)
         num_external_tokens = min(match.num_tokens, request.num_tokens - last_tokens) - num_local_tokens
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
-            return 0
+            num_external_tokens = 0
         if most_tokens := self._options.max_tokens_per_load:
             num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
+        self._accounts.answered(request.request_id, match, num_external_tokens)
+        if not num_external_tokens:
+            return 0
         tracker.load = LoadSpec(match, num_local_tokens, num_external_tokens)
         return num_external_tokens
 
@@ -234,12 +279,24 @@ class StoreScheduler:
         if tracker is None or self._index is None:
             return
         spec, tracker.load = tracker.load, None
-        if spec is None or num_external_tokens == 0:
-            return
+        if spec is not None and num_external_tokens:
+            self._plan_load(self._index, tracker, spec, block_ids, num_external_tokens)
+        hit = self.hit_split(request_id, num_external_tokens)
+        self._accounts.admitted(request_id, hit, self._index, tracker.hasher)
+
+    def _plan_load(
+        self,
+        index: ChunkIndex,
+        tracker: RequestTracker,
+        spec: LoadSpec,
+        block_ids: Sequence[int],
+        num_external_tokens: int,
+    ) -> None:
+        request_id = tracker.request.request_id
         first_block = spec.num_local_tokens // self._rules.block_tokens
         end_block = -(-(spec.num_local_tokens + num_external_tokens) // self._rules.block_tokens)
         wanted = list(_overlapping(spec.match, self._rules, first_block, end_block))
-        steps = self._index.prepare_load([ref for ref, _ in wanted])
+        steps = index.prepare_load([ref for ref, _ in wanted])
         meta = self._ready.setdefault(request_id, ReqMeta(request_id))
         loaded_end = first_block
         for step, (ref, begin) in zip(steps, wanted, strict=False):
@@ -249,7 +306,7 @@ class StoreScheduler:
         meta.lost_block_ids += block_ids[loaded_end:end_block]
         self._step.loads += steps
         # A slot that another load is filling counts too: what fails there fails here.
-        if meta.lost_block_ids or not all(self._index.in_memory(step.ref.prefix_key) for step in steps):
+        if meta.lost_block_ids or not all(index.in_memory(step.ref.prefix_key) for step in steps):
             key = self._block_key(tracker.local_hasher(), first_block)
             self._step.unverified.append(_Unverified(request_id, first_block, key))
 
@@ -294,13 +351,14 @@ class StoreScheduler:
         if self._recorder is not None:
             self._record(self._recorder, tracker.hasher)
         keeps_blocks = False
-        if block_ids and (save := tracker.take_final_save()):
+        if block_ids and self._enabled and (save := tracker.take_final_save()):
             keeps_blocks = self._plan_save(request_id, tracker, save, block_ids)
         if keeps_blocks:
             self._ready[request_id].finished = True
         if tracker.params.pin and self._index is not None:
             self._pins[tracker.pin_name] = (tracker.hasher, self._number + bool(self._step.stores))
             self._hold_pins(self._index)
+        self._accounts.close(request_id)
         return keeps_blocks
 
     def _hold_pins(self, index: ChunkIndex) -> None:
@@ -328,7 +386,8 @@ class StoreScheduler:
         self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]
     ) -> StepPlan:
         """Make the plan of the step that computes ``num_scheduled_tokens`` per request."""
-        if self._index is not None:
+        self._carry_out_actions()
+        if self._enabled and self._index is not None:
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
@@ -372,10 +431,12 @@ class StoreScheduler:
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         self._step.stores.append((tracker.hasher, steps))
+        self._accounts.stored(req_id, len(steps))
         return True
 
     def complete(self, report: StepReport) -> None:
         """Take in what the workers, all ranks merged, did."""
+        self._accounts.add(report.tally)
         if self._index is None:
             return
         self._index.set_disk_answers(answers=report.disk_answers)
@@ -438,6 +499,9 @@ class StoreScheduler:
         self._epoch = new_epoch()
         if self._remote is not None:
             self._remote.reset([namespace.at_epoch(self._epoch) for namespace in self._namespaces])
+        for req_id, tracker in self._trackers.items():
+            if tracker.request.num_computed_tokens:
+                self._accounts.close(req_id)
         self._trackers = {
             req_id: tracker for req_id, tracker in self._trackers.items() if not tracker.request.num_computed_tokens
         }

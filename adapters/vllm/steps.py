@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
+from kvstore.metrics import Tally
 from kvstore.movers import LoadJob, StoreJob
 from kvstore.plans import Place
 from kvstore.tiers.base import ChunkRef
@@ -96,6 +97,7 @@ class StepReport:
     writes: list[Written] = field(default_factory=list)
     disk_answers: bool = True
     remote_answers: bool = True
+    tally: Tally = field(default_factory=Tally)
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
@@ -104,6 +106,7 @@ class StepReport:
         self.writes += other.writes
         self.disk_answers &= other.disk_answers
         self.remote_answers &= other.remote_answers
+        self.tally.add(other.tally)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
+from kvstore.adapters.vllm.controls import SchedulerControls
 from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
-from kvstore.adapters.vllm.scheduler import SchedulerOptions
+from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.admin_http import AdminServer
 from kvstore.binding import bind_paged_kv
 from kvstore.chunkfile import FORMAT_VERSION
 from kvstore.errors import ConfigError, LayoutError
@@ -134,6 +136,20 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         disk_policy=config.disk_cache_policy,
         record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
     )
+
+
+def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreScheduler) -> AdminServer | None:
+    """The admin endpoint of the scheduler side; None if it is off.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    if not config.internal_api_server_enabled:
+        return None
+    controls = SchedulerControls(scheduler, config, {"vllm": vllm.__version__})
+    port = config.internal_api_server_port_start
+    replica = int(vllm_config.parallel_config.data_parallel_rank) if port else 0
+    return AdminServer(controls, config.internal_api_server_host, port + replica)
 
 
 def remote_options(config: StoreConfig) -> RemoteOptions | None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from torch.profiler import record_function
+
+from kvstore import metrics
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.keys import Namespace
+from kvstore.meters import WorkerMeter
+from kvstore.metrics import Metric
 from kvstore.movers import Mover
 from kvstore.opening import EngineOptions, open_tiers
 from kvstore.pages import PagedKV
@@ -32,6 +40,7 @@ class StoreWorker:
         self._written: deque[Written] = deque()
         lanes = self._tiers.open_lanes(options, self._on_written)
         self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
+        self._meter = WorkerMeter(self._tiers, self._mover.counters)
         self._report = StepReport()
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
@@ -69,7 +78,16 @@ class StoreWorker:
             return
         for meta in plan.requests:
             if meta.loads or meta.lost_block_ids:
-                self._load_request(plan, meta)
+                with self._measured("kvstore::load", metrics.LOAD_SECONDS):
+                    self._load_request(plan, meta)
+
+    @contextmanager
+    def _measured(self, what: str, metric: Metric) -> Iterator[None]:
+        """Time a part of a step, and name it in a profile."""
+        begin_s = time.perf_counter()
+        with record_function(what):
+            yield
+        self._report.tally.observe(metric.key(), [time.perf_counter() - begin_s])
 
     def _load_request(self, plan: StepPlan, meta: ReqMeta) -> None:
         result = self._result_of(plan)
@@ -96,10 +114,17 @@ class StoreWorker:
             self._result_of(plan).ranks_ended = 1
         for meta in plan.requests:
             if meta.stores:
-                result = self._result_of(plan)
-                result.failed_stores |= self._mover.store(meta.stores) if trusted else self._mover.refuse(meta.stores)
+                self._store_request(plan, meta, trusted=trusted)
             if meta.finished:
                 self._ended_requests.add(meta.req_id)
+
+    def _store_request(self, plan: StepPlan, meta: ReqMeta, *, trusted: bool) -> None:
+        result = self._result_of(plan)
+        if not trusted:
+            result.failed_stores |= self._mover.refuse(meta.stores)
+            return
+        with self._measured("kvstore::store", metrics.STORE_SECONDS):
+            result.failed_stores |= self._mover.store(meta.stores)
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
@@ -125,7 +150,10 @@ class StoreWorker:
             report.writes.append(self._written.popleft())
         answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
         changed, self._said_answers = answers != self._said_answers, answers
-        return report if report.steps or report.writes or changed else None
+        if not (report.steps or report.writes or changed):
+            return None
+        self._meter.read(report.tally)
+        return report
 
     def close(self) -> None:
         """Let pending writes reach the disk, within the configured bound, and release everything."""

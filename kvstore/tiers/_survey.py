@@ -7,11 +7,12 @@ import os
 import stat
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.keys import EPOCH_FIELD
+from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.tiers._folder import (
     DEAD_PREFIX,
     FREE_NAME,
@@ -31,6 +32,7 @@ _GIB = 1 << 30
 _NS_PER_S = 1_000_000_000
 SESSION_NS = 10 * _NS_PER_S
 PAUSE_NS = _NS_PER_S
+_MAX_DESCRIBED = 64
 
 
 class Use(NamedTuple):
@@ -140,11 +142,29 @@ def _survey_own(home: str, may_be: Callable[[int, int], bool], chunks: list[Use]
 
 def _is_past_epoch(home: Path) -> bool:
     """Whether a namespace of somebody else is an epoch, which nobody enters again."""
+    namespace = _read_namespace(home)
+    return namespace is not None and EPOCH_FIELD in namespace.fields
+
+
+def _read_namespace(home: Path) -> Namespace | None:
+    """What the folder of a namespace says that it is; None if it says nothing."""
     try:
         fields = json.loads((home / NAMESPACE_FILE).read_bytes())
     except (FileNotFoundError, ValueError):
-        return False
-    return isinstance(fields, dict) and EPOCH_FIELD in fields
+        return None
+    return Namespace(fields) if isinstance(fields, dict) else None
+
+
+def describe_foreign(folder: Path, ours: Namespace) -> list[str]:
+    """For each namespace of somebody else in a folder, the names of the fields in which it differs from ours.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    homes = (Path(entry.path) for entry in os.scandir(folder) if NAMESPACE_NAME.fullmatch(entry.name))
+    found = (_read_namespace(home) for home in islice(homes, _MAX_DESCRIBED))
+    others = [namespace for namespace in found if namespace is not None and namespace.id != ours.id]
+    return sorted({", ".join(ours.differing_fields(other)) for other in others})
 
 
 def _foreign_chunks(home: str) -> Iterator[tuple[int, str, int]]:

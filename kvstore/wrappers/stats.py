@@ -53,6 +53,28 @@ class LatencyHistogram:
                 return min(bound_s, self.max_s)
         return self.max_s
 
+    def since(self, earlier: LatencyHistogram | None) -> list[float]:
+        """The calls that came since an earlier snapshot, as times with the same buckets and the same sum.
+
+        Within each bucket all are given the same time, at the same share of the way from its lower to its upper bound.
+        """
+        if earlier is not None and earlier.buckets == self.buckets:
+            return []
+        before = earlier or LatencyHistogram((0,) * len(self.buckets), 0.0, 0.0)
+        changed = [place for place, calls in enumerate(self.buckets) if calls != before.buckets[place]]
+        calls = [self.buckets[place] - before.buckets[place] for place in changed]
+        lows = [LATENCY_BOUNDS_S[place - 1] if place else 0.0 for place in changed]
+        highs = [*LATENCY_BOUNDS_S, max(self.max_s, LATENCY_BOUNDS_S[-1])]
+        spans = [highs[place] - low for place, low in zip(changed, lows, strict=True)]
+        least_s = sum(count * low for count, low in zip(calls, lows, strict=True))
+        spread_s = sum(count * span for count, span in zip(calls, spans, strict=True))
+        share = (self.total_s - before.total_s - least_s) / spread_s if spread_s else 1.0
+        share = min(1.0, max(share, 1e-6))  # rounding must not move a call to another bucket
+        times_s: list[float] = []
+        for place, count, low, span in zip(changed, calls, lows, spans, strict=True):
+            times_s += [min(highs[place], low + share * span)] * count
+        return times_s
+
     @property
     def p50_s(self) -> float:
         """The median, roughly."""

@@ -332,7 +332,7 @@ class FakeVllm:
             external = self.scheduler.num_new_matched_tokens(request, len(local) * BLOCK)
             if external is None:
                 skipped.append(request)
-                time.sleep(0.001)  # a real step takes at least as long, and a remote tier answers meanwhile
+                time.sleep(0.005)  # a real step takes at least as long, and a remote tier answers meanwhile
                 continue
             assert external == 0 or self.setup.loads
             least, most = self.setup.min_retrieve_tokens, self.setup.max_tokens_per_load

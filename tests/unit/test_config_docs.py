@@ -47,7 +47,6 @@ class TestExamples:
         assert named == {
             "use_layerwise",
             "pre_caching_hash_algorithm",
-            "internal_api_server_enabled",
             "save_only_first_rank",
         }
 

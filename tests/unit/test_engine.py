@@ -96,12 +96,15 @@ def test_extras_keep_requests_apart(rig: Rig) -> None:
         assert rig.retrieve(engine, tokens, extras=KeyExtras(cache_salt="mine")) == 32
 
 
-def test_another_namespace_sees_nothing(rig: Rig, tmp_path: Path) -> None:
+def test_another_namespace_sees_nothing(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvstore")
     tokens = tokens_of(1, 32)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens)
+    assert "namespace differs" not in caplog.text
     options = EngineOptions(8 * 4096, local_disk=tmp_path, max_local_disk_bytes=64 * FILE_BYTES)
-    with CacheEngine(rig.paged, Namespace({"model": "other"}), options) as engine:
+    with CacheEngine(rig.paged, Namespace({"model": "other", "shard": 1}), options) as engine:
+        assert "chunks that cannot be used here: their namespace differs in model, shard" in caplog.text
         assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 0
     with rig.open(local_disk=tmp_path) as engine:
         assert rig.retrieve(engine, tokens) == 32

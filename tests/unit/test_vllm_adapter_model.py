@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
 from support.remote import FakeServer
 
+from kvstore import metrics
 from kvstore.adapters.vllm.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.errors import TierError
 
@@ -71,6 +72,10 @@ class _Client:
             self.break_a_file()
         elif chance < 0.58 and self.vllm.setup.server is not None:
             self.upset(self.vllm.setup.server)
+        elif chance < 0.60:
+            self.vllm.scheduler.set_enabled(enabled=self.random.random() < 0.6)
+        elif chance < 0.605:
+            self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
         else:
             self.vllm.step()
 
@@ -113,6 +118,19 @@ class _Client:
             break_file(self.random.choice(files), self.random)
 
 
+def assert_books_balance(vllm: FakeVllm) -> None:
+    """What was counted on the way is what the parts themselves have counted."""
+    vllm.scheduler.take_tally()
+    totals, counters = vllm.scheduler.totals, vllm.index.counters
+    hits = sum(totals[metrics.HIT_TOKENS.key(*tier)] for tier in metrics.HIT_TOKENS.values)
+    assert hits <= totals[metrics.ASKED_TOKENS.key()]
+    assert sum(totals[metrics.MISSES.key(*reason)] for reason in metrics.MISSES.values) <= totals[metrics.LOOKUPS.key()]
+    assert totals[metrics.STORED_CHUNKS.key()] == counters.stored
+    assert totals[metrics.FAILED_LOADS.key()] == counters.failed_loads
+    gathered = sum(worker._mover.counters.bytes_gathered for worker in vllm.workers)
+    assert totals[metrics.MOVED_BYTES.key("memory", "store")] == gathered
+
+
 def broken() -> None:
     raise TierError("broken on purpose")
 
@@ -140,6 +158,7 @@ def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
         vllm.take = lambda offered: offered if vllm.random.random() < 0.8 else vllm.random.randint(0, offered)
         for _ in range(events):
             client.act()
+        vllm.scheduler.set_enabled(enabled=True)
         vllm.settle()
         for prompt, salt, tags in client.pinned:
             vllm.ask("unpin", prompt, salt=salt, params=replace(WITHOUT_CACHE, pin=False, tags=tags))
@@ -150,6 +169,7 @@ def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
             vllm.ask("again", prompt)
         vllm.settle()
         vllm.assert_nothing_leaked()
+        assert_books_balance(vllm)
     finally:
         vllm.close()
     return vllm

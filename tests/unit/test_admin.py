@@ -1,0 +1,174 @@
+"""The admin endpoint: over real HTTP, around a scheduler side with real workers."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from support.fake_vllm import CHUNK, FakeVllm, Setup
+
+from kvstore.adapters.vllm.controls import SchedulerControls
+from kvstore.admin import is_loopback
+from kvstore.admin_http import AdminServer
+from kvstore.config import StoreConfig, load_config
+from kvstore.errors import ConfigError
+
+PROMPT = list(range(3 * CHUNK + 1))
+CONFIG = StoreConfig(remote_url="redis://user:secret@cache:6379/0?password=secret", remote_password="secret")
+
+
+@pytest.fixture
+def vllm() -> Iterator[FakeVllm]:
+    engine = FakeVllm(Setup())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def controls(vllm: FakeVllm) -> SchedulerControls:
+    return SchedulerControls(vllm.scheduler, CONFIG, {"vllm": "0.0"})
+
+
+@pytest.fixture
+def client(controls: SchedulerControls) -> Iterator[httpx.Client]:
+    server = AdminServer(controls, "127.0.0.1", 0)
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=30) as made:
+        yield made
+    server.close()
+
+
+def test_stats_are_what_was_counted(vllm: FakeVllm, client: httpx.Client) -> None:
+    vllm.ask("first", PROMPT)
+    vllm.forget_local()
+    vllm.ask("again", PROMPT)
+    vllm.scheduler.take_tally()
+    stats = client.get("/stats").raise_for_status().json()
+    assert stats["hit_tokens"] == {"memory": 3 * CHUNK, "disk": 0, "remote": 0}
+    assert stats["asked_tokens"] == 2 * len(PROMPT)
+    assert stats["misses"]["never_stored"] == 1
+    info = client.get("/info").raise_for_status().json()
+    assert info["known_chunks"] == info["used_slots"] == 3
+    assert info["versions"].keys() == {"kvstore", "vllm"}
+
+
+def test_the_configuration_without_secrets(client: httpx.Client) -> None:
+    answer = client.get("/config").raise_for_status()
+    assert "secret" not in answer.text
+    shown = answer.json()
+    assert shown.keys() == StoreConfig.model_fields.keys()
+    assert shown["remote_url"] == "redis://***@cache:6379/0?password=***"
+    assert shown["chunk_size"] == 256
+
+
+def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
+    health = client.get("/health").raise_for_status().json()
+    assert health == {"status": "ok", "enabled": True, "connected": True, "tiers": {"memory": "ok", "remote": "ok"}}
+    vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
+    vllm.scheduler.take_tally()
+    health = client.get("/health").raise_for_status().json()
+    assert health["status"] == "degraded"
+    assert health["tiers"]["remote"] == "left out"
+
+
+def test_disable_and_enable(vllm: FakeVllm, client: httpx.Client) -> None:
+    vllm.ask("first", PROMPT)
+    assert client.post("/disable").raise_for_status().json() == {"status": "disabled"}
+    vllm.forget_local()
+    vllm.ask("off", PROMPT)
+    assert vllm.loaded_tokens["off"] == 0
+    client.post("/enable").raise_for_status()
+    vllm.forget_local()
+    vllm.ask("on", PROMPT)
+    assert vllm.loaded_tokens["on"] == 3 * CHUNK
+
+
+def test_clear_is_done_by_the_schedulers_thread(vllm: FakeVllm, client: httpx.Client) -> None:
+    vllm.ask("first", PROMPT)
+    done_by = []
+    clear = vllm.scheduler.clear
+
+    def noted() -> int:
+        done_by.append(threading.current_thread())
+        return clear()
+
+    vllm.scheduler.clear = noted  # type: ignore[method-assign] # to see who calls it
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/clear")
+        while not asked.done():
+            vllm.step()
+    assert asked.result().status_code == 200
+    assert asked.result().json() == {"status": "cleared", "chunks": 3}
+    assert done_by == [threading.current_thread()]
+    assert len(vllm.index) == 0
+
+
+def test_clear_of_an_idle_engine_is_done_before_the_next_request(
+    vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.adapters.vllm.controls._CLEAR_WAIT_S", 0.01)
+    vllm.ask("first", PROMPT)
+    assert client.post("/clear").status_code == 202
+    assert client.post("/clear").status_code == 202
+    assert vllm.scheduler._actions.qsize() == 1, "requests do not pile up"
+    vllm.forget_local()
+    vllm.ask("again", PROMPT)
+    assert vllm.loaded_tokens["again"] == 0
+
+
+def test_pages_in_a_browser_are_turned_away(client: httpx.Client) -> None:
+    for headers, status in (
+        ({}, 200),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "[broken"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+    ):
+        assert client.get("/health", headers=headers).status_code == status, headers
+
+
+def test_wrong_paths_and_methods(client: httpx.Client) -> None:
+    assert client.get("/nothing").status_code == 404
+    assert "POST /clear" in client.get("/nothing").json()["paths"]
+    assert client.get("/clear").status_code == 405
+    assert client.post("/stats").status_code == 405
+    assert client.delete("/stats").status_code == 405
+
+
+def test_close_frees_the_port_and_ends_the_thread(controls: SchedulerControls) -> None:
+    server = AdminServer(controls, "127.0.0.1", 0)
+    assert httpx.get(f"http://127.0.0.1:{server.port}/health", trust_env=False).status_code == 200
+    server.close()
+    server.close()
+    assert not server._thread.is_alive()
+    AdminServer(controls, "127.0.0.1", server.port).close()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "example.org", "::", ""])
+    def test_only_loopback(self, controls: SchedulerControls, host: str) -> None:
+        assert not is_loopback(host)
+        with pytest.raises(ConfigError, match="loopback"):
+            AdminServer(controls, host, 0)
+        enabled = {"kvstore.internal_api_server_enabled": True, "kvstore.internal_api_server_host": host}
+        with pytest.raises(ConfigError, match=r"internal_api_server_host.*loopback"):
+            load_config(enabled, environ={})
+
+    def test_a_host_of_lmcaches_does_not_matter_while_it_is_off(self) -> None:
+        load_config({"lmcache.internal_api_server_host": "0.0.0.0"}, environ={})
+
+    def test_a_port_that_is_taken(self, controls: SchedulerControls) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+                AdminServer(controls, "127.0.0.1", port)
+
+    def test_without_its_libraries(self, controls: SchedulerControls, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "uvicorn", None)
+        with pytest.raises(ConfigError, match=r"uvicorn is not installed: pip install 'vllm-kvstore\[admin\]'"):
+            AdminServer(controls, "127.0.0.1", 0)
