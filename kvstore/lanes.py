@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvstore.errors import ClosedError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
 from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
 
 WRITE_THREADS = 4
-_LOG_INTERVAL_S = 60.0
 
 
 class Arrival(NamedTuple):
@@ -60,7 +59,7 @@ class Lane:
         self._ending = 0  # writes that have ended and are being reported
         self._writing: dict[Future[Sequence[Outcome]], ChunkRef] = {}
         self._doomed: set[ChunkRef] = set()  # removed while being written: they go as soon as they are there
-        self._last_log_s = float("-inf")
+        self._throttle = Throttle()
 
     @property
     def reads_layers(self) -> bool:
@@ -186,7 +185,5 @@ class Lane:
 
     def _log(self, message: str, error: TierError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
-        now_s = time.monotonic()
-        if now_s - self._last_log_s >= _LOG_INTERVAL_S:
-            self._last_log_s = now_s
+        if self._throttle.is_due("any"):
             logger.warning(message, self._tier.name, error)

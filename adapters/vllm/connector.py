@@ -31,7 +31,7 @@ from kvstore.adapters.vllm.worker import StoreWorker
 from kvstore.admin_http import AdminServer
 from kvstore.config import load_config
 from kvstore.errors import InvalidCallError, KVStoreError
-from kvstore.tiers._folder import Throttle
+from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
     import torch

@@ -125,7 +125,8 @@ class StoreScheduler:
     def connect(self, facts: Sequence[WorkerFacts]) -> None:
         """Take in what the workers own. A chunk counts only if every rank holds its part."""
         first = facts[0]
-        held = [{ref for ref, _ in rank.survivors} for rank in facts]
+        sizes = [dict(rank.survivors) for rank in facts]
+        held = [set(rank) for rank in sizes]
         complete = set.intersection(*held)
 
         def stored_bytes(num_blocks: int) -> int:
@@ -147,7 +148,6 @@ class StoreScheduler:
             cache_policy=self._options.cache_policy,
             disk_policy=self._options.disk_policy,
         )
-        sizes = [dict(rank.survivors) for rank in facts]
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
         self._index = index

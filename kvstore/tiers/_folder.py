@@ -18,7 +18,6 @@ import mmap
 import os
 import re
 import shutil
-import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -197,20 +196,3 @@ def probe_direct(folder: Path) -> bool:
     finally:
         os.close(fd)
         probe.unlink(missing_ok=True)
-
-
-class Throttle:
-    """Lets one message a cause and minute through, so that a broken disk does not flood the log."""
-
-    def __init__(self, every_s: float = 60.0) -> None:
-        self._every_s = every_s
-        self._last_s: dict[str, float] = {}
-
-    def is_due(self, cause: str) -> bool:
-        """Whether to speak about ``cause`` now. Thread-safe; a race costs at most a line too many."""
-        now_s = time.monotonic()
-        last_s = self._last_s.get(cause)
-        if last_s is not None and now_s - last_s < self._every_s:
-            return False
-        self._last_s[cause] = now_s
-        return True

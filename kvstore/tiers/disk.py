@@ -31,6 +31,7 @@ from kvstore.codecs import open_codec
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.throttle import Throttle
 from kvstore.tiers import _folder, _survey
 from kvstore.tiers._chunkio import Body, ChunkIO, Writable
 from kvstore.tiers._codedio import CodedIO
@@ -107,7 +108,7 @@ class DiskTier(Tier):
         self._scanned = False
         self._closed = False
         self._finished = threading.Event()
-        self._throttle = _folder.Throttle()
+        self._throttle = Throttle()
         self._open(direct)
 
     @classmethod

@@ -19,7 +19,8 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
-from kvstore.tiers._folder import Throttle, unusable
+from kvstore.throttle import Throttle
+from kvstore.tiers._folder import unusable
 from kvstore.tiers._survey import check_room, in_order_of_use
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, Transfer, check_layers, payload_view
 from kvstore.tiers.disk import DiskTier

@@ -30,7 +30,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers._folder import Throttle
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef
 
 pytestmark = pytest.mark.vllm

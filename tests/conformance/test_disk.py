@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.payloads import let_some_shrink
 
-from kvstore.layout import KVLayout
-from kvstore.testing import TierConformance, buffers, harness, layers, threads
+from kvstore.testing import TierConformance
 from kvstore.testing.harness import MINE
 from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
@@ -62,14 +62,7 @@ class TestLz4OfPayloadsThatShrink(TestDiskTierWithLz4):
 
     @pytest.fixture(autouse=True)
     def _payloads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        random_payload = harness.make_payload
-
-        def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
-            random = random_payload(layout, ref, version)
-            return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
-
-        for module in (harness, buffers, layers, threads):
-            monkeypatch.setattr(module, "make_payload", make_payload)
+        let_some_shrink(monkeypatch)
 
 
 class TestSplitOfPayloadsThatShrink(TestLz4OfPayloadsThatShrink):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import redis
+from support.payloads import let_some_shrink
 from support.redis_server import (
     ACL_USER,
     RedisServer,
@@ -21,7 +22,7 @@ from support.redis_server import (
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.testing import MINE, TierConformance, buffers, harness, layers, threads
+from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
 from kvstore.tiers._redis_chunk import PREFIX
 from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
@@ -149,14 +150,7 @@ class TestTcpWithLz4(Redis):
 
     @pytest.fixture(autouse=True)
     def _payloads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        random_payload = harness.make_payload
-
-        def make_payload(layout: KVLayout, ref: ChunkRef, version: int = 0) -> bytes:
-            random = random_payload(layout, ref, version)
-            return random if ref.prefix_key[0] % 3 == 0 else (random[:40] * len(random))[: len(random)]
-
-        for module in (harness, buffers, layers, threads):
-            monkeypatch.setattr(module, "make_payload", make_payload)
+        let_some_shrink(monkeypatch)
 
     def open_tier(self, setup: TierSetup) -> Tier:
         return super().open_tier(replace(setup, layout=replace(setup.layout, element="bf16")))

@@ -18,6 +18,7 @@ LEVELS = {
     "kvstore.errors": 0,
     "kvstore.hostlimits": 1,
     "kvstore.keys": 1,
+    "kvstore.throttle": 1,
     "kvstore.layout": 1,
     "kvstore.chunkfile": 2,
     "kvstore.codecs.base": 1,
