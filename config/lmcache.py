@@ -14,8 +14,6 @@ FAMILIES: Final[dict[str, str]] = {
     ),
     "pre_caching_hash_algorithm": "keys are always sha256 and equal in every process, whatever PYTHONHASHSEED is",
     "cost_aware_half_life_seconds cost_aware_ewma_alpha": "there is no such policy: `cache_policy` has one that adapts",
-    "use_layerwise": "all layers of a hit are loaded before the model runs",
-    "enable_async_loading": "a hit is loaded within the step that needs it",
     "lookup_server_worker_ids enable_scheduler_bypass_lookup hit_miss_ratio": (
         "lookups are answered from the scheduler's own memory: they ask no other process but a remote tier"
     ),

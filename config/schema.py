@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -133,6 +133,26 @@ class StoreConfig(BaseModel):
         default=0,
         ge=0,
         description="A longer hit is cut to so many tokens, in whole blocks, and the rest is computed. 0 for no limit.",
+    )
+    enable_async_loading: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Whether a request waits for its load while others go on computing. `auto` chooses for each load: "
+        "yes from disk or a remote tier, and for a long one from memory if others are running; otherwise the step "
+        "waits. If false, a slower tier needs vLLM's `--no-async-scheduling`.",
+    )
+    enable_async_saving: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Whether what a step has computed is copied to memory while the next step runs, and vLLM keeps the "
+        "blocks until then; otherwise the step waits for the copy. `auto`: yes on a GPU, no on a CPU.",
+    )
+    use_layerwise: bool = Field(
+        default=False,
+        description="What a step waits for is loaded, and stored, layer by layer with the model. vLLM then captures "
+        "piecewise CUDA graphs only. Not used with speculative decoding.",
+    )
+    load_only_if_faster: bool = Field(
+        default=True,
+        description="Compute a hit that would take longer to load, as measured while running.",
     )
     blocking_timeout_secs: Annotated[float, Unit("seconds")] = Field(
         default=10.0,

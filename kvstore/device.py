@@ -3,7 +3,7 @@
 The same interface as ``pages.HostPagedKV``. On their way to host memory the blocks are gathered into one dense staging
 buffer on the device and leave it in one copy: on PCIe the size of a copy decides its speed. A slot on the device needs
 neither. Everything runs on the current stream, so a gather waits for the kernels that write the blocks, and kernels
-launched after a scatter see it.
+launched after a scatter see it; what is moved ``beside`` the model has a stream of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ import numpy as np
 import torch
 
 from kvstore.layout import KVLayout
-from kvstore.pages import BlockIds, ChunkBlocks, PlaneRows, check_block_ids
+from kvstore.pages import BlockIds, ChunkBlocks, Moment, PagedKV, PlaneRows, check_block_ids
 from kvstore.tiers.base import ByteArray
 
 
 class DevicePagedKV:
     """A paged KV cache in device memory, with a staging buffer of one chunk."""
 
-    def __init__(self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[PlaneRows]],
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        has_stream: bool = False,
+    ) -> None:
+        self._layers = layers
         self.layout = layout
         self.num_blocks = num_blocks
         rows = [plane.rows for planes in layers for plane in planes]
@@ -30,6 +38,22 @@ class DevicePagedKV:
         self._planes = len(layers[0])
         self.device = rows[0].device
         self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self.device)
+        has_stream = has_stream and self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
+
+    def beside(self) -> PagedKV:
+        """See ``pages.PagedKV``."""
+        return DevicePagedKV(self._layers, self.layout, self.num_blocks, has_stream=True)
+
+    def moment(self) -> Moment:
+        """See ``pages.PagedKV``."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def after(self, moment: Moment) -> None:
+        """See ``pages.PagedKV``."""
+        if self._stream is not None and moment is not None:
+            torch.cuda.set_stream(self._stream)  # of this thread
+            self._stream.wait_event(moment)
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
         """See ``pages.PagedKV``."""

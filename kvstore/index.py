@@ -160,6 +160,11 @@ class ChunkIndex:
         chunk = self._chunks.get(key)
         return chunk is not None and not chunk.forgotten and chunk.in_memory
 
+    def is_loading(self, key: PrefixKey) -> bool:
+        """Whether a load that has not been completed is bringing the chunk to a slot."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.loading
+
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
         """Take in what a disk tier held at start, with its bytes, the longest untouched first."""
         if self._disk is None:
@@ -256,7 +261,7 @@ class ChunkIndex:
         """
         planned: list[tuple[_Chunk, Place]] = []
         for ref in refs:
-            source = self._source(ref)
+            source = self.source(ref)
             if source is None:
                 break
             chunk = self._chunks.setdefault(ref.prefix_key, _Chunk(ref))
@@ -276,8 +281,8 @@ class ChunkIndex:
         self._touch([step.ref.prefix_key for step in steps])
         return steps
 
-    def _source(self, ref: ChunkRef) -> Place | None:
-        """Where a chunk would be loaded from now."""
+    def source(self, ref: ChunkRef) -> Place | None:
+        """Where a chunk would be loaded from now; None if nowhere."""
         chunk = self._chunks.get(ref.prefix_key)
         if chunk is not None and self._is_readable(chunk):
             if chunk.ref != ref:

@@ -12,6 +12,8 @@ from kvstore.tiers.striped import StripedTier
 from kvstore.wrappers import BreakerState, CircuitBreaker, Statistics, layers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.index import ChunkIndex
     from kvstore.movers import MoverCounters
     from kvstore.opening import OpenTiers
@@ -85,8 +87,8 @@ class _Observed:
 class WorkerMeter:
     """What a worker moved, and how its tiers do. To be used by the worker's thread."""
 
-    def __init__(self, tiers: OpenTiers, mover: MoverCounters) -> None:
-        self._mover = mover
+    def __init__(self, tiers: OpenTiers, moved: Callable[[], MoverCounters]) -> None:
+        self._moved = moved
         self._tiers = {place: _Observed(tier) for place, tier in ((_DISK, tiers.disk), (_REMOTE, tiers.remote)) if tier}
         self._source = secrets.token_hex(8)  # tells this worker's gauges from those of others
         self._meter = Meter()
@@ -95,7 +97,7 @@ class WorkerMeter:
 
     def read(self, tally: Tally) -> None:
         """Add what happened since the last time, and the gauges that changed."""
-        totals = _mover_totals(self._mover)
+        totals = _mover_totals(self._moved())
         levels: dict[str, float] = {}
         for place, observed in self._tiers.items():
             self._read_tier(place, observed, totals, tally)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,27 +66,48 @@ class MoverCounters:
     mislabelled_slots: int = 0
     read_timeouts: int = 0
 
+    @classmethod
+    def sum(cls, parts: Iterable[MoverCounters]) -> MoverCounters:
+        """What several movers did."""
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
+
 
 class Mover:
     """One worker's data path.
 
-    ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time.
+    ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time;
+    ``beside`` gives another thread one of its own. No two of them use a slot at the same time: the index sees to that.
 
     Args:
         paged: the model's KV cache.
         cpu: the pool; ``close`` closes it.
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
         hot: copies on the device of what is loaded often; ``close`` closes it.
+        stuck: slots that reads given up may still write to, as far as another mover knows them.
     """
 
-    def __init__(self, paged: PagedKV, cpu: CpuTier, lanes: Mapping[Place, Lane], hot: HotChunks | None = None) -> None:
+    def __init__(
+        self,
+        paged: PagedKV,
+        cpu: CpuTier,
+        lanes: Mapping[Place, Lane],
+        hot: HotChunks | None = None,
+        stuck: dict[int, list[Future[Any]]] | None = None,
+    ) -> None:
         self.counters = MoverCounters()
         self.paged = paged
         self.cpu = cpu
         self._lanes = dict(lanes)
         self._hot = hot
         self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
-        self._stuck: dict[int, list[Future[Any]]] = {}  # slots that reads given up may still write to
+        self._stuck = {} if stuck is None else stuck
+
+    def beside(self) -> Mover:
+        """One over the same tiers for another thread, to move blocks that the model does not use meanwhile.
+
+        It counts for itself, knows nothing of copies on the device, and must be at rest when this one is closed.
+        """
+        return Mover(self.paged.beside(), self.cpu, self._lanes, stuck=self._stuck)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Bring chunks to the paged cache; the blocks of those that failed hold garbage.

@@ -24,6 +24,7 @@ from kvstore.tiers.base import ByteArray
 
 BlockIds = npt.NDArray[np.int64]
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
+Moment = torch.cuda.Event | None  # None where everything is done at once
 _ELEMENTS = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -54,6 +55,15 @@ class PagedKV(Protocol):
     layout: KVLayout
     num_blocks: int
     device: torch.device
+
+    def beside(self) -> PagedKV:
+        """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs."""
+
+    def moment(self) -> Moment:
+        """The present, in the order of what the model's thread launches."""
+
+    def after(self, moment: Moment) -> None:
+        """Let what the calling thread launches from now on come after ``moment``. To be called on ``beside()``."""
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``. Done when it returns."""
@@ -205,6 +215,17 @@ class HostPagedKV:
         for (word, words), alike in groupby(planes, lambda rows: (rows.dtype, rows.shape[1])):
             run = list(alike)
             self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
+
+    def beside(self) -> PagedKV:
+        """See ``PagedKV``: nothing here belongs to one thread."""
+        return self
+
+    def moment(self) -> Moment:
+        """See ``PagedKV``."""
+        return None
+
+    def after(self, moment: Moment) -> None:
+        """See ``PagedKV``."""
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
         """See ``PagedKV``."""

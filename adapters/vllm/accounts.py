@@ -44,6 +44,7 @@ class _Account:
         found_tokens: the end of the longest known prefix.
         offered_tokens: how many vLLM was told could be loaded.
         asks: whether it may load at all.
+        is_declined: whether computing was found to be faster.
         is_admitted: whether it has been scheduled, and is counted.
         hit: what it got then.
         reason: why not more.
@@ -55,6 +56,7 @@ class _Account:
     found_tokens: int = 0
     offered_tokens: int = 0
     asks: bool = False
+    is_declined: bool = False
     is_admitted: bool = False
     hit: HitSplit = NO_HIT
     reason: MissReason | None = None
@@ -91,7 +93,8 @@ class Accounts:
         account = self._requests.get(request_id)
         if account is not None and not account.is_admitted:
             account.num_tokens, account.num_local_tokens = num_tokens, num_local_tokens
-            account.found_tokens, account.offered_tokens, account.asks = num_local_tokens, 0, False
+            account.found_tokens, account.offered_tokens = num_local_tokens, 0
+            account.asks = account.is_declined = False
 
     def answered(self, request_id: str, match: Match, num_external_tokens: int) -> None:
         """The answer, of which ``num_external_tokens`` are offered to vLLM."""
@@ -100,6 +103,12 @@ class Accounts:
             account.found_tokens = max(account.num_local_tokens, match.num_tokens)
             account.offered_tokens = num_external_tokens
             account.asks = True
+
+    def declined(self, request_id: str) -> None:
+        """Nothing is offered after all: computing is faster."""
+        account = self._requests.get(request_id)
+        if account is not None and not account.is_admitted:
+            account.offered_tokens, account.is_declined = 0, True
 
     def admitted(self, request_id: str, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
         """A request is scheduled: what it got counts, the first time. To be told after its load was planned."""
@@ -123,6 +132,8 @@ class Accounts:
             return None  # nothing of it could have been stored
         if not account.asks:
             return MissReason.SWITCHED_OFF
+        if account.is_declined:
+            return MissReason.DEARER
         if got_tokens < account.offered_tokens:
             return MissReason.NOT_TAKEN
         if not got_tokens and account.found_tokens - account.num_local_tokens >= self._block_tokens:

@@ -1,7 +1,7 @@
 """The connector that vLLM loads: a thin shell around ``scheduler.py`` and ``worker.py``.
 
-vLLM makes one object per role. Synchronous: loads are carried out before a step's forward pass, stores after it, and a
-step is over when its stores have been gathered; only writes to disk go on behind.
+vLLM makes one object per role. A load happens within the step that needs it, at once or layer by layer, or beside the
+steps while its request waits; stores are gathered when a step ends, or beside the next ones.
 """
 
 from __future__ import annotations
@@ -133,7 +133,12 @@ class KVStoreConnector(KVConnectorBase_V1):
         )
         paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
         namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
-        self._worker = StoreWorker(paged, namespace, translate.engine_options(config, self._config))
+        self._worker = StoreWorker(
+            paged,
+            namespace,
+            translate.engine_options(config, self._config),
+            translate.worker_options(config, kv_cache_config, self._config),
+        )
 
     def _go_without(self, error: KVStoreError) -> None:
         """Leave vLLM without the cache, or raise if it is required."""
@@ -149,7 +154,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         return FactsMetadata(self._worker.facts())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing reads blocks after the step that stores them, so preempted ones may be overwritten."""
+        """Before a step overwrites the blocks of preempted requests: let stores that read them end."""
+        if self._worker is not None and isinstance(kv_connector_metadata, PlanMetadata):
+            self._worker.prepare(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
@@ -158,27 +165,33 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker.begin_step(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Load everything the step needs, before its forward pass."""
+        """Load what the step needs, before its forward pass, or begin to."""
         if self._worker is not None:
             self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers are there already."""
+        """Wait for a layer, unless all of them are there already."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Stores are gathered in one go when the step ends."""
+        """Store a layer, unless all of them are stored in one go when the step ends."""
+        if self._worker is not None:
+            self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Gather the step's stores."""
+        """Carry out the step's stores, or begin to."""
         if self._worker is not None:
             self._worker.store()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report requests whose blocks were kept for their last store."""
-        ended = self._worker.take_ended_requests() if self._worker else set()
-        return ended or None, None
+        """Report requests whose last store is done, and those whose load beside the steps is over."""
+        if self._worker is None:
+            return None, None
+        self._worker.end_loads()
+        return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded: vLLM computes them."""
@@ -231,8 +244,9 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._scheduling.add_request(request, extras, params)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own prefix cache can be loaded, always synchronously."""
-        return self._scheduling.num_new_matched_tokens(request, num_computed_tokens), False
+        """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""
+        num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens) and self._scheduling.loads_beside(request.request_id)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load that vLLM decided on."""
@@ -240,7 +254,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by the tier that holds it."""
-        split = self._scheduling.hit_split(request.request_id, num_external_tokens)
+        split = self._scheduling.hit_split(request.request_id)
         sources = {
             CacheHitSource.HOST: split.memory_tokens,
             CacheHitSource.DISK: split.disk_tokens,
@@ -253,7 +267,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         state = scheduler_output.kv_connector_block_state
         return PlanMetadata(
             self._scheduling.plan_step(
-                scheduler_output.num_scheduled_tokens, lambda req_id: state.get_block_ids(req_id)[0]
+                scheduler_output.num_scheduled_tokens,
+                lambda req_id: state.get_block_ids(req_id)[0],
+                preempts=bool(scheduler_output.preempted_req_ids),
             )
         )
 
@@ -264,6 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             # vLLM leaves them in its prefix cache to be computed anew; but another request may find them first.
             self._kv_cache_manager.evict_blocks(self._scheduling.spoilt_blocks(failed_block_ids))
         reported = connector_output.kv_connector_worker_meta
+        self._scheduling.step_ended()
         if isinstance(reported, ReportMetadata):
             self._scheduling.complete(reported.report)
 
@@ -289,9 +306,8 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No layer hook is used. vLLM asks before it loads the model: a good moment to refuse a wrong configuration."""
-        load_config(extra_config, log_warnings=False)
-        return False
+        """Whether layer hooks are used. vLLM asks before it loads the model: a good moment to refuse a wrong key."""
+        return load_config(extra_config, log_warnings=False).config.use_layerwise
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

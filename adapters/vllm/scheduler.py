@@ -6,25 +6,27 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvstore.adapters.vllm.accounts import Accounts, HitSplit
+from kvstore.adapters.vllm.accounts import NO_HIT, Accounts, HitSplit
+from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
+from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner
 from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
-from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import new_epoch, pin_name, superseded_tails
 from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.metrics import Tally, Totals
-from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.movers import StoreJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
-from kvstore.plans import LoadStep, Match, Place, StoreStep
+from kvstore.plans import Match, Place, StoreStep
 from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
@@ -49,23 +51,17 @@ class SchedulerOptions:
     cache_policy: str = Adaptive.name
     disk_policy: str | None = None
     record_trace: Path | None = None
+    load_rules: LoadRules = field(default_factory=LoadRules)
+    saves_beside: bool = False
 
 
 @dataclass
-class _Unverified:
-    """A load that may yet fail.
-
-    Attributes:
-        req_id: the request it is for.
-        block: position of its first block in the request.
-        key: the key of that block's end.
-        block_ids: that block and all behind it, those computed since included.
-    """
+class _Save:
+    """Stores of one request in a step."""
 
     req_id: str
-    block: int
-    key: PrefixKey
-    block_ids: set[int] = field(default_factory=set)
+    hasher: PrefixHasher
+    steps: list[StoreStep]
 
 
 @dataclass
@@ -73,10 +69,10 @@ class _Step:
     """A plan under way."""
 
     acked: int
-    loads: list[LoadStep] = field(default_factory=list)
-    stores: list[tuple[PrefixHasher, list[StoreStep]]] = field(default_factory=list)
-    unverified: list[_Unverified] = field(default_factory=list)
+    saves: list[_Save] = field(default_factory=list)
     result: StepResult = field(default_factory=StepResult)
+    is_loaded: bool = False
+    distrusted: bool = False  # it may have computed on what another step failed to load
 
 
 @dataclass
@@ -99,7 +95,13 @@ class StoreScheduler:
         self._num_ranks = 0
         self._trackers: dict[str, RequestTracker] = {}
         self._pins: dict[str, tuple[PrefixHasher, int]] = {}  # of ended requests, until that step is reported
-        self._ready: dict[str, ReqMeta] = {}  # loads, and stores of ended requests, for the next plan
+        self._choice = LoadChoice(options.load_rules)
+        self._clock = StepClock()
+        self._num_running = 0  # requests in the last step
+        self._last_hit = ("", NO_HIT)  # of the request last allocated
+        self._loads: LoadPlanner | None = None  # with the index
+        self._ready: dict[str, ReqMeta] = {}  # stores for the next plan
+        self._storing: Counter[str] = Counter()  # plans with stores of a request that have not been completed
         self._step = _Step(acked=0)  # what the next plan will hold
         self._in_flight: dict[int, _Step] = {}
         self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
@@ -152,6 +154,7 @@ class StoreScheduler:
         self._stray = list(set.union(*held) - complete)
         self._index = index
         self._num_ranks = len(facts)
+        self._loads = LoadPlanner(index, self._rules, self._choice, self._num_ranks)
         ranks = len(facts)
         logger.info(
             "%d chunks known from disk; CPU pool %.2f GiB in all (%.2f GiB x %d workers), disk %.2f GiB in all%s",
@@ -232,31 +235,53 @@ class StoreScheduler:
         Cheap, and without effect but to remember the answer: vLLM asks again while a request waits.
         """
         tracker = self._trackers.get(request.request_id)
-        if tracker is None or self._index is None:
+        if tracker is None or self._index is None or self._loads is None:
             return 0
         tracker.load = None
         self._accounts.asked(request.request_id, request.num_tokens, num_local_tokens)
         if not self._options.loads:
             return 0
         tracker.hasher.update(request.all_token_ids)
-        if self._rests_on_unverified(tracker, num_local_tokens):
+        if self._loads.rests_on_unverified(tracker, num_local_tokens):
             return None
-        if tracker.params.skip_load or not self._enabled:
+        if tracker.params.skip_load or tracker.load_failed or not self._enabled:
             return 0
         match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
         if match is None:
             return None
-        last_tokens = max(1, self._rules.skip_last_tokens)
-        num_external_tokens = min(match.num_tokens, request.num_tokens - last_tokens) - num_local_tokens
-        if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
-            num_external_tokens = 0
-        if most_tokens := self._options.max_tokens_per_load:
-            num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
+        num_external_tokens = self._usable_tokens(request.num_tokens, match, num_local_tokens)
         self._accounts.answered(request.request_id, match, num_external_tokens)
         if not num_external_tokens:
             return 0
-        tracker.load = LoadSpec(match, num_local_tokens, num_external_tokens)
+        return self._promise(self._loads, tracker, LoadSpec(match, num_local_tokens, num_external_tokens))
+
+    def loads_beside(self, request_id: str) -> bool:
+        """Whether the request is to wait for what was just promised to it, and no step."""
+        tracker = self._trackers.get(request_id)
+        return tracker is not None and tracker.load is not None and tracker.load.beside
+
+    def _usable_tokens(self, num_tokens: int, match: Match, num_local_tokens: int) -> int:
+        """How many tokens of a match are to be loaded."""
+        last_tokens = max(1, self._rules.skip_last_tokens)
+        num_external_tokens = min(match.num_tokens, num_tokens - last_tokens) - num_local_tokens
+        if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
+            return 0
+        if most_tokens := self._options.max_tokens_per_load:
+            num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
         return num_external_tokens
+
+    def _promise(self, loads: LoadPlanner, tracker: RequestTracker, spec: LoadSpec) -> int | None:
+        """Choose how to load, if at all; None while others are bringing what is needed."""
+        tokens = loads.sources(spec)
+        others_run = self._num_running > 0
+        beside = self._choice.goes_beside(tokens, others_run=others_run)
+        if loads.must_wait(spec.match, beside=beside):
+            return None
+        if self._choice.declines(tokens):
+            self._accounts.declined(tracker.request.request_id)
+            return 0
+        tracker.load = replace(spec, beside=beside)
+        return spec.num_external_tokens
 
     def _lookup(self, index: ChunkIndex, request_id: str, hasher: PrefixHasher, num_local_tokens: int) -> Match | None:
         """The longest prefix in any tier; None while the remote one has yet to answer."""
@@ -275,71 +300,23 @@ class StoreScheduler:
 
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Plan the load of what vLLM took of the last answer: ``num_external_tokens``, possibly fewer, possibly 0."""
+        self._last_hit = (request_id, NO_HIT)
         tracker = self._trackers.get(request_id)
-        if tracker is None or self._index is None:
+        if tracker is None or self._index is None or self._loads is None:
             return
         spec, tracker.load = tracker.load, None
         if spec is not None and num_external_tokens:
-            self._plan_load(self._index, tracker, spec, block_ids, num_external_tokens)
-        hit = self.hit_split(request_id, num_external_tokens)
-        self._accounts.admitted(request_id, hit, self._index, tracker.hasher)
+            self._last_hit = (request_id, self._loads.plan(tracker, spec, block_ids, num_external_tokens))
+        self._accounts.admitted(request_id, self._last_hit[1], self._index, tracker.hasher)
 
-    def _plan_load(
-        self,
-        index: ChunkIndex,
-        tracker: RequestTracker,
-        spec: LoadSpec,
-        block_ids: Sequence[int],
-        num_external_tokens: int,
-    ) -> None:
-        request_id = tracker.request.request_id
-        first_block = spec.num_local_tokens // self._rules.block_tokens
-        end_block = -(-(spec.num_local_tokens + num_external_tokens) // self._rules.block_tokens)
-        wanted = list(_overlapping(spec.match, self._rules, first_block, end_block))
-        steps = index.prepare_load([ref for ref, _ in wanted])
-        meta = self._ready.setdefault(request_id, ReqMeta(request_id))
-        loaded_end = first_block
-        for step, (ref, begin) in zip(steps, wanted, strict=False):
-            start, stop = max(begin, first_block), min(begin + ref.num_blocks, end_block)
-            meta.loads.append(LoadJob(step, as_block_ids(block_ids[start:stop]), start - begin))
-            loaded_end = stop
-        meta.lost_block_ids += block_ids[loaded_end:end_block]
-        self._step.loads += steps
-        # A slot that another load is filling counts too: what fails there fails here.
-        if meta.lost_block_ids or not all(index.in_memory(step.ref.prefix_key) for step in steps):
-            key = self._block_key(tracker.local_hasher(), first_block)
-            self._step.unverified.append(_Unverified(request_id, first_block, key))
-
-    def _rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
-        """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
-        num_local_blocks = num_local_tokens // self._rules.block_tokens
-        return any(
-            load.block < num_local_blocks and self._block_key(tracker.local_hasher(), load.block) == load.key
-            for load in self._unverified()
-        )
-
-    def _unverified(self) -> Iterator[_Unverified]:
-        for step in (self._step, *self._in_flight.values()):
-            yield from step.unverified
+    def hit_split(self, request_id: str) -> HitSplit:
+        """How the load just planned for a request divides over the tiers."""
+        last_id, hit = self._last_hit
+        return hit if request_id == last_id else NO_HIT
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
         """The blocks that could not be loaded, and those computed from them. To be asked before ``complete``."""
-        behind = (load.block_ids for load in self._unverified() if not load.block_ids.isdisjoint(failed_block_ids))
-        return set(failed_block_ids).union(*behind)
-
-    def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:
-        chunk, inside = divmod(block, self._rules.chunk_tokens // self._rules.block_tokens)
-        return hasher.block_keys(chunk)[inside]
-
-    def hit_split(self, request_id: str, num_external_tokens: int) -> HitSplit:
-        """How the load just planned for a request divides over the tiers."""
-        meta = self._ready.get(request_id)
-        blocks: Counter[Place] = Counter()
-        for job in meta.loads if meta else ():
-            blocks[job.step.source] += len(job.block_ids)
-        disk_tokens = min(num_external_tokens, blocks[Place.DISK] * self._rules.block_tokens)
-        remote_tokens = min(num_external_tokens - disk_tokens, blocks[Place.REMOTE] * self._rules.block_tokens)
-        return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
+        return self._loads.spoilt_blocks(failed_block_ids) if self._loads is not None else set(failed_block_ids)
 
     def finish_request(self, request_id: str, block_ids: Sequence[int]) -> bool:
         """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
@@ -350,16 +327,23 @@ class StoreScheduler:
             return False
         if self._recorder is not None:
             self._record(self._recorder, tracker.hasher)
-        keeps_blocks = False
-        if block_ids and self._enabled and (save := tracker.take_final_save()):
-            keeps_blocks = self._plan_save(request_id, tracker, save, block_ids)
+        keeps_blocks = self._save_rest(tracker, block_ids)
         if keeps_blocks:
-            self._ready[request_id].finished = True
+            self._ready.setdefault(request_id, ReqMeta(request_id)).finished = True
         if tracker.params.pin and self._index is not None:
-            self._pins[tracker.pin_name] = (tracker.hasher, self._number + bool(self._step.stores))
+            self._pins[tracker.pin_name] = (tracker.hasher, self._number + bool(self._step.saves))
             self._hold_pins(self._index)
         self._accounts.close(request_id)
         return keeps_blocks
+
+    def _save_rest(self, tracker: RequestTracker, block_ids: Sequence[int]) -> bool:
+        """Store what is left of a request that has ended. Whether a worker has yet to read its blocks."""
+        request_id = tracker.request.request_id
+        if not block_ids or (self._loads is not None and self._loads.is_fetching(request_id)):
+            return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
+        if self._enabled and (save := tracker.take_final_save()):
+            self._plan_save(request_id, tracker, save, block_ids)
+        return request_id in self._ready or (self._options.saves_beside and self._storing[request_id] > 0)
 
     def _hold_pins(self, index: ChunkIndex) -> None:
         """Pin what ended requests used, once all that they, and others with the same prompt, stored is reported."""
@@ -383,9 +367,9 @@ class StoreScheduler:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def plan_step(
-        self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]
+        self, num_scheduled_tokens: Mapping[str, int], block_ids_of: BlocksOf, *, preempts: bool = False
     ) -> StepPlan:
-        """Make the plan of the step that computes ``num_scheduled_tokens`` per request."""
+        """Make the plan of the step that computes ``num_scheduled_tokens`` per request, and may preempt others."""
         self._carry_out_actions()
         if self._enabled and self._index is not None:
             for req_id, num_tokens in num_scheduled_tokens.items():
@@ -395,15 +379,31 @@ class StoreScheduler:
                 save = tracker.take_save(num_tokens)
                 if save is not None:
                     self._plan_save(req_id, tracker, save, block_ids_of(req_id))
-        for load in self._unverified():
-            if load.req_id in num_scheduled_tokens:
-                load.block_ids.update(block_ids_of(load.req_id)[load.block :])
-        return self._emit()
+        if self._loads is not None:
+            self._loads.note_blocks(num_scheduled_tokens, block_ids_of)
+        self._num_running = len(num_scheduled_tokens)
+        plan = self._emit(preempts=preempts)
+        loads_within = any(meta.loads for meta in plan.requests)
+        self._clock.planned(time.monotonic(), 0 if loads_within else sum(num_scheduled_tokens.values()))
+        return plan
 
-    def _emit(self) -> StepPlan:
+    def step_ended(self) -> None:
+        """The output of the oldest step has come."""
+        self._choice.computed(*self._clock.ended(time.monotonic()))
+
+    def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
         removals = self._stray + ([] if self._index is None else self._index.take_removals())
-        plan = StepPlan(self._number, self._acked, list(self._ready.values()), removals, self._epoch)
+        loads = [] if self._loads is None else self._loads.take_step(self._number)
+        plan = StepPlan(
+            self._number,
+            self._acked,
+            [*loads, *self._ready.values()],
+            [] if self._loads is None else self._loads.take_fetches(),
+            preempts,
+            removals,
+            self._epoch,
+        )
         self._step.acked = self._acked
         if plan.requests:
             self._in_flight[plan.number] = self._step
@@ -430,7 +430,8 @@ class StoreScheduler:
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
-        self._step.stores.append((tracker.hasher, steps))
+        self._step.saves.append(_Save(req_id, tracker.hasher, steps))
+        self._storing[req_id] += 1
         self._accounts.stored(req_id, len(steps))
         return True
 
@@ -444,10 +445,13 @@ class StoreScheduler:
         for number, result in sorted(report.steps.items()):
             step = self._in_flight[number]
             step.result.merge(result)
+            if not step.is_loaded and step.result.ranks_loaded == self._num_ranks:
+                self._complete_loads(number, step)
             if step.result.ranks_ended == self._num_ranks:
                 del self._in_flight[number]
-                self._acked = number
-                self._complete_step(self._index, number, step)
+                self._complete_saves(self._index, step)
+        for number, fetched in report.fetches.items():
+            self._complete_fetch(number, fetched)
         for written in report.writes:
             self._complete_write(self._index, written)
         self._hold_pins(self._index)
@@ -466,21 +470,37 @@ class StoreScheduler:
         if target is Place.DISK and write.left_behind and not write.stored:
             self._stray.append(ref)
 
-    def _complete_step(self, index: ChunkIndex, number: int, step: _Step) -> None:
-        result = step.result
-        if result.is_poisoned:
+    def _complete_loads(self, number: int, step: _Step) -> None:
+        step.is_loaded = True
+        self._acked = number
+        if step.result.is_poisoned:
             self._last_poisoned = number
-        index.complete_load(step.loads, result.failed_loads, result.lost_chunks)
         # A step planned before the failed load was known computed on its garbage too, on every rank.
-        distrusted = step.acked < self._last_poisoned <= number
-        for hasher, stores in step.stores:
-            keys = {store.ref.prefix_key for store in stores}
-            failed = keys if distrusted else keys & result.failed_stores
-            index.complete_store(stores, failed)
-            for key, tails in superseded_tails(hasher, keys - failed).items():
+        step.distrusted = step.acked < self._last_poisoned <= number
+        if self._loads is not None:
+            self._loads.complete_step(number, step.result)
+
+    def _complete_fetch(self, number: int, result: FetchResult) -> None:
+        assert self._loads is not None
+        failed_id = self._loads.complete_fetch(number, result)
+        if failed_id in self._trackers:
+            self._trackers[failed_id].load_failed = True
+
+    def _complete_saves(self, index: ChunkIndex, step: _Step) -> None:
+        for save in step.saves:
+            keys = {store.ref.prefix_key for store in save.steps}
+            failed = keys if step.distrusted else keys & step.result.failed_stores
+            index.complete_store(save.steps, failed)
+            for key, tails in superseded_tails(save.hasher, keys - failed).items():
                 index.supersede(key, tails)
-        if result.failed_stores or distrusted:
+            self._end_storing(save.req_id)
+        if step.result.failed_stores or step.distrusted:
             self._restart_saving()
+
+    def _end_storing(self, req_id: str) -> None:
+        self._storing[req_id] -= 1
+        if not self._storing[req_id]:
+            del self._storing[req_id]
 
     def _restart_saving(self) -> None:
         for tracker in self._trackers.values():
@@ -518,18 +538,11 @@ class StoreScheduler:
         """Fail what ended requests were about to store: the workers would do it after they have cleared."""
         for meta in self._ready.values():
             meta.stores.clear()
-        stores, self._step.stores = self._step.stores, []
-        for step in (step for _, steps in stores for step in steps):
+        saves, self._step.saves = self._step.saves, []
+        for save in saves:
+            self._end_storing(save.req_id)
+        for step in (step for save in saves for step in save.steps):
             index.complete_store([step], {step.ref.prefix_key})
             for target in step.targets:
                 del self._writes[target, step.ref.prefix_key]
                 index.complete_write(step.ref.prefix_key, target, stored=False)
-
-
-def _overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
-    """The chunks of a match that hold any of the blocks ``[first_block, end_block)``, each with its first block."""
-    begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
-    for ref in match.refs:
-        if begin < end_block and begin + ref.num_blocks > first_block:
-            yield ref, begin
-        begin += ref.num_blocks

@@ -34,6 +34,23 @@ class ReqMeta:
 
 
 @dataclass
+class Fetch:
+    """A load beside the steps: its request waits for it, and no step does.
+
+    Attributes:
+        number: counts the fetches, from 1.
+        req_id: vLLM's id of the request.
+        loads: chunks to bring into its blocks.
+        lost_block_ids: as in ``ReqMeta``.
+    """
+
+    number: int
+    req_id: str
+    loads: list[LoadJob] = field(default_factory=list)
+    lost_block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
 class StepPlan:
     """Scheduler to workers: what to move in this step; every worker carries out the same plan on its shard.
 
@@ -41,6 +58,8 @@ class StepPlan:
         number: counts the steps, from 1.
         acked: the last step whose report the scheduler had taken in when it made this plan.
         requests: the requests with something to move; where there is one, every rank reports the step.
+        fetches: loads to begin, of which every rank reports the end.
+        preempts: blocks of requests that go on later are about to be overwritten.
         removals: chunks that must leave the disk, before anything else.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
     """
@@ -48,6 +67,8 @@ class StepPlan:
     number: int
     acked: int
     requests: list[ReqMeta] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    preempts: bool = False
     removals: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
 
@@ -56,14 +77,16 @@ class StepPlan:
 class StepResult:
     """What failed in one step; everything else of its plan was done once every rank has ended it.
 
-    A rank may report a step in two parts: its loads with the forward pass, and its stores with the next one, where a
-    draft model runs in between.
+    A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, where a
+    draft model runs in between, or they are carried out beside the model.
     """
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
     lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
     failed_stores: set[PrefixKey] = field(default_factory=set)
     lost_blocks: bool = False
+    load_s: float = 0.0  # of the slowest rank
+    ranks_loaded: int = 0
     ranks_ended: int = 0
 
     def merge(self, other: StepResult) -> None:
@@ -72,12 +95,31 @@ class StepResult:
         self.lost_chunks |= other.lost_chunks
         self.failed_stores |= other.failed_stores
         self.lost_blocks |= other.lost_blocks
+        self.load_s = max(self.load_s, other.load_s)
+        self.ranks_loaded += other.ranks_loaded
         self.ranks_ended += other.ranks_ended
 
     @property
     def is_poisoned(self) -> bool:
         """Whether the step computed on blocks that were never loaded."""
         return bool(self.failed_loads) or self.lost_blocks
+
+
+@dataclass
+class FetchResult:
+    """What a fetch did not bring; everything else is there once every rank has ended it."""
+
+    failed_loads: set[PrefixKey] = field(default_factory=set)
+    lost_chunks: set[PrefixKey] = field(default_factory=set)
+    load_s: float = 0.0  # of the slowest rank
+    ranks_ended: int = 0
+
+    def merge(self, other: FetchResult) -> None:
+        """Add another rank's part."""
+        self.failed_loads |= other.failed_loads
+        self.lost_chunks |= other.lost_chunks
+        self.load_s = max(self.load_s, other.load_s)
+        self.ranks_ended += other.ranks_ended
 
 
 class Written(NamedTuple):
@@ -91,9 +133,10 @@ class Written(NamedTuple):
 
 @dataclass
 class StepReport:
-    """Workers to scheduler: results of steps, and of writes to slower tiers that have ended since the last report."""
+    """Workers to scheduler: results of steps, fetches, and writes to slower tiers, ended since the last report."""
 
     steps: dict[int, StepResult] = field(default_factory=dict)
+    fetches: dict[int, FetchResult] = field(default_factory=dict)
     writes: list[Written] = field(default_factory=list)
     disk_answers: bool = True
     remote_answers: bool = True
@@ -103,6 +146,8 @@ class StepReport:
         """Add another rank's report."""
         for number, theirs in other.steps.items():
             self.steps.setdefault(number, StepResult()).merge(theirs)
+        for number, fetched in other.fetches.items():
+            self.fetches.setdefault(number, FetchResult()).merge(fetched)
         self.writes += other.writes
         self.disk_answers &= other.disk_answers
         self.remote_answers &= other.remote_answers

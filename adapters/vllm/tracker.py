@@ -31,11 +31,15 @@ class RequestView(Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has."""
+    """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
+
+    The request waits for a load ``beside`` the steps; otherwise the step waits.
+    """
 
     match: Match
     num_local_tokens: int
     num_external_tokens: int
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class RequestTracker:
     saves: bool = True
     pin_name: str = ""  # the lease that keeps its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
+    load_failed: bool = False  # beside the steps: it does not try again
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     _local_hasher: PrefixHasher | None = None

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
+from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.controls import SchedulerControls
 from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.adapters.vllm.worker import WorkerOptions
 from kvstore.admin_http import AdminServer
 from kvstore.binding import bind_paged_kv
 from kvstore.chunkfile import FORMAT_VERSION
@@ -59,12 +61,13 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             f"its request with an error. Start vLLM with {CONNECTOR_FLAG}"
         )
     slow = {"local_disk": config.local_disk, "remote_url": config.shared_url}
-    if any(slow.values()) and transfer.is_kv_consumer and vllm_config.scheduler_config.async_scheduling:
+    runs_ahead = vllm_config.scheduler_config.async_scheduling
+    if any(slow.values()) and transfer.is_kv_consumer and runs_ahead and config.enable_async_loading is False:
         keys = " and ".join(key for key, value in slow.items() if value)
         raise ConfigError(
-            f"{keys} is set, and vLLM schedules asynchronously: vLLM 0.32 would deliver a token that it computed "
-            "before it learned that a chunk could not be read. Start vLLM with --no-async-scheduling, or do without "
-            f"{keys}"
+            f"{keys} is set, enable_async_loading is false, and vLLM schedules asynchronously: vLLM 0.32 would deliver "
+            "a token that it computed before it learned that a chunk could not be read. Leave enable_async_loading at "
+            "auto, or start vLLM with --no-async-scheduling"
         )
     model = vllm_config.model_config
     if config.max_local_gpu_size and (model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)):
@@ -135,7 +138,33 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         cache_policy=config.cache_policy,
         disk_policy=config.disk_cache_policy,
         record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
+        load_rules=LoadRules(
+            beside=None if config.enable_async_loading == "auto" else config.enable_async_loading,
+            runs_ahead=vllm_config.scheduler_config.async_scheduling,
+            layerwise=_goes_layerwise(vllm_config, config),
+            only_if_faster=config.load_only_if_faster,
+        ),
+        saves_beside=_saves_beside(config),
     )
+
+
+def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:
+    """How a worker moves KV."""
+    layerwise = _goes_layerwise(vllm_config, config)
+    return WorkerOptions(
+        layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names) if layerwise else (),
+        saves_beside=_saves_beside(config),
+    )
+
+
+def _goes_layerwise(vllm_config: VllmConfig, config: StoreConfig) -> bool:
+    """A draft model's layers come after vLLM has asked what failed, so with one everything goes in bulk."""
+    return config.use_layerwise and vllm_config.speculative_config is None
+
+
+def _saves_beside(config: StoreConfig) -> bool:
+    on_device = not vllm.platforms.current_platform.is_cpu()
+    return on_device if config.enable_async_saving == "auto" else config.enable_async_saving
 
 
 def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreScheduler) -> AdminServer | None:

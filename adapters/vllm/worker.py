@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch.profiler import record_function
 
 from kvstore import metrics
-from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
-from kvstore.keys import Namespace
+from kvstore.adapters.vllm.courier import Courier, Fetched
+from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
+from kvstore.adapters.vllm.steps import FetchResult, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.meters import WorkerMeter
 from kvstore.metrics import Metric
-from kvstore.movers import Mover
+from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.opening import EngineOptions, open_tiers
 from kvstore.pages import PagedKV
 from kvstore.plans import Place
@@ -24,29 +27,55 @@ from kvstore.tiers.base import ChunkRef
 logger = logging.getLogger(__name__)
 
 
-class StoreWorker:
-    """One per rank. Called by the model runner from one thread; writes to disk go on behind it."""
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker goes about it.
 
-    def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
+    Attributes:
+        layer_names: if any, the model's layers in the order of the layout: what a step moves goes layer by layer.
+        saves_beside: stores go on while the next step runs; else a step ends when they have been gathered.
+    """
+
+    layer_names: tuple[str, ...] = ()
+    saves_beside: bool = False
+
+
+class StoreWorker:
+    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers go on beside it."""
+
+    def __init__(
+        self, paged: PagedKV, namespace: Namespace, engine: EngineOptions, options: WorkerOptions | None = None
+    ) -> None:
         """Open the tiers.
 
         Raises:
             ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
         """
         self._namespace = namespace
-        self._options = options
+        self._engine = engine
+        options = options or WorkerOptions()
+        self._saves_beside = options.saves_beside
+        self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._layout = paged.layout
-        self._tiers = open_tiers(paged, namespace, options)
+        self._tiers = open_tiers(paged, namespace, engine)
         self._written: deque[Written] = deque()
-        lanes = self._tiers.open_lanes(options, self._on_written)
+        lanes = self._tiers.open_lanes(engine, self._on_written)
         self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
-        self._meter = WorkerMeter(self._tiers, self._mover.counters)
+        self._courier = Courier(self._mover)
+        self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
+        self._fetched_requests: set[str] = set()
         self._ended_requests: set[str] = set()
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
+        self._loads_began = self._loads_ended = False  # those of the plan
+        self._layered_load: LayeredLoad | None = None
+        self._layered_store: LayeredStore | None = None
+
+    def _counters(self) -> MoverCounters:
+        return MoverCounters.sum([self._mover.counters, self._courier.counters()])
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
@@ -64,74 +93,156 @@ class StoreWorker:
             layout=self._layout,
         )
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Before blocks are given to others: see that nobody reads those of requests that lose theirs."""
+        if plan.preempts:
+            self._courier.finish_saves()
+
     def begin_step(self, plan: StepPlan) -> None:
-        """Take in a step's plan; forget what it says is gone."""
-        self._plan = plan
+        """Take in a step's plan; forget what it says is gone, and begin its fetches."""
+        self._plan, self._loads_began, self._loads_ended = plan, False, False
         if plan.epoch:
+            self._courier.revoke_fetches()
+            self._courier.finish_saves()
             self._mover.reset(self._namespace.at_epoch(plan.epoch))
         self._mover.remove(Place.DISK, plan.removals)
+        for fetch in plan.fetches:
+            self._courier.fetch(fetch)
 
     def load(self) -> None:
-        """Carry out the loads. Safe to call where there are none, and more than once a step."""
+        """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""
+        plan = self._plan
+        if plan is None or self._loads_began:
+            return
+        self._loads_began = True
+        jobs = [job for meta in plan.requests for job in meta.loads]
+        if not jobs:
+            return
+        if self._layer_numbers:
+            self._layered_load = LayeredLoad(self._mover, jobs)
+            return
+        with self._measured("kvstore::load", metrics.LOAD_SECONDS) as took:
+            loaded = self._mover.load(jobs)
+        self._note_loads(plan, jobs, loaded, took[0])
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """The model is about to use a layer."""
+        layer = self._layer_numbers.get(layer_name)
+        if self._layered_load is not None and layer is not None:
+            self._layered_load.reach(layer)
+
+    def save_layer(self, layer_name: str) -> None:
+        """The model has computed a layer."""
+        layer = self._layer_numbers.get(layer_name)
+        plan = self._plan
+        if layer is None or plan is None or self._saves_beside:
+            return
+        if self._layered_store is None:
+            jobs = [job for meta in plan.requests for job in meta.stores]
+            if not jobs or plan.acked < self._poisoned_step:
+                return
+            self._layered_store = LayeredStore(self._mover, jobs)
+        self._layered_store.reach(layer)
+
+    def end_loads(self) -> None:
+        """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
+        plan = self._plan
+        if plan is not None and not self._loads_ended:
+            self._loads_ended = True
+            self._settle_loads(plan)
+        for fetched in self._courier.take_fetched():
+            self._note_fetched(fetched)
+        for saved in self._courier.take_saved():
+            self._report.tally.observe(metrics.STORE_SECONDS.key(), [saved.seconds])
+            self._note_stores(saved.step, saved.failed, saved.ended)
+
+    def _settle_loads(self, plan: StepPlan) -> None:
+        if self._layered_load is not None:
+            load, self._layered_load = self._layered_load, None
+            with record_function("kvstore::load"):
+                loaded = load.finish()
+            self._report.tally.observe(metrics.LOAD_SECONDS.key(), [load.waited_s])
+            self._note_loads(plan, load.jobs, loaded, load.waited_s)
+        lost_block_ids = [block for meta in plan.requests for block in meta.lost_block_ids]
+        if lost_block_ids:
+            self._failed_block_ids.update(lost_block_ids)
+            self._result_of(plan.number).lost_blocks = True
+            self._poisoned_step = plan.number
+        if plan.requests:
+            self._result_of(plan.number).ranks_loaded = 1
+
+    def _note_loads(self, plan: StepPlan, jobs: list[LoadJob], loaded: LoadResult, seconds: float) -> None:
+        result = self._result_of(plan.number)
+        result.failed_loads |= loaded.failed
+        result.lost_chunks |= loaded.lost
+        result.load_s += seconds
+        self._failed_block_ids.update(_blocks_of(jobs, loaded.failed))
+        if loaded.failed:
+            self._poisoned_step = plan.number
+
+    def _note_fetched(self, fetched: Fetched) -> None:
+        fetch, loaded, seconds = fetched
+        self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
+        self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, seconds, ranks_ended=1)
+        self._failed_block_ids.update(_blocks_of(fetch.loads, loaded.failed), fetch.lost_block_ids)
+        self._fetched_requests.add(fetch.req_id)
+
+    @contextmanager
+    def _measured(self, what: str, metric: Metric) -> Iterator[list[float]]:
+        """Time a part of a step, and name it in a profile."""
+        begin_s = time.perf_counter()
+        took: list[float] = []
+        with record_function(what):
+            yield took
+        took.append(time.perf_counter() - begin_s)
+        self._report.tally.observe(metric.key(), took)
+
+    def store(self) -> None:
+        """Carry out the stores of the step, or begin them, and end it."""
         plan = self._plan
         if plan is None:
             return
-        for meta in plan.requests:
-            if meta.loads or meta.lost_block_ids:
-                with self._measured("kvstore::load", metrics.LOAD_SECONDS):
-                    self._load_request(plan, meta)
-
-    @contextmanager
-    def _measured(self, what: str, metric: Metric) -> Iterator[None]:
-        """Time a part of a step, and name it in a profile."""
-        begin_s = time.perf_counter()
-        with record_function(what):
-            yield
-        self._report.tally.observe(metric.key(), [time.perf_counter() - begin_s])
-
-    def _load_request(self, plan: StepPlan, meta: ReqMeta) -> None:
-        result = self._result_of(plan)
-        failed, lost = self._mover.load(meta.loads)
-        result.failed_loads |= failed
-        result.lost_chunks |= lost
-        result.lost_blocks |= bool(meta.lost_block_ids)
-        for job in meta.loads:
-            if job.step.ref.prefix_key in failed:
-                self._failed_block_ids.update(job.block_ids.tolist())
-        self._failed_block_ids.update(meta.lost_block_ids)
-        if result.is_poisoned:
-            self._poisoned_step = plan.number
-        meta.loads, meta.lost_block_ids = [], []
-
-    def store(self) -> None:
-        """Carry out the stores of the step, and end it."""
-        plan, self._plan = self._plan, None
-        if plan is None:
+        self.load()  # should the runner have had no reason to
+        self.end_loads()
+        self._plan = None
+        if not plan.requests:
             return
+        jobs = [job for meta in plan.requests for job in meta.stores]
+        ended = {meta.req_id for meta in plan.requests if meta.finished}
         # Blocks may hold garbage from a failed load until the scheduler has heard of it and has them computed anew.
         trusted = plan.acked >= self._poisoned_step
-        if plan.requests:
-            self._result_of(plan).ranks_ended = 1
-        for meta in plan.requests:
-            if meta.stores:
-                self._store_request(plan, meta, trusted=trusted)
-            if meta.finished:
-                self._ended_requests.add(meta.req_id)
+        if self._saves_beside:
+            self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
+            self._courier.save(plan.number, jobs if trusted else [], ended)
+        else:
+            self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
 
-    def _store_request(self, plan: StepPlan, meta: ReqMeta, *, trusted: bool) -> None:
-        result = self._result_of(plan)
-        if not trusted:
-            result.failed_stores |= self._mover.refuse(meta.stores)
-            return
+    def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
+        layered, self._layered_store = self._layered_store, None
+        if not jobs:
+            return set()
         with self._measured("kvstore::store", metrics.STORE_SECONDS):
-            result.failed_stores |= self._mover.store(meta.stores)
+            if layered is not None:
+                return layered.finish(trusted=trusted)
+            return self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
+
+    def _note_stores(self, step: int, failed: set[PrefixKey], ended: Collection[str]) -> None:
+        result = self._result_of(step)
+        result.failed_stores |= failed
+        result.ranks_ended = 1
+        self._ended_requests.update(ended)
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
         self._written.append(Written(target, ref, stored, size_bytes))
 
-    def _result_of(self, plan: StepPlan) -> StepResult:
-        return self._report.steps.setdefault(plan.number, StepResult())
+    def _result_of(self, step: int) -> StepResult:
+        return self._report.steps.setdefault(step, StepResult())
+
+    def take_fetched_requests(self) -> set[str]:
+        """Requests whose fetch is over; blocks that it failed to bring are among those of ``take_failed_block_ids``."""
+        fetched, self._fetched_requests = self._fetched_requests, set()
+        return fetched
 
     def take_ended_requests(self) -> set[str]:
         """Requests whose last store is done, so that vLLM may free their blocks."""
@@ -150,15 +261,23 @@ class StoreWorker:
             report.writes.append(self._written.popleft())
         answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
         changed, self._said_answers = answers != self._said_answers, answers
-        if not (report.steps or report.writes or changed):
+        if not (report.steps or report.fetches or report.writes or changed):
             return None
         self._meter.read(report.tally)
         return report
 
     def close(self) -> None:
         """Let pending writes reach the disk, within the configured bound, and release everything."""
-        if not self._mover.close(self._options.io_timeout_s):
+        if self._layered_load is not None:
+            self._layered_load.finish()
+        self._courier.close(self._engine.io_timeout_s)
+        if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(
                 "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
-                self._options.io_timeout_s,
+                self._engine.io_timeout_s,
             )
+
+
+def _blocks_of(jobs: list[LoadJob], failed: set[PrefixKey]) -> set[int]:
+    """The blocks of the chunks that failed."""
+    return {int(block) for job in jobs if job.step.ref.prefix_key in failed for block in job.block_ids}

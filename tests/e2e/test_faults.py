@@ -173,6 +173,6 @@ def test_killed_while_storing(
         assert bytes_on_disk(folder) == disk.used_bytes == engine.store_scheduler.index.disk_used_bytes
         outputs = engine.generate(prompts)
         assert_same_outputs(plain_outputs, outputs)
-        assert engine.store_worker._mover.counters.chunks_loaded_from_disk > 0
+        assert engine.moved.chunks_loaded_from_disk > 0
         engine.assert_idle()
         assert bytes_on_disk(folder) == disk.used_bytes

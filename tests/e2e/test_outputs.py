@@ -26,9 +26,28 @@ def assert_all_from_store(prompts: Sequence[Prompt], outputs: Sequence[Completio
         assert output.cached_tokens >= whole_blocks(len(prompt)), len(prompt)
 
 
-def test_one_process(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path) -> None:
+MODES: dict[str, dict[str, Any]] = {
+    "within": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
+    "layerwise": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
+    "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
+}
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How KV is moved: within a step, with its layers, or beside the steps."""
+    return MODES[request.param]
+
+
+def test_one_process(
+    tiny_model: Path,
+    prompts: list[Prompt],
+    plain_outputs: list[Completion],
+    tmp_path: Path,
+    mode: dict[str, Any],
+) -> None:
     """Chunked prefill (512 tokens a step), cold, then from CPU memory, then from disk after a restart."""
-    store = StoreSetup(tmp_path / "disk")
+    store = StoreSetup(tmp_path / "disk", extra=mode)
     with Engine(tiny_model, store) as engine:
         assert_same_outputs(plain_outputs, engine.generate(prompts))
         engine.forget_local()
@@ -38,7 +57,7 @@ def test_one_process(tiny_model: Path, prompts: list[Prompt], plain_outputs: lis
     assert_all_from_store(prompts, from_cpu)
     with Engine(tiny_model, store) as engine:
         from_disk = engine.generate(prompts)
-        assert engine.store_worker._mover.counters.chunks_loaded_from_disk > 0
+        assert engine.moved.chunks_loaded_from_disk > 0
         engine.assert_idle()
     assert_same_outputs(plain_outputs, from_disk)
     assert_all_from_store(prompts, from_disk)

@@ -69,7 +69,7 @@ def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Comp
             engine.forget_local()
         stored = engine.store_scheduler.index.counters.stored
         assert stored > 50
-        assert engine.store_worker._mover.counters.chunks_loaded == 0
+        assert engine.moved.chunks_loaded == 0
     with Engine(tiny_model, replace(store, role="kv_consumer")) as engine:
         outputs = engine.generate([*prompts, [9] * 600])
         assert_same_outputs(plain_outputs, outputs[:-1])
@@ -100,6 +100,6 @@ def test_first_of_several_connectors(tiny_model: Path, tmp_path: Path) -> None:
             assert_same_outputs(plain, hits)
             for prompt, output in zip(prompts, hits, strict=True):
                 assert output.cached_tokens >= whole_blocks(len(prompt))
-            assert engine.store_worker._mover.counters.chunks_loaded > 20
+            assert engine.moved.chunks_loaded > 20
             engine.assert_idle()
     assert any((tmp_path / "example").iterdir()), "the other one saved, too"

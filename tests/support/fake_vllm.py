@@ -24,11 +24,12 @@ import numpy.typing as npt
 import torch
 
 from kvstore import opening
+from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.adapters.vllm.worker import StoreWorker
+from kvstore.adapters.vllm.worker import StoreWorker, WorkerOptions
 from kvstore.binding import bind_paged_kv
 from kvstore.index import ChunkIndex
 from kvstore.keys import KeyExtras, Namespace
@@ -71,7 +72,8 @@ class FakeRequest:
     num_prompt_tokens: int = 0
     priority: int = 0
     placeholders: int = 0
-    state: str = "waiting"  # running, preempted, finished
+    state: str = "waiting"  # running, preempted, loading, finished
+    loaded: bool = False  # the fetch it waited for is over
     blocks: list[int] = field(default_factory=list)
     on_gpu: int = 0  # tokens whose KV the runner has written; drafts rejected are not counted
     stale: int = 0  # outputs on their way that belong to a time before the last preemption or failed load
@@ -114,6 +116,7 @@ class Step:
     has_loads: bool
     failed_blocks: set[int] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    fetched: set[str] = field(default_factory=set)
     report: StepReport | None = None
     outputs: dict[str, list[int]] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
@@ -143,6 +146,9 @@ class Setup:
     budget: int = 64
     max_running: int = 8
     defer_stores: bool = False  # a draft model: the report leaves before the stores are done
+    beside: bool | None = False  # loads; None lets the adapter choose
+    saves_beside: bool = False
+    layerwise: bool = False
     seed: int = 0
     server: FakeServer | None = None  # a remote tier, shared with others
 
@@ -165,6 +171,8 @@ class FakeVllm:
                 max_tokens_per_load=setup.max_tokens_per_load,
                 max_write_queue=setup.max_write_queue,
                 remote=self._remote,
+                load_rules=LoadRules(setup.beside, setup.run_ahead > 0, setup.layerwise),
+                saves_beside=setup.saves_beside,
             )
         )
         self.weights = 0
@@ -184,6 +192,9 @@ class FakeVllm:
         self.deferred_frees: list[tuple[int, list[int]]] = []
         self.in_flight: deque[Step] = deque()
         self.planned = self.processed = 0
+        self.loading: dict[str, tuple[FakeRequest, int]] = {}  # wait for a fetch, until so many ranks have reported
+        self.preempted = False  # somebody, since the last step
+        self.taken: list[int] = []  # blocks given away since
         self.loaded_tokens: dict[str, int] = {}
         self.take: Callable[[int], int] = lambda offered: offered  # how many external tokens vLLM makes use of
         self.recovered = 0  # requests set back by failed loads
@@ -201,7 +212,8 @@ class FakeVllm:
             disk_io_threads=2,
             remote=self._remote,
         )
-        return StoreWorker(paged, Namespace({"model": "fake", "rank": rank}), options)
+        how = WorkerOptions(tuple(layers) if setup.layerwise else (), setup.saves_beside)
+        return StoreWorker(paged, Namespace({"model": "fake", "rank": rank}), options, how)
 
     @property
     def index(self) -> ChunkIndex:
@@ -241,9 +253,10 @@ class FakeVllm:
     def run(self, *, max_steps: int = 400) -> None:
         """Work until nothing is left to do."""
         for _ in range(max_steps):
-            if not (self.waiting or self.running or self.kept or self.in_flight):
+            if not (self.waiting or self.running or self.kept or self.loading or self.in_flight):
                 return
-            self.step()
+            if not self.step() and (self.loading or self.kept):
+                time.sleep(0.002)  # as vLLM does while nothing runs but transfers
         raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
 
     def ask(self, name: str, tokens: Iterable[int], **how: Any) -> FakeRequest:
@@ -258,7 +271,9 @@ class FakeVllm:
         self.hash_of.clear()
 
     def reset(self, *, preempt: bool) -> None:
-        """Change the weights, and forget all KV."""
+        """Change the weights, and forget all KV; refused, as by vLLM, while requests wait for their loads."""
+        if any(request.state == "loading" for request in self.waiting) or self.loading:
+            return
         self.weights += 1
         for request in reversed(list(self.running)):
             request.mixed |= not preempt and request.num_computed_tokens > 0
@@ -272,6 +287,7 @@ class FakeVllm:
         self.run()
         for _ in range(2):  # the second takes along removals that the first one's report brought up
             for worker in self.workers:
+                worker._courier.finish_saves()
                 assert worker._mover.flush(10)
             self.step()
             self.run()
@@ -279,6 +295,7 @@ class FakeVllm:
     def preempt(self, request: FakeRequest, *, drop_stale: bool = False) -> None:
         """Take a running request's blocks away; its outputs on their way still count, unless dropped."""
         self.running.remove(request)
+        self.preempted = True
         self._free_request(request)
         request.state = "preempted"
         request.num_computed_tokens = request.placeholders = 0
@@ -288,13 +305,14 @@ class FakeVllm:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Plan and carry out one step; take in a report once enough steps are under way."""
+    def step(self) -> bool:
+        """Plan and carry out one step; take in a report once enough are under way. False if nothing was computed."""
         self.in_flight.append(self._schedule())
         self._execute(self.in_flight[-1])
         idle = not self.in_flight[-1].work
         while self.in_flight and (len(self.in_flight) > self.setup.run_ahead or idle):
             self._process(self.in_flight.popleft())
+        return not idle
 
     def _schedule(self) -> Step:
         work: list[Scheduled] = []
@@ -323,10 +341,19 @@ class FakeVllm:
             budget -= count
         has_loads = False
         skipped: list[FakeRequest] = []
+        self.waiting = deque(sorted(self.waiting, key=lambda request: request.state != "loading"))  # these hold blocks
         while self.waiting and not preempted and budget > 0 and len(self.running) < self.setup.max_running:
             request = self.waiting.popleft()
-            if request.stale and not request.drop_stale:
+            if (request.stale and not request.drop_stale) or (request.state == "loading" and not request.loaded):
                 skipped.append(request)
+                continue
+            if request.state == "loading":
+                self._end_loading(request)
+            if request.num_computed_tokens:
+                if not self._admit_loaded(request, work, budget):
+                    self.waiting.appendleft(request)
+                    break
+                budget -= work[-1].count
                 continue
             local = self._local_hit(request)
             external = self.scheduler.num_new_matched_tokens(request, len(local) * BLOCK)
@@ -341,19 +368,26 @@ class FakeVllm:
             external = self.take(external)
             known = len(local) * BLOCK + external
             assert known < request.num_tokens
-            count = min(request.num_tokens - known, budget)
+            beside = external > 0 and self.scheduler.loads_beside(request.request_id)
+            count = 0 if beside else min(request.num_tokens - known, budget)
             request.blocks = list(local)
             for block in local:
                 self._use(block)
-            if not self._grow(request, known + count):
+            if (beside and not self._fits_wholly(request)) or not self._grow(request, known + count):
                 self._free_request(request)
                 self.waiting.appendleft(request)
                 break
             self.scheduler.allocated(request.request_id, request.blocks, external)
-            split = self.scheduler.hit_split(request.request_id, external)
+            split = self.scheduler.hit_split(request.request_id)
             assert sum(split) == external
             assert min(split) >= 0
             self.loaded_tokens[request.request_id] = external
+            if beside:
+                request.state, request.loaded = "loading", False
+                request.num_computed_tokens = request.on_gpu = known
+                self.loading[request.request_id] = (request, self.setup.ranks)
+                skipped.append(request)
+                continue
             has_loads |= external > 0
             request.state = "running"
             request.num_computed_tokens = request.on_gpu = known
@@ -362,11 +396,42 @@ class FakeVllm:
             budget -= count
         self.waiting.extendleft(reversed(skipped))
         blocks = {part.request.request_id: part.request.blocks for part in work}
-        plan = self.scheduler.plan_step({part.request.request_id: part.count for part in work}, blocks.__getitem__)
+        counts = {part.request.request_id: part.count for part in work}
+        plan = self.scheduler.plan_step(counts, blocks.__getitem__, preempts=self.preempted)
+        self.preempted = False
         for part in work:
             self._after_schedule(part)
         self.planned += 1
         return Step(copy.deepcopy(plan), work, has_loads)
+
+    def _fits_wholly(self, request: FakeRequest) -> bool:
+        """Whether there will be blocks for the rest of a request, and of those that hold blocks and wait."""
+        holding = [request, *(waiting for waiting, _ in self.loading.values())]
+        holding += [waiting for waiting in self.waiting if waiting.state == "loading" and waiting.loaded]
+        missing = [-(-waiting.num_tokens // BLOCK) - len(waiting.blocks) for waiting in holding]
+        return sum(missing) <= len(self.free)
+
+    def _end_loading(self, request: FakeRequest) -> None:
+        """What has been loaded for a request may be shared from now on."""
+        request.state, request.loaded = "waiting", False
+        if request.num_computed_tokens == 0:
+            self._free_request(request)
+            return
+        for number in range(request.num_computed_tokens // BLOCK):
+            self._cache(request, number)
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        request.on_gpu = request.num_computed_tokens
+
+    def _admit_loaded(self, request: FakeRequest, work: list[Scheduled], budget: int) -> bool:
+        """Let a request run whose load is over."""
+        count = min(request.num_tokens - request.num_computed_tokens, budget)
+        if not self._grow(request, request.num_computed_tokens + count):
+            return False
+        self.scheduler.allocated(request.request_id, request.blocks, 0)
+        request.state = "running"
+        self.running.append(request)
+        work.append(self._part(request, count, 0))
+        return True
 
     def _drafts(self, request: FakeRequest) -> int:
         decodes = request.num_tokens + request.placeholders - request.num_computed_tokens == 1
@@ -390,22 +455,35 @@ class FakeVllm:
     def _execute(self, step: Step) -> None:
         plans = [copy.deepcopy(step.plan) for _ in self.workers]  # each rank gets its own, as over a wire
         for worker, plan in zip(self.workers, plans, strict=True):
+            worker.prepare(plan)
+        self._scramble_taken()
+        for worker, plan in zip(self.workers, plans, strict=True):
             worker.begin_step(plan)
             if step.has_loads:
                 worker.load()
-                step.failed_blocks |= worker.take_failed_block_ids()
+            if step.work and self.setup.layerwise:
+                for number in range(LAYERS):
+                    worker.wait_for_layer(f"layer.{number}")
+            worker.end_loads()
+            step.failed_blocks |= worker.take_failed_block_ids()
+            self._take_fetched(step, worker)
         for part in step.work:
             self._compute(step, part)
         merged: StepReport | None = None
         for worker in self.workers:
+            if step.work and self.setup.layerwise:
+                for number in range(LAYERS):
+                    worker.save_layer(f"layer.{number}")
             if not step.has_loads:
                 worker.load()
             if not self.setup.defer_stores:
                 worker.store()
+            worker.end_loads()
+            step.failed_blocks |= worker.take_failed_block_ids()
+            self._take_fetched(step, worker)
             report = copy.deepcopy(worker.take_report())
             for req_id in worker.take_ended_requests():
                 self._rank_ended(step, req_id)
-            assert not worker.take_failed_block_ids()
             if merged is None:
                 merged = report
             elif report is not None:
@@ -413,6 +491,13 @@ class FakeVllm:
             if self.setup.defer_stores:
                 worker.store()
         step.report = merged
+
+    def _take_fetched(self, step: Step, worker: StoreWorker) -> None:
+        for req_id in worker.take_fetched_requests():
+            request, ranks = self.loading[req_id]
+            self.loading[req_id] = (request, ranks - 1)
+            if ranks == 1:
+                step.fetched.add(req_id)
 
     def _rank_ended(self, step: Step, req_id: str) -> None:
         request, ranks = self.kept[req_id]
@@ -482,8 +567,16 @@ class FakeVllm:
         if step.failed_blocks:
             for block in self.scheduler.spoilt_blocks(step.failed_blocks):
                 self._uncache(block)
+        self.scheduler.step_ended()
         if step.report is not None:
             self.scheduler.complete(step.report)
+        for req_id in step.fetched:
+            request, ranks_left = self.loading.pop(req_id)
+            assert ranks_left == 0
+            if request.state == "finished":
+                self._free_request(request)
+            else:
+                request.loaded = True
         for req_id in step.ended:
             request, ranks_left = self.kept.pop(req_id)
             assert ranks_left == 0
@@ -505,6 +598,11 @@ class FakeVllm:
         """Let requests compute again what could not be loaded for them."""
         failed: list[FakeRequest] = []
         marked: set[int] = set()
+        for request, _ in self.loading.values() if failed_blocks else ():
+            hits = [number for number, block in enumerate(request.blocks) if block in failed_blocks]
+            request.num_computed_tokens = min(request.num_computed_tokens, min(hits, default=1 << 30) * BLOCK)
+            request.on_gpu = request.num_computed_tokens
+            self.recovered += bool(hits)
         for request in self.running if failed_blocks else ():
             computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
             blocks = request.blocks[: -(-computed // BLOCK)]
@@ -528,10 +626,12 @@ class FakeVllm:
         elif request in self.waiting:
             self.waiting.remove(request)
         computed = request.blocks[: -(-request.num_computed_tokens // BLOCK)]
+        loading = request.request_id in self.loading
         request.state = "finished"
         if self.scheduler.finish_request(request.request_id, computed):
+            assert not loading, "its blocks would be freed twice"
             self.kept[request.request_id] = (request, self.setup.ranks)
-        else:
+        elif not loading:
             self._free_request(request)
 
     # -- vLLM's blocks ----------------------------------------------------------------------------------------------
@@ -571,13 +671,15 @@ class FakeVllm:
             self._uncache(block)
             self.uses[block] = 1
             request.blocks.append(block)
-            self._scramble(block)
+            self.taken.append(block)
         return True
 
-    def _scramble(self, block: int) -> None:
+    def _scramble_taken(self) -> None:
+        """The step that is carried out may overwrite the blocks that its schedule has given away."""
+        blocks, self.taken = self.taken, []
         for layers in self.caches:
             for layer in layers:
-                layer[block] = GARBAGE
+                layer[blocks] = GARBAGE
 
     def _free_request(self, request: FakeRequest) -> None:
         blocks, request.blocks = request.blocks, []
@@ -611,8 +713,12 @@ class FakeVllm:
         assert not scheduler._in_flight
         assert not scheduler._writes
         assert not scheduler._ready
+        assert not scheduler._storing
+        assert scheduler._loads is not None
+        assert scheduler._loads.is_idle
+        assert not +scheduler._loads._fetched_keys
         assert not scheduler._trackers
-        assert not [*scheduler._step.loads, *scheduler._step.stores, *scheduler._stray]
+        assert not [*scheduler._step.saves, *scheduler._stray]
         chunks = self.index._chunks.values()
         slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
         assert len(slots) == len(set(slots)) == self.index.slots_in_use

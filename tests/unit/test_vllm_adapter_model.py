@@ -36,6 +36,9 @@ SETUPS = st.builds(
     drafts=st.sampled_from([0, 0, 3]),
     budget=st.sampled_from([10, 32, 100]),
     defer_stores=st.booleans(),
+    beside=st.sampled_from([None, True, False]),
+    saves_beside=st.booleans(),
+    layerwise=st.booleans(),
     seed=st.integers(0, 2**32),
     server=st.sampled_from([False, True]).map(lambda shared: FakeServer() if shared else None),
 )
@@ -127,7 +130,7 @@ def assert_books_balance(vllm: FakeVllm) -> None:
     assert sum(totals[metrics.MISSES.key(*reason)] for reason in metrics.MISSES.values) <= totals[metrics.LOOKUPS.key()]
     assert totals[metrics.STORED_CHUNKS.key()] == counters.stored
     assert totals[metrics.FAILED_LOADS.key()] == counters.failed_loads
-    gathered = sum(worker._mover.counters.bytes_gathered for worker in vllm.workers)
+    gathered = sum(worker._counters().bytes_gathered for worker in vllm.workers)
     assert totals[metrics.MOVED_BYTES.key("memory", "store")] == gathered
 
 

@@ -64,8 +64,10 @@ def result_of(report: StepReport | None, number: int) -> StepResult:
 
 def test_stores_then_loads(worker: StoreWorker, cache: torch.Tensor) -> None:
     wanted = cache[[1, 2]].clone()
-    assert result_of(carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2])])), 1) == StepResult(ranks_ended=1)
-    assert result_of(carry_out(worker, StepPlan(2, 1, [load(REF, 0, [7, 5])])), 2) == StepResult(ranks_ended=1)
+    stored = result_of(carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2])])), 1)
+    assert stored == StepResult(ranks_loaded=1, ranks_ended=1)
+    loaded = result_of(carry_out(worker, StepPlan(2, 1, [load(REF, 0, [7, 5])])), 2)
+    assert loaded == StepResult(load_s=loaded.load_s, ranks_loaded=1, ranks_ended=1)
     assert torch.equal(cache[[7, 5]], wanted)
     assert not worker.take_failed_block_ids()
 
@@ -136,17 +138,17 @@ def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
-    report = StepReport({1: StepResult(failed_loads={b"a"})}, [Written(Place.DISK, REF, True)])
+    report = StepReport({1: StepResult(failed_loads={b"a"})}, writes=[Written(Place.DISK, REF, True)])
     report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
     assert report.disk_answers
     other = StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, ranks_ended=1)
-    report.merge(StepReport({2: other}, [Written(Place.DISK, REF, False)], disk_answers=False))
+    report.merge(StepReport({2: other}, writes=[Written(Place.DISK, REF, False)], disk_answers=False))
     assert report == StepReport(
         {
             1: StepResult(failed_loads={b"a"}, failed_stores={b"b"}, ranks_ended=1),
             2: StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, lost_blocks=True, ranks_ended=1),
         },
-        [Written(Place.DISK, REF, True), Written(Place.DISK, REF, False)],
+        writes=[Written(Place.DISK, REF, True), Written(Place.DISK, REF, False)],
         disk_answers=False,
     )
 
