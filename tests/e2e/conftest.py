@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
+from support.vllm_engine import MODES, Completion, Engine, Prompt, make_prompts, prepare_environment
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,3 +34,9 @@ def plain_outputs(tiny_model: Path, prompts: Sequence[Prompt]) -> list[Completio
     """What plain vLLM answers, in float32."""
     with Engine(tiny_model) as engine:
         return engine.generate(prompts, logprobs=2)
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Each way to move KV in turn: keys of the store."""
+    return MODES[request.param]

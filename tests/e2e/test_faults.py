@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.vllm_engine import (
@@ -106,25 +108,29 @@ def test_every_third_load_fails(
     plain_outputs: list[Completion],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    mode: dict[str, Any],
 ) -> None:
     """Reads that fail at random, with requests sharing prefixes: the blocks are computed again, for all of them."""
     from kvstore.tiers.base import Outcome
     from kvstore.tiers.disk import DiskTier
 
-    store = StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False})
-    original = DiskTier.get
+    store = StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False} | mode)
     calls = 0
 
-    def failing(self: DiskTier, transfers: list[object]) -> list[Outcome]:
-        nonlocal calls
-        calls += 1
-        return [Outcome.FAILED] if calls % 3 == 0 else original(self, transfers)  # type: ignore[arg-type]
+    def failing(original: Callable[..., list[Outcome]]) -> Callable[..., list[Outcome]]:
+        def get(*args: Any) -> list[Outcome]:
+            nonlocal calls
+            calls += 1
+            return [Outcome.FAILED] if calls % 3 == 0 else original(*args)
+
+        return get
 
     with Engine(tiny_model, store) as engine:
         engine.generate(prompts)
         engine.settle()
         engine.forget_local()
-        monkeypatch.setattr(DiskTier, "get", failing)
+        for name in ("get", "get_layers"):
+            monkeypatch.setattr(DiskTier, name, failing(getattr(DiskTier, name)))
         for _ in range(3):
             assert_same_outputs(plain_outputs, engine.generate(prompts))
             engine.settle()

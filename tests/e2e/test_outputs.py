@@ -26,19 +26,6 @@ def assert_all_from_store(prompts: Sequence[Prompt], outputs: Sequence[Completio
         assert output.cached_tokens >= whole_blocks(len(prompt)), len(prompt)
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "within": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
-    "layerwise": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
-    "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
-}
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How KV is moved: within a step, with its layers, or beside the steps."""
-    return MODES[request.param]
-
-
 def test_one_process(
     tiny_model: Path,
     prompts: list[Prompt],
@@ -82,7 +69,7 @@ def test_two_processes_and_a_restart(
     assert_all_from_store(prompts, from_disk)
 
 
-def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]) -> None:
     """Too few blocks for all requests: preempted ones come back, partly from the store."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -100,7 +87,7 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
     for extra in ({}, {"kvstore.save_decode_cache": True}):
-        store = StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra)
+        store = StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra | mode)
         with Engine(tiny_model, store, **few_blocks) as engine:
             for _ in ("cold", "warm"):
                 preempted = 0
@@ -111,7 +98,7 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_aborted_requests(
-    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     """Aborted while waiting, in the middle of prefill and while decoding: others are right, and nothing leaks."""
     from vllm import SamplingParams
@@ -119,7 +106,8 @@ def test_aborted_requests(
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     long = [prompt for prompt in prompts if len(prompt) >= 500]
     for extra in ({}, {"kvstore.save_decode_cache": True}):
-        with Engine(tiny_model, StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra)) as engine:
+        store = StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra | mode)
+        with Engine(tiny_model, store) as engine:
             low_level = engine.llm.llm_engine
             for steps in (0, 1, 2, 5):
                 for number, prompt in enumerate(long):
@@ -127,18 +115,21 @@ def test_aborted_requests(
                 for _ in range(steps):
                     low_level.step()
                 low_level.abort_request([f"{steps}-{number}" for number in range(len(long))])
-                low_level.step()  # blocks kept for a last store come back with the next step
                 assert not low_level.has_unfinished_requests()
+                engine.settle()  # blocks kept for a last store, or for a load under way, come back with coming steps
                 engine.forget_local()
             assert_same_outputs(plain_outputs, engine.generate(prompts))
             engine.assert_idle()
 
 
 def test_without_vllms_prefix_cache(
-    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     """All reuse is ours."""
-    with Engine(tiny_model, StoreSetup(tmp_path / "disk"), enable_prefix_caching=False) as engine:
+    store = StoreSetup(tmp_path / "disk", extra=mode)
+    with Engine(tiny_model, store, enable_prefix_caching=False) as engine:
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        # A full chunk supersedes the tails inside it, also those that shorter prompts would have found.
         assert_same_outputs(plain_outputs, engine.generate(prompts))
         again = engine.generate(prompts)
         assert_same_outputs(plain_outputs, again)
@@ -176,19 +167,36 @@ def test_memory_as_passage_only(
         engine.assert_idle()
 
 
-def test_decoded_tokens_are_saved_on_demand(tiny_model: Path, tmp_path: Path) -> None:
-    """``save_decode_cache``: the next turn of a conversation finds the answer of the last one."""
-    prompt = make_prompts()[19]  # 700 tokens
-    with Engine(tiny_model) as engine:
-        answer = engine.generate([prompt], max_tokens=100)[0].token_ids
-        turn = prompt + answer + [7, 8, 9]
-        plain = engine.generate([turn], logprobs=2)
-    with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra={"kvstore.save_decode_cache": True})) as engine:
-        assert engine.generate([prompt], max_tokens=100)[0].token_ids == answer
-        engine.settle()
-        engine.forget_local()
-        ours = engine.generate([turn])
-        assert_same_outputs(plain, ours)
+def test_three_turns_of_many_chats(tiny_model: Path, tmp_path: Path, mode: dict[str, Any]) -> None:
+    """``save_decode_cache``: every turn finds the answers before it, for 16 chats at once that begin alike."""
+    system = make_prompts()[19][:300]
+    chats = [system + [8 + number] * 40 for number in range(16)]
+
+    def turns(engine: Engine, answers: list[list[Completion]]) -> list[list[Completion]]:
+        """Each turn's outputs; every prompt goes on from the plain answers, should one of ours be a tie."""
+        prompts, outputs = chats, []
+        for turn in range(3):
+            outputs.append(engine.generate(prompts, max_tokens=40, logprobs=2))
+            said = answers[turn] if answers else outputs[turn]
+            prompts = [prompt + answer.token_ids + [900 + turn] for prompt, answer in zip(prompts, said, strict=True)]
+            if answers:
+                engine.settle()
+                engine.forget_local()
+        return outputs
+
+    with Engine(tiny_model, max_num_seqs=16) as engine:
+        plain = turns(engine, [])
+    store = StoreSetup(tmp_path / "disk", extra={"kvstore.save_decode_cache": True} | mode)
+    with Engine(tiny_model, store, max_num_seqs=16) as engine:
+        ours = turns(engine, plain)
+        for expected, got in zip(plain, ours, strict=True):
+            assert_same_outputs(expected, got)
         # The last sampled token was never computed; all whole blocks before it are found.
-        assert ours[0].cached_tokens == (len(prompt) + len(answer) - 1) // 32 * 32
+        equal = [
+            number
+            for number in range(16)
+            if all(a[number].token_ids == b[number].token_ids for a, b in zip(plain, ours, strict=True))
+        ]
+        assert len(equal) > 8
+        assert all(ours[2][number].cached_tokens == (340 + 40 + 1 + 40 - 1) // 32 * 32 for number in equal)
         engine.assert_idle()

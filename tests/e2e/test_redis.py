@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.redis_server import RedisServer, running
@@ -69,3 +70,16 @@ def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
             return outputs
         engine.settle()
     pytest.fail("no hits, although the server is back")
+
+
+def test_every_way_to_move_kv(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: RedisServer, mode: dict[str, Any]
+) -> None:
+    store = setup_of(server)
+    store.extra.update(mode)
+    with Engine(tiny_model, store) as engine:
+        assert_same_outputs(plain_outputs, engine.generate(prompts))
+        engine.settle()
+        assert_same_outputs(plain_outputs, hits_again(engine, prompts))
+        assert engine.moved.chunks_loaded_from_remote > 50
+        engine.assert_idle()

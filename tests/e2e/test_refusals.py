@@ -104,7 +104,8 @@ def test_asynchronous_scheduling_with_a_disk(tiny_model: Path, tmp_path: Path, m
         original(vllm_config, *rest)
 
     monkeypatch.setattr(translate, "check_supported", on_a_gpu)
-    assert "--no-async-scheduling" in refusal(tiny_model, StoreSetup(tmp_path / "disk"))
+    within = {"kvstore.enable_async_loading": False}
+    assert "--no-async-scheduling" in refusal(tiny_model, StoreSetup(tmp_path / "disk", extra=within))
 
 
 def test_dummy_weights_need_a_name(tiny_model: Path) -> None:

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.checks import check_index
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
+from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
 
 from kvstore import movers
@@ -28,25 +28,6 @@ from kvstore.wrappers import Deadline, Fault, FaultInjector, FaultKind
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
-
-
-class Gate:
-    """Holds calls up until it is opened, and knows when one is waiting."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._open = threading.Event()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held_up(*arguments: Any) -> Any:
-            self.reached.set()
-            assert self._open.wait(60)
-            return call(*arguments)
-
-        return held_up
 
 
 @pytest.fixture

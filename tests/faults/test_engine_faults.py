@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checks import check_idle
+from support.gate import HANG_GUARD_S, Gate
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.errors import TierError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvstore.engine import CacheEngine
     from kvstore.tiers.base import ByteArray
 
-HANG_GUARD_S = 30.0
 TIMEOUT_S = 0.2
 TOKENS = tokens_of(1, 40)
 
@@ -41,21 +41,6 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> FakeTier:
     fake = FakeTier()
     install(monkeypatch, fake)
     return fake
-
-
-class Gate:
-    """Holds calls up until it is opened, and knows when one is waiting."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._open = threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self._open.wait(HANG_GUARD_S)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture

@@ -245,6 +245,6 @@ class TestLMCache:
         ]
 
     def test_warnings_may_be_left_to_another_process(self, caplog: pytest.LogCaptureFixture) -> None:
-        loaded = load_config({"lmcache.use_layerwise": True}, environ={}, log_warnings=False)
+        loaded = load_config({"lmcache.local_disk_path_sharding": "by_gpu"}, environ={}, log_warnings=False)
         assert len(loaded.warnings) == 1
         assert caplog.messages == []

@@ -45,7 +45,6 @@ class TestExamples:
         assert loaded.config.use_odirect is True
         named = {line.split(": ")[1] for line in loaded.warnings}
         assert named == {
-            "use_layerwise",
             "pre_caching_hash_algorithm",
             "save_only_first_rank",
         }

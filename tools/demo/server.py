@@ -100,7 +100,6 @@ class VllmServer:
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MAX_MODEL_TOKENS)),
             *("--shutdown-timeout", str(DRAIN_TIMEOUT_S)),
-            "--no-async-scheduling",  # the default on a GPU, where a disk tier is refused with it
             "--enforce-eager",  # compiling would take longer than everything the demonstration asks
             *("--kv-transfer-config", json.dumps(KV_TRANSFER_CONFIG)),
         ]

@@ -1,0 +1,34 @@
+"""Holds a call up until the test lets it go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+HANG_GUARD_S: Final = 30.0  # a test that waits for longer has failed
+
+
+class Gate:
+    """Calls wait here until it is opened; it knows when one is waiting."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self._open.wait(HANG_GUARD_S)
+
+    def open(self) -> None:
+        """Let everybody through, from now on."""
+        self._open.set()
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, behind the gate."""
+
+        def held_up(*arguments: Any) -> Any:
+            self()
+            return call(*arguments)
+
+        return held_up
