@@ -32,7 +32,7 @@ format: venv-unit  ## put the code into the format that check expects
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
 
-bench: venv-unit  ## store and retrieve, measured against memcpy
+bench: venv  ## every path against the limit of this machine, real vLLM included
 	@$(BIN)/kvstore bench
 
 soak: venv  ## the long tests

@@ -38,6 +38,7 @@ from kvstore.tools.bench_codecs import codec_table, measure_codecs
 from kvstore.tools.bench_layers import LOADS_PER_PAIR, retrieve_by_layer
 from kvstore.tools.bench_policy import measure_policy
 from kvstore.tools.bench_redis import measure_redis
+from kvstore.tools.bench_vllm import HIT_COST, measure_vllm
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, RawDisk, Workbench, paired, timed
 
 if TYPE_CHECKING:
@@ -94,6 +95,15 @@ REDIS_BOUNDS = {
     "redis retrieve": Bound(0.65, 0.50),
     "redis lookup, 128 known keys": Bound(1.0, 0.50),
 }
+# A hit may take 1.3 times one in vLLM's own prefix cache, and hooks a hundredth of a step. What vLLM against itself shows
+# is noise.
+VLLM_BOUNDS = {
+    "vLLM: hit in memory, one token left": Bound(1 / HIT_COST, 0.55),
+    "vLLM: hit in memory, any length": Bound(1.0, 0.70),
+    "vLLM: all hooks, no hit": Bound(1.0, 0.50),
+    "vLLM: throughput, no hit": Bound(0.97, 0.75),
+    "vLLM: the same without the connector": Bound(0.97, 0.0),
+}
 POLICY_CHUNKS = 100_000
 POLICY_REQUESTS = 2_000
 POLICY_TARGET_S = {"adaptive policy, a chunk touched": 20e-6}
@@ -110,6 +120,7 @@ class BenchOptions:
         rounds: samples of each line, warm-up excluded.
         folder: where to make a folder for the disk lines; None leaves them out.
         redis_server: the program to start for the redis lines; None leaves them out.
+        vllm: measure real vLLM too, if it is installed.
     """
 
     geometry: Geometry
@@ -117,6 +128,7 @@ class BenchOptions:
     rounds: int = 15
     folder: Path | None = None
     redis_server: Path | None = None
+    vllm: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < MIN_ROUNDS:
@@ -135,7 +147,7 @@ class BenchOptions:
     @property
     def total_rounds(self) -> int:
         """How often ``run_bench`` calls ``tick``."""
-        return (self.rounds + WARM_UP_ROUNDS) * (1 + bool(self.folder) + bool(self.redis_server)) + 1
+        return (self.rounds + WARM_UP_ROUNDS) * (1 + bool(self.folder) + bool(self.redis_server)) + 1 + self.vllm
 
 
 @dataclass(frozen=True)
@@ -268,6 +280,12 @@ def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport
             except ConfigError as error:
                 skipped.append(f"redis: {error}")
         lines.append(_policy_line())
+        if options.vllm:
+            tick("vLLM")
+            try:
+                lines += _vllm_lines(options)
+            except ConfigError as error:
+                skipped.append(f"vLLM: {error}")
     return BenchReport(options, lines, skipped)
 
 
@@ -429,6 +447,19 @@ def _redis_lines(workbench: Workbench, options: BenchOptions, tick: Tick) -> lis
     return [*lines[:2], replace(lines[2], pairs=samples.lookups, size_bytes=0)]
 
 
+def _vllm_lines(options: BenchOptions) -> list[Line]:
+    """Real vLLM, with a model of its own.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.folder) as folder:
+        samples = measure_vllm(Path(folder), options.rounds)
+    limits = ("vLLM's prefix cache", "1.3 of it, a block", "1% of the steps", "without connector", "without connector")
+    named = zip(VLLM_BOUNDS.items(), limits, samples, strict=True)
+    return [Line(name, limit, bound, pairs) for (name, bound), limit, pairs in named]
+
+
 def _pool_bytes(workbench: Workbench) -> int:
     """Bytes of a pool that holds one batch."""
     return workbench.num_chunks * workbench.paged.layout.slot_bytes
@@ -489,6 +520,7 @@ def measure_and_print(
     rounds: int,
     folder: Path | None,
     redis_server: Path | None = None,
+    vllm: bool = False,
     as_json: bool = False,
 ) -> bool:
     """Run the bench and print its table, or one JSON object. False if a line is below its floor.
@@ -500,7 +532,7 @@ def measure_and_print(
     console = Console(stderr=True)
     if geometry not in GEOMETRIES:
         raise ConfigError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
-    options = BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder, redis_server)
+    options = BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder, redis_server, vllm)
     report = _run_shown(options, console)
     codecs = measure_codecs(GEOMETRIES[geometry], rounds)
     if as_json:

@@ -97,6 +97,7 @@ def bench(
     folder: Annotated[Path, typer.Option(help="The disk to measure.", exists=True, file_okay=False)] = BENCH_FOLDER,
     disk: Annotated[bool, typer.Option(help="Measure the disk too.")] = True,
     redis: Annotated[bool, typer.Option(help="Measure Redis too, if redis-server is on the PATH.")] = True,
+    vllm: Annotated[bool, typer.Option(help="Measure real vLLM too, if it is installed; takes minutes.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure every path against the limit of this machine, in one run.
@@ -112,6 +113,7 @@ def bench(
             rounds=rounds,
             folder=folder if disk else None,
             redis_server=Path(program) if redis and (program := shutil.which("redis-server")) else None,
+            vllm=vllm,
             as_json=as_json,
         )
     except KVStoreError as error:

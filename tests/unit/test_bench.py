@@ -214,7 +214,20 @@ def test_options_that_make_no_sense(batch_bytes: int, rounds: int, message: str)
 
 def test_json_holds_every_sample(toy: Geometry) -> None:
     result = CliRunner().invoke(
-        app, ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk", "--no-redis", "--json"]
+        app,
+        [
+            "bench",
+            "--geometry",
+            "toy",
+            "--batch-mib",
+            "1",
+            "--rounds",
+            "7",
+            "--no-disk",
+            "--no-redis",
+            "--no-vllm",
+            "--json",
+        ],
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -227,7 +240,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
 def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.BOUNDS["toy"], "CPU store", Bound(1e9, 1e9))
     result = CliRunner().invoke(
-        app, ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk", "--no-redis"]
+        app, ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk", "--no-redis", "--no-vllm"]
     )
     assert result.exit_code == 1
     assert "BELOW FLOOR" in result.stdout
