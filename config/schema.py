@@ -134,6 +134,13 @@ class StoreConfig(BaseModel):
         ge=0,
         description="A longer hit is cut to so many tokens, in whole blocks, and the rest is computed. 0 for no limit.",
     )
+    verify_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Part of the hits that are computed all the same, to compare what is stored with it (see "
+        "[operations.md](operations.md#verifying)). 0 for none.",
+    )
     blocking_timeout_secs: Annotated[float, Unit("seconds")] = Field(
         default=10.0,
         gt=0,

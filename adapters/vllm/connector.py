@@ -7,7 +7,7 @@ step is over when its stores have been gathered; only writes to disk go on behin
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
+from kvstore.adapters.vllm.events import as_kv_events
 from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
@@ -36,6 +37,7 @@ from kvstore.throttle import Throttle
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -117,7 +119,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         Raises:
             KVStoreError: that failed, and the cache is required.
         """
-        if not kv_caches:
+        if translate.hold_nothing(kv_caches):
             return  # a profiling run
         try:
             self._open_worker(kv_caches)
@@ -133,7 +135,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         )
         paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
         namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
-        self._worker = StoreWorker(paged, namespace, translate.engine_options(config, self._config))
+        options = translate.engine_options(config, kv_cache_config, self._config)
+        self._worker = StoreWorker(paged, namespace, options)
 
     def _go_without(self, error: KVStoreError) -> None:
         """Leave vLLM without the cache, or raise if it is required."""
@@ -270,6 +273,11 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What happened since the last call; the scheduler side has the workers' numbers, too."""
         return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Which blocks came to memory and disk, and left them, for whoever listens to vLLM's KV events."""
+        groups = self._kv_cache_config.kv_cache_groups
+        return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store."""

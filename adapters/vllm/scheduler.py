@@ -13,6 +13,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore.adapters.vllm.accounts import Accounts, HitSplit
+from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
+from kvstore.adapters.vllm.canary import Canary
 from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
@@ -49,6 +51,8 @@ class SchedulerOptions:
     cache_policy: str = Adaptive.name
     disk_policy: str | None = None
     record_trace: Path | None = None
+    announces: bool = False
+    verify_fraction: float = 0.0
 
 
 @dataclass
@@ -74,6 +78,7 @@ class _Step:
 
     acked: int
     loads: list[LoadStep] = field(default_factory=list)
+    verifies: list[LoadStep] = field(default_factory=list)
     stores: list[tuple[PrefixHasher, list[StoreStep]]] = field(default_factory=list)
     unverified: list[_Unverified] = field(default_factory=list)
     result: StepResult = field(default_factory=StepResult)
@@ -85,6 +90,7 @@ class _Write:
 
     ranks_left: int
     stored: bool = True
+    in_vain: bool = False  # its chunk failed on another rank: until this ends, it cannot be stored anew
     left_behind: bool = False  # stored by one rank at least
     size_bytes: int = 0  # on the rank where it takes most
 
@@ -111,9 +117,12 @@ class StoreScheduler:
         self._acked = 0
         self._last_poisoned = 0
         self._epoch = ""  # to be entered with the next plan
+        self._canary = Canary(options.verify_fraction, options.rules.block_tokens) if options.verify_fraction else None
+        self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         self._stray: list[ChunkRef] = []  # chunks that only some ranks hold
         rules = options.rules
         self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
+        self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self._enabled = True
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
@@ -134,8 +143,9 @@ class StoreScheduler:
 
         remote = self._options.remote
         if remote is not None:
-            self._namespaces = list({rank.namespace.id: rank.namespace for rank in facts}.values())
-            directory = open_directory(self._namespaces, first.layout, remote)
+            shards = {rank.namespace.id: (rank.namespace, rank.layout) for rank in facts}
+            self._namespaces = [namespace for namespace, _ in shards.values()]
+            directory = open_directory(shards.values(), remote)
             self._remote = RemoteLookup(directory, RemoteView(remote.hold_s), remote.lookup_timeout_s)
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
@@ -147,6 +157,7 @@ class StoreScheduler:
             max_sends=remote.max_queue if remote else None,
             cache_policy=self._options.cache_policy,
             disk_policy=self._options.disk_policy,
+            tracks_changes=self._options.announces,
         )
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
@@ -202,6 +213,10 @@ class StoreScheduler:
         self._accounts.summarize(time.monotonic())
         return tally
 
+    def take_events(self) -> list[Stored | Removed]:
+        """Which blocks came and went since the last call, if that is to be announced."""
+        return [] if self._announcer is None or self._index is None else self._announcer.take(self._index)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(self, request: RequestView, extras: KeyExtras, params: RequestParams = NO_PARAMS) -> None:
@@ -252,11 +267,23 @@ class StoreScheduler:
             num_external_tokens = 0
         if most_tokens := self._options.max_tokens_per_load:
             num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
+        if num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
+            num_external_tokens = 0
         self._accounts.answered(request.request_id, match, num_external_tokens)
         if not num_external_tokens:
             return 0
         tracker.load = LoadSpec(match, num_local_tokens, num_external_tokens)
         return num_external_tokens
+
+    def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
+        """Whether a request computes its hit all the same, so that it can be compared."""
+        if self._canary is None:
+            return False
+        request_id, end_block = tracker.request.request_id, match.num_tokens // self._rules.block_tokens
+        if not self._canary.takes(request_id, _overlapping(match, self._rules, 0, end_block), num_local_tokens):
+            return False
+        self._accounts.verified(request_id)
+        return True
 
     def _lookup(self, index: ChunkIndex, request_id: str, hasher: PrefixHasher, num_local_tokens: int) -> Match | None:
         """The longest prefix in any tier; None while the remote one has yet to answer."""
@@ -304,11 +331,19 @@ class StoreScheduler:
             meta.loads.append(LoadJob(step, as_block_ids(block_ids[start:stop]), start - begin))
             loaded_end = stop
         meta.lost_block_ids += block_ids[loaded_end:end_block]
+        self._describe(index, tracker, wanted)
         self._step.loads += steps
         # A slot that another load is filling counts too: what fails there fails here.
         if meta.lost_block_ids or not all(index.in_memory(step.ref.prefix_key) for step in steps):
             key = self._block_key(tracker.local_hasher(), first_block)
             self._step.unverified.append(_Unverified(request_id, first_block, key))
+
+    def _describe(self, index: ChunkIndex, tracker: RequestTracker, chunks: Iterable[tuple[ChunkRef, int]]) -> None:
+        """Let chunks be announced, each given with its first block. Routers know nothing of tags."""
+        if self._announcer is not None and not tracker.params.tags:
+            for ref, begin in chunks:
+                if ref.prefix_key in index:
+                    self._announcer.describe(ref, begin, tracker.request)
 
     def _rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
         """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
@@ -345,6 +380,8 @@ class StoreScheduler:
         """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
         if self._remote is not None:
             self._remote.end(request_id)
+        if self._canary is not None:
+            self._canary.end(request_id)
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
@@ -390,6 +427,8 @@ class StoreScheduler:
         if self._enabled and self._index is not None:
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
+                if tracker is not None and self._canary is not None:
+                    self._plan_verify(self._index, self._canary, tracker, num_tokens, block_ids_of)
                 if tracker is None or tracker.is_saved:
                     continue
                 save = tracker.take_save(num_tokens)
@@ -400,15 +439,33 @@ class StoreScheduler:
                 load.block_ids.update(block_ids_of(load.req_id)[load.block :])
         return self._emit()
 
+    def _plan_verify(
+        self,
+        index: ChunkIndex,
+        canary: Canary,
+        tracker: RequestTracker,
+        num_scheduled_tokens: int,
+        block_ids_of: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Add the chunks that the step completes and that are to be compared, if they are still there."""
+        request = tracker.request
+        written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
+        for ref, begin in canary.take_due(request.request_id, written_tokens):
+            for step in index.prepare_load([ref]):
+                block_ids = as_block_ids(block_ids_of(request.request_id)[begin : begin + ref.num_blocks])
+                meta = self._ready.setdefault(request.request_id, ReqMeta(request.request_id))
+                meta.verifies.append(LoadJob(step, block_ids, 0))
+                self._step.verifies.append(step)
+
     def _emit(self) -> StepPlan:
         self._number += 1
         removals = self._stray + ([] if self._index is None else self._index.take_removals())
-        plan = StepPlan(self._number, self._acked, list(self._ready.values()), removals, self._epoch)
+        plan = StepPlan(self._number, self._acked, list(self._ready.values()), removals, self._recalls, self._epoch)
         self._step.acked = self._acked
         if plan.requests:
             self._in_flight[plan.number] = self._step
         self._step = _Step(acked=0)
-        self._ready, self._stray, self._epoch = {}, [], ""
+        self._ready, self._stray, self._recalls, self._epoch = {}, [], [], ""
         return plan
 
     def _plan_save(self, req_id: str, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> bool:
@@ -417,16 +474,13 @@ class StoreScheduler:
             return False
         self._index.advance(time.monotonic())  # a time to live begins here
         steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s)
+        begins = save.first_blocks()
+        self._describe(self._index, tracker, begins.items())
         if not steps:
             return False
         meta = self._ready.setdefault(req_id, ReqMeta(req_id))
-        position = save.first_block
-        begins = {}
-        for ref in save.refs:
-            begins[ref.prefix_key] = position
-            position += ref.num_blocks
         for step in steps:
-            begin = begins[step.ref.prefix_key]
+            begin = begins[step.ref]
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
@@ -465,6 +519,8 @@ class StoreScheduler:
         index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
         if target is Place.DISK and write.left_behind and not write.stored:
             self._stray.append(ref)
+        if write.in_vain:
+            self._restart_saving()
 
     def _complete_step(self, index: ChunkIndex, number: int, step: _Step) -> None:
         result = step.result
@@ -473,13 +529,21 @@ class StoreScheduler:
         index.complete_load(step.loads, result.failed_loads, result.lost_chunks)
         # A step planned before the failed load was known computed on its garbage too, on every rank.
         distrusted = step.acked < self._last_poisoned <= number
+        index.complete_load(step.verifies, result.unread, result.lost_chunks)
+        wrong = [
+            verify.ref for verify in step.verifies if verify.ref.prefix_key in result.mismatches and not distrusted
+        ]
+        index.condemn(wrong)
+        self._recalls += wrong
         for hasher, stores in step.stores:
             keys = {store.ref.prefix_key for store in stores}
             failed = keys if distrusted else keys & result.failed_stores
             index.complete_store(stores, failed)
+            for target, key in ((target, store.ref.prefix_key) for store in stores for target in store.targets):
+                self._writes[target, key].in_vain |= key in failed
             for key, tails in superseded_tails(hasher, keys - failed).items():
                 index.supersede(key, tails)
-        if result.failed_stores or distrusted:
+        if result.failed_stores or distrusted or wrong:
             self._restart_saving()
 
     def _restart_saving(self) -> None:

@@ -12,13 +12,15 @@ from torch.profiler import record_function
 
 from kvstore import metrics
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.deviation import tolerance
 from kvstore.keys import Namespace
 from kvstore.meters import WorkerMeter
 from kvstore.metrics import Metric
-from kvstore.movers import Mover
+from kvstore.movers import LoadJob, Mover, as_block_ids
 from kvstore.opening import EngineOptions, open_tiers
 from kvstore.pages import PagedKV
 from kvstore.plans import Place
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class StoreWorker:
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
         self._ended_requests: set[str] = set()
+        self._worst_deviation = 0.0
+        self._throttle = Throttle()
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
 
@@ -70,6 +74,7 @@ class StoreWorker:
         if plan.epoch:
             self._mover.reset(self._namespace.at_epoch(plan.epoch))
         self._mover.remove(Place.DISK, plan.removals)
+        self._mover.remove(Place.REMOTE, plan.recalls)
 
     def load(self) -> None:
         """Carry out the loads. Safe to call where there are none, and more than once a step."""
@@ -113,6 +118,8 @@ class StoreWorker:
         if plan.requests:
             self._result_of(plan).ranks_ended = 1
         for meta in plan.requests:
+            if meta.verifies:
+                self._verify_request(plan, meta, trusted=trusted)
             if meta.stores:
                 self._store_request(plan, meta, trusted=trusted)
             if meta.finished:
@@ -125,6 +132,34 @@ class StoreWorker:
             return
         with self._measured("kvstore::store", metrics.STORE_SECONDS):
             result.failed_stores |= self._mover.store(meta.stores)
+
+    def _verify_request(self, plan: StepPlan, meta: ReqMeta, *, trusted: bool) -> None:
+        result = self._result_of(plan)
+        with record_function("kvstore::verify"):
+            unread, lost = self._mover.load([job._replace(block_ids=as_block_ids(())) for job in meta.verifies])
+            result.unread |= unread
+            result.lost_chunks |= lost
+            for job in meta.verifies if trusted else ():  # or what was computed is what is wrong
+                found = self._mover.deviation(job)
+                if found is not None:
+                    self._note_deviation(job, found, result)
+
+    def _note_deviation(self, job: LoadJob, found: float, result: StepResult) -> None:
+        is_equal = found <= tolerance(self._layout)
+        self._report.tally.count(metrics.VERIFIED_CHUNKS.key("equal" if is_equal else "mismatch"))
+        if found > self._worst_deviation:
+            self._worst_deviation = found
+            self._report.tally.show(metrics.VERIFY_DEVIATION.key(), found, self._layout.fingerprint)
+        if is_equal:
+            return
+        result.mismatches.add(job.step.ref.prefix_key)
+        if self._throttle.is_due("mismatch"):
+            logger.error(
+                "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed; "
+                "this stays unsaid for a minute",
+                found,
+                tolerance(self._layout),
+            )
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
