@@ -15,7 +15,7 @@ class KeyReference(NamedTuple):
     """One key of ``StoreConfig``.
 
     Attributes:
-        kind: "true or false" (", or auto"), "whole number", "number" or "text".
+        kind: "true or false", "whole number", "number" or "text".
         default: as YAML writes it.
         unit: empty where the value is no quantity.
         meaning: its description in the schema.
@@ -33,7 +33,7 @@ def _describe(key: str) -> KeyReference:
     types = get_args(field.annotation) or (field.annotation,)
     return KeyReference(
         key=key,
-        kind=_KINDS[types[0]] + (", or auto" if field.default == "auto" else ""),
+        kind=_KINDS[types[0]],
         default=json.dumps(field.default),
         unit=next((item.name for item in field.metadata if isinstance(item, Unit)), ""),
         meaning=field.description or "",

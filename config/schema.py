@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -134,16 +134,16 @@ class StoreConfig(BaseModel):
         ge=0,
         description="A longer hit is cut to so many tokens, in whole blocks, and the rest is computed. 0 for no limit.",
     )
-    enable_async_loading: bool | Literal["auto"] = Field(
-        default="auto",
-        description="Whether a request waits for its load while others go on computing. `auto` chooses for each load: "
-        "yes from disk or a remote tier, and for a long one from memory if others are running; otherwise the step "
-        "waits. If false, a slower tier needs vLLM's `--no-async-scheduling`.",
+    enable_async_loading: bool | None = Field(
+        default=None,
+        description="Whether a request waits for its load while others go on computing. If null or `auto`, chosen for "
+        "each load: yes from disk or a remote tier, and for a long one from memory if others are running; otherwise "
+        "the step waits. If false, a slower tier needs vLLM's `--no-async-scheduling`.",
     )
-    enable_async_saving: bool | Literal["auto"] = Field(
-        default="auto",
+    enable_async_saving: bool | None = Field(
+        default=None,
         description="Whether what a step has computed is copied to memory while the next step runs, and vLLM keeps the "
-        "blocks until then; otherwise the step waits for the copy. `auto`: yes on a GPU, no on a CPU.",
+        "blocks until then; otherwise the step waits for the copy. If null or `auto`: yes on a GPU, no on a CPU.",
     )
     use_layerwise: bool = Field(
         default=False,
@@ -153,6 +153,13 @@ class StoreConfig(BaseModel):
     load_only_if_faster: bool = Field(
         default=True,
         description="Compute a hit that would take longer to load, as measured while running.",
+    )
+    verify_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Part of the hits that are computed all the same, to compare what is stored with it (see "
+        "[operations.md](operations.md#verifying)). 0 for none.",
     )
     blocking_timeout_secs: Annotated[float, Unit("seconds")] = Field(
         default=10.0,
@@ -320,6 +327,11 @@ class StoreConfig(BaseModel):
         if self.remote_url is not None:
             values["remote_url"] = _hide_login(self.remote_url)
         return values
+
+    @field_validator("enable_async_loading", "enable_async_saving", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return None if value == "auto" else value
 
     @field_validator("local_disk", mode="before")
     @classmethod

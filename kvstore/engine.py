@@ -74,7 +74,7 @@ class CacheEngine:
         self._tiers = open_tiers(paged, namespace, options)
         remote, disk = options.remote, self._tiers.disk
         self._view = RemoteView(remote.hold_s) if remote else None
-        self._directory = open_directory([namespace], self.layout, remote) if remote else None
+        self._directory = open_directory([(namespace, self.layout)], remote) if remote else None
         self._index = ChunkIndex(
             self._tiers.cpu.num_slots,
             keep_in_memory=options.local_cpu,

@@ -81,6 +81,7 @@ class ChunkIndex:
         max_sends: int | None = None,
         cache_policy: str = Adaptive.name,
         disk_policy: str | None = None,
+        tracks_changes: bool = False,
     ) -> None:
         """Start empty.
 
@@ -94,6 +95,7 @@ class ChunkIndex:
             max_sends: writes to the remote tier that may be in flight at once.
             cache_policy: a name in ``POLICIES``, for memory.
             disk_policy: the same for the disk; None for the same as memory's.
+            tracks_changes: remember what changed for ``take_changes``.
 
         Raises:
             ConfigError: no policy has this name.
@@ -122,6 +124,11 @@ class ChunkIndex:
         self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
         self._leases = Leases()
         self._departed = Departed()
+        self._changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        chunk = self._chunks.get(key)
+        return chunk is not None and not chunk.forgotten
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -157,8 +164,21 @@ class ChunkIndex:
 
     def in_memory(self, key: PrefixKey) -> bool:
         """Whether a load would find the chunk in a slot."""
+        return self.holds(key, Place.MEMORY)
+
+    def holds(self, key: PrefixKey, place: Place) -> bool:
+        """Whether the bytes of a chunk are in a slot, or on disk."""
         chunk = self._chunks.get(key)
-        return chunk is not None and not chunk.forgotten and chunk.in_memory
+        if chunk is None or chunk.forgotten:
+            return False
+        return chunk.in_memory if place is Place.MEMORY else place is Place.DISK and chunk.on_disk
+
+    def take_changes(self) -> list[PrefixKey]:
+        """The chunks that came to a place, or left one, since the last call; not those adopted."""
+        changes = list(self._changes or ())
+        if self._changes:
+            self._changes.clear()
+        return changes
 
     def is_loading(self, key: PrefixKey) -> bool:
         """Whether a load that has not been completed is bringing the chunk to a slot."""
@@ -305,6 +325,7 @@ class ChunkIndex:
             elif step.source is not Place.MEMORY and not chunk.forgotten:
                 chunk.filling = chunk.loading = chunk.unread = False
                 chunk.sent |= step.source is Place.REMOTE
+                self._note_change(chunk)
             self._end_use(chunk)
 
     def _fail_load(self, chunk: _Chunk, step: LoadStep, *, is_lost: bool) -> None:
@@ -439,6 +460,7 @@ class ChunkIndex:
             elif not chunk.forgotten:
                 chunk.filling = False
                 self.counters.stored += 1
+                self._note_change(chunk)
             self._end_use(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
@@ -469,6 +491,7 @@ class ChunkIndex:
             self.counters.writes_failed += 1
             self._drop_from_disk(chunk, announce=False)
         chunk.writing = False
+        self._note_change(chunk)
         self._writes -= 1
         tails, chunk.tails = chunk.tails, ()
         if stored and not chunk.forgotten:
@@ -567,6 +590,12 @@ class ChunkIndex:
         for chunk in chunks:
             self._remove(chunk)
         return len(chunks)
+
+    def condemn(self, refs: Sequence[ChunkRef]) -> None:
+        """Forget chunks whose bytes are wrong, wherever they are; the caller takes them off the remote tier."""
+        self.remove(ref.prefix_key for ref in refs)
+        if self._remote is not None:
+            self._remote.note(refs, [False] * len(refs), self._now_s)
 
     def remove_all(self) -> int:
         """Forget every chunk here and return how many there were; what is on disk is announced for removal."""
@@ -699,6 +728,10 @@ class ChunkIndex:
         chunk.disk_bytes = size_bytes
         self._disk.order.resize(chunk.ref.prefix_key, size_bytes)
 
+    def _note_change(self, chunk: _Chunk) -> None:
+        if self._changes is not None:
+            self._changes[chunk.ref.prefix_key] = None
+
     def _note_evicted(self, key: PrefixKey) -> None:
         if key not in self._chunks:  # gone from everywhere
             self._departed.note(key, MissReason.EVICTED)
@@ -713,6 +746,7 @@ class ChunkIndex:
         if chunk.forgotten:
             return
         chunk.forgotten = True
+        self._note_change(chunk)
         self._unlease(chunk)
         if self._disk and chunk.disk_bytes:
             self._removals.append(chunk.ref)
@@ -734,6 +768,7 @@ class ChunkIndex:
 
     def _drop_from_memory(self, chunk: _Chunk) -> None:
         assert chunk.slot is not None
+        self._note_change(chunk)
         if chunk.in_memory:
             self._idle_slots -= 1
         self._memory.evict(chunk.ref.prefix_key)
@@ -747,6 +782,7 @@ class ChunkIndex:
 
     def _drop_from_disk(self, chunk: _Chunk, *, announce: bool) -> None:
         assert self._disk is not None
+        self._note_change(chunk)
         self._disk.used_bytes -= chunk.disk_bytes
         self._disk.order.evict(chunk.ref.prefix_key)
         if announce:

@@ -113,6 +113,20 @@ CORRUPT_CHUNKS = Metric(
 )
 MISLABELLED_SLOTS = Metric("mislabelled_slots", _COUNTER, "Loads refused because a slot held another chunk")
 READ_TIMEOUTS = Metric("read_timeouts", _COUNTER, "Reads given up, whose slot is out of use until they end")
+VERIFIED_CHUNKS = Metric(
+    "verified_chunks",
+    _COUNTER,
+    "Chunks that were computed again, by all workers, and compared with what was stored",
+    ("result",),
+    (("equal",), ("mismatch",)),
+)
+VERIFY_DEVIATION = Metric(
+    "verify_deviation",
+    _GAUGE,
+    "The largest deviation seen in these: the largest difference as a part of the layer's largest value, or the part "
+    "of the bytes that differ where they are no floats",
+    worst=True,
+)
 TIER_ERRORS = Metric(
     "tier_errors", _COUNTER, "Calls with which a tier failed as a whole, time-outs included", ("tier",), _BY_SLOW_TIER
 )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.deviation import deviation
 from kvstore.hot import HotChunks
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.lanes import Arrival, Lane
@@ -149,6 +150,16 @@ class Mover:
                 self.paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
             self.note_load(job, is_hot=is_hot)
         return result
+
+    def deviation(self, job: LoadJob) -> float | None:
+        """How far a chunk's blocks are from its bytes in a slot, to which it was loaded; None if it is not there."""
+        stored = self.cpu.read(job.step.slot, job.step.ref)
+        if stored is None:
+            return None
+        num_blocks = len(job.block_ids)
+        fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
+        self.paged.gather(job.block_ids, fresh)
+        return deviation(fresh, stored, self.paged.layout, num_blocks)
 
     def aside(self, work: Callable[[], None]) -> Future[None]:
         """Start something on a thread for what may be done while the model computes."""

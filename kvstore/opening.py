@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +45,7 @@ class RemoteOptions:
         lookup_timeout_s: how long an answer about what it holds may take; then it holds nothing.
         hold_s: how long such an answer counts.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool.
+        sends: False where another worker holds the same KV and sends it.
     """
 
     url: str
@@ -54,6 +55,7 @@ class RemoteOptions:
     lookup_timeout_s: float = 1.0
     hold_s: float = 3.0
     max_queue: int | None = None
+    sends: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,14 @@ class OpenTiers:
             lanes[Place.DISK] = Lane(self.cpu, self.disk, report, read_threads=options.disk_io_threads)
         if self.remote is not None and options.remote is not None:
             report = partial(on_written, Place.REMOTE)
-            threads = options.remote.io_threads
-            lanes[Place.REMOTE] = Lane(self.cpu, self.remote, report, read_threads=threads, writes_absent_only=True)
+            lanes[Place.REMOTE] = Lane(
+                self.cpu,
+                self.remote,
+                report,
+                read_threads=options.remote.io_threads,
+                writes_absent_only=True,
+                leaves_writes=not options.remote.sends,
+            )
         return lanes
 
     def size_on_disk(self, ref: ChunkRef) -> int | None:
@@ -229,15 +237,15 @@ def open_remote(
     return guarded(tier, _guard_options(io_timeout_s, options.io_threads, asks_storage=True))
 
 
-def open_directory(namespaces: Sequence[Namespace], layout: KVLayout, options: RemoteOptions) -> RemoteDirectory:
-    """Open a remote tier for questions only, once for each namespace that must hold its part of a chunk.
+def open_directory(shards: Iterable[tuple[Namespace, KVLayout]], options: RemoteOptions) -> RemoteDirectory:
+    """Open a remote tier for questions only, once for each shard that must hold its part of a chunk.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
     """
     with ExitStack() as opened:
         tiers = []
-        for namespace in namespaces:
+        for namespace, layout in shards:
             tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s))
             opened.callback(tiers[-1].close)
         opened.pop_all()

@@ -47,6 +47,7 @@ class MissReason(Enum):
     TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
     DEARER = "dearer"  # it would have taken longer to load than to compute
     NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
+    VERIFIED = "verified"  # it was computed all the same, to compare
     SWITCHED_OFF = "switched_off"  # loads are switched off, or not part of the engine's role
 
 

@@ -49,6 +49,7 @@ class _Account:
         hit: what it got then.
         reason: why not more.
         stored_chunks: offered to the workers since.
+        is_verified: it computes its hit all the same.
     """
 
     num_tokens: int = 0
@@ -61,6 +62,7 @@ class _Account:
     hit: HitSplit = NO_HIT
     reason: MissReason | None = None
     stored_chunks: int = 0
+    is_verified: bool = False
 
 
 class Accounts:
@@ -110,6 +112,12 @@ class Accounts:
         if account is not None and not account.is_admitted:
             account.offered_tokens, account.is_declined = 0, True
 
+    def verified(self, request_id: str) -> None:
+        """A request computes its hit all the same."""
+        account = self._requests.get(request_id)
+        if account is not None:
+            account.is_verified = True
+
     def admitted(self, request_id: str, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
         """A request is scheduled: what it got counts, the first time. To be told after its load was planned."""
         account = self._requests.get(request_id)
@@ -134,6 +142,8 @@ class Accounts:
             return MissReason.SWITCHED_OFF
         if account.is_declined:
             return MissReason.DEARER
+        if account.is_verified:
+            return MissReason.VERIFIED
         if got_tokens < account.offered_tokens:
             return MissReason.NOT_TAKEN
         if not got_tokens and account.found_tokens - account.num_local_tokens >= self._block_tokens:

@@ -7,7 +7,7 @@ steps while its request waits; stores are gathered when a step ends, or beside t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
+from kvstore.adapters.vllm.events import as_kv_events
 from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
@@ -36,6 +37,7 @@ from kvstore.throttle import Throttle
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -117,7 +119,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         Raises:
             KVStoreError: that failed, and the cache is required.
         """
-        if not kv_caches:
+        if translate.hold_nothing(kv_caches):
             return  # a profiling run
         try:
             self._open_worker(kv_caches)
@@ -136,7 +138,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker = StoreWorker(
             paged,
             namespace,
-            translate.engine_options(config, self._config),
+            translate.engine_options(config, kv_cache_config, self._config),
             translate.worker_options(config, kv_cache_config, self._config),
         )
 
@@ -287,6 +289,11 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What happened since the last call; the scheduler side has the workers' numbers, too."""
         return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Which blocks came to memory and disk, and left them, for whoever listens to vLLM's KV events."""
+        groups = self._kv_cache_config.kv_cache_groups
+        return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store."""

@@ -94,7 +94,7 @@ class LoadPlanner:
         """How many tokens of a load would come from where."""
         first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
         tokens: Counter[Place] = Counter()
-        for ref, begin in _overlapping(spec.match, self._rules, first_block, end_block):
+        for ref, begin in overlapping(spec.match, self._rules, first_block, end_block):
             num_blocks = min(begin + ref.num_blocks, end_block) - max(begin, first_block)
             tokens[self._index.source(ref) or Place.MEMORY] += num_blocks * self._rules.block_tokens
         return tokens
@@ -127,7 +127,7 @@ class LoadPlanner:
     ) -> HitSplit:
         """Plan to load ``num_external_tokens`` of what was promised; tells where they come from."""
         first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
-        wanted = list(_overlapping(spec.match, self._rules, first_block, end_block))
+        wanted = list(overlapping(spec.match, self._rules, first_block, end_block))
         steps = self._index.prepare_load([ref for ref, _ in wanted])
         jobs, tokens = [], Counter[Place]()
         loaded_end = first_block
@@ -228,7 +228,7 @@ class LoadPlanner:
         return hasher.block_keys(chunk)[inside]
 
 
-def _overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
+def overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
     """The chunks of a match that hold any of the blocks ``[first_block, end_block)``, each with its first block."""
     begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
     for ref in match.refs:

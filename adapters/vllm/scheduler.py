@@ -6,15 +6,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore.adapters.vllm.accounts import NO_HIT, Accounts, HitSplit
+from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
+from kvstore.adapters.vllm.canary import Canary
 from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
-from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner
+from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
 from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
@@ -24,9 +26,9 @@ from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.metrics import Tally, Totals
-from kvstore.movers import StoreJob, as_block_ids
+from kvstore.movers import LoadJob, StoreJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
-from kvstore.plans import Match, Place, StoreStep
+from kvstore.plans import LoadStep, Match, Place, StoreStep
 from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
@@ -53,6 +55,8 @@ class SchedulerOptions:
     record_trace: Path | None = None
     load_rules: LoadRules = field(default_factory=LoadRules)
     saves_beside: bool = False
+    announces: bool = False
+    verify_fraction: float = 0.0
 
 
 @dataclass
@@ -69,6 +73,7 @@ class _Step:
     """A plan under way."""
 
     acked: int
+    verifies: list[LoadStep] = field(default_factory=list)
     saves: list[_Save] = field(default_factory=list)
     result: StepResult = field(default_factory=StepResult)
     is_loaded: bool = False
@@ -81,6 +86,7 @@ class _Write:
 
     ranks_left: int
     stored: bool = True
+    in_vain: bool = False  # its chunk failed on another rank: until this ends, it cannot be stored anew
     left_behind: bool = False  # stored by one rank at least
     size_bytes: int = 0  # on the rank where it takes most
 
@@ -113,9 +119,12 @@ class StoreScheduler:
         self._acked = 0
         self._last_poisoned = 0
         self._epoch = ""  # to be entered with the next plan
+        self._canary = Canary(options.verify_fraction, options.rules.block_tokens) if options.verify_fraction else None
+        self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         self._stray: list[ChunkRef] = []  # chunks that only some ranks hold
         rules = options.rules
         self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
+        self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self._enabled = True
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
@@ -136,8 +145,9 @@ class StoreScheduler:
 
         remote = self._options.remote
         if remote is not None:
-            self._namespaces = list({rank.namespace.id: rank.namespace for rank in facts}.values())
-            directory = open_directory(self._namespaces, first.layout, remote)
+            shards = {rank.namespace.id: (rank.namespace, rank.layout) for rank in facts}
+            self._namespaces = [namespace for namespace, _ in shards.values()]
+            directory = open_directory(shards.values(), remote)
             self._remote = RemoteLookup(directory, RemoteView(remote.hold_s), remote.lookup_timeout_s)
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
@@ -149,6 +159,7 @@ class StoreScheduler:
             max_sends=remote.max_queue if remote else None,
             cache_policy=self._options.cache_policy,
             disk_policy=self._options.disk_policy,
+            tracks_changes=self._options.announces,
         )
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._stray = list(set.union(*held) - complete)
@@ -205,6 +216,10 @@ class StoreScheduler:
         self._accounts.summarize(time.monotonic())
         return tally
 
+    def take_events(self) -> list[Stored | Removed]:
+        """Which blocks came and went since the last call, if that is to be announced."""
+        return [] if self._announcer is None or self._index is None else self._announcer.take(self._index)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(self, request: RequestView, extras: KeyExtras, params: RequestParams = NO_PARAMS) -> None:
@@ -250,6 +265,8 @@ class StoreScheduler:
         if match is None:
             return None
         num_external_tokens = self._usable_tokens(request.num_tokens, match, num_local_tokens)
+        if num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
+            num_external_tokens = 0
         self._accounts.answered(request.request_id, match, num_external_tokens)
         if not num_external_tokens:
             return 0
@@ -283,6 +300,16 @@ class StoreScheduler:
         tracker.load = replace(spec, beside=beside)
         return spec.num_external_tokens
 
+    def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
+        """Whether a request computes its hit all the same, so that it can be compared."""
+        if self._canary is None:
+            return False
+        request_id, end_block = tracker.request.request_id, match.num_tokens // self._rules.block_tokens
+        if not self._canary.takes(request_id, overlapping(match, self._rules, 0, end_block), num_local_tokens):
+            return False
+        self._accounts.verified(request_id)
+        return True
+
     def _lookup(self, index: ChunkIndex, request_id: str, hasher: PrefixHasher, num_local_tokens: int) -> Match | None:
         """The longest prefix in any tier; None while the remote one has yet to answer."""
         for _ in range(QUESTION_ROUNDS):
@@ -307,12 +334,22 @@ class StoreScheduler:
         spec, tracker.load = tracker.load, None
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, self._loads.plan(tracker, spec, block_ids, num_external_tokens))
+            end_block = -(-(spec.num_local_tokens + num_external_tokens) // self._rules.block_tokens)
+            first_block = spec.num_local_tokens // self._rules.block_tokens
+            self._describe(self._index, tracker, overlapping(spec.match, self._rules, first_block, end_block))
         self._accounts.admitted(request_id, self._last_hit[1], self._index, tracker.hasher)
 
     def hit_split(self, request_id: str) -> HitSplit:
         """How the load just planned for a request divides over the tiers."""
         last_id, hit = self._last_hit
         return hit if request_id == last_id else NO_HIT
+
+    def _describe(self, index: ChunkIndex, tracker: RequestTracker, chunks: Iterable[tuple[ChunkRef, int]]) -> None:
+        """Let chunks be announced, each given with its first block. Routers know nothing of tags."""
+        if self._announcer is not None and not tracker.params.tags:
+            for ref, begin in chunks:
+                if ref.prefix_key in index:
+                    self._announcer.describe(ref, begin, tracker.request)
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
         """The blocks that could not be loaded, and those computed from them. To be asked before ``complete``."""
@@ -322,6 +359,8 @@ class StoreScheduler:
         """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
         if self._remote is not None:
             self._remote.end(request_id)
+        if self._canary is not None:
+            self._canary.end(request_id)
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
@@ -374,6 +413,8 @@ class StoreScheduler:
         if self._enabled and self._index is not None:
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
+                if tracker is not None and self._canary is not None:
+                    self._plan_verify(self._index, self._canary, tracker, num_tokens, block_ids_of)
                 if tracker is None or tracker.is_saved:
                     continue
                 save = tracker.take_save(num_tokens)
@@ -391,6 +432,24 @@ class StoreScheduler:
         """The output of the oldest step has come."""
         self._choice.computed(*self._clock.ended(time.monotonic()))
 
+    def _plan_verify(
+        self,
+        index: ChunkIndex,
+        canary: Canary,
+        tracker: RequestTracker,
+        num_scheduled_tokens: int,
+        block_ids_of: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Add the chunks that the step completes and that are to be compared, if they are still there."""
+        request = tracker.request
+        written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
+        for ref, begin in canary.take_due(request.request_id, written_tokens):
+            for step in index.prepare_load([] if index.is_loading(ref.prefix_key) else [ref]):
+                block_ids = as_block_ids(block_ids_of(request.request_id)[begin : begin + ref.num_blocks])
+                meta = self._ready.setdefault(request.request_id, ReqMeta(request.request_id))
+                meta.verifies.append(LoadJob(step, block_ids, 0))
+                self._step.verifies.append(step)
+
     def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
         removals = self._stray + ([] if self._index is None else self._index.take_removals())
@@ -402,13 +461,14 @@ class StoreScheduler:
             [] if self._loads is None else self._loads.take_fetches(),
             preempts,
             removals,
+            self._recalls,
             self._epoch,
         )
         self._step.acked = self._acked
         if plan.requests:
             self._in_flight[plan.number] = self._step
         self._step = _Step(acked=0)
-        self._ready, self._stray, self._epoch = {}, [], ""
+        self._ready, self._stray, self._recalls, self._epoch = {}, [], [], ""
         return plan
 
     def _plan_save(self, req_id: str, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> bool:
@@ -417,16 +477,13 @@ class StoreScheduler:
             return False
         self._index.advance(time.monotonic())  # a time to live begins here
         steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s)
+        begins = save.first_blocks()
+        self._describe(self._index, tracker, begins.items())
         if not steps:
             return False
         meta = self._ready.setdefault(req_id, ReqMeta(req_id))
-        position = save.first_block
-        begins = {}
-        for ref in save.refs:
-            begins[ref.prefix_key] = position
-            position += ref.num_blocks
         for step in steps:
-            begin = begins[step.ref.prefix_key]
+            begin = begins[step.ref]
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
@@ -469,6 +526,8 @@ class StoreScheduler:
         index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
         if target is Place.DISK and write.left_behind and not write.stored:
             self._stray.append(ref)
+        if write.in_vain:
+            self._restart_saving()
 
     def _complete_loads(self, number: int, step: _Step) -> None:
         step.is_loaded = True
@@ -487,15 +546,34 @@ class StoreScheduler:
             self._trackers[failed_id].load_failed = True
 
     def _complete_saves(self, index: ChunkIndex, step: _Step) -> None:
+        wrong = self._complete_verifies(index, step)
         for save in step.saves:
             keys = {store.ref.prefix_key for store in save.steps}
             failed = keys if step.distrusted else keys & step.result.failed_stores
             index.complete_store(save.steps, failed)
+            self._note_in_vain(save.steps, failed)
             for key, tails in superseded_tails(save.hasher, keys - failed).items():
                 index.supersede(key, tails)
             self._end_storing(save.req_id)
-        if step.result.failed_stores or step.distrusted:
+        if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
+
+    def _note_in_vain(self, steps: Sequence[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
+        """Some ranks still write chunks that failed on another."""
+        for step in steps:
+            for target in step.targets if step.ref.prefix_key in failed else ():
+                if write := self._writes.get((target, step.ref.prefix_key)):
+                    write.in_vain = True
+
+    def _complete_verifies(self, index: ChunkIndex, step: _Step) -> list[ChunkRef]:
+        """Let go of what was compared, and have chunks with wrong bytes removed everywhere."""
+        result = step.result
+        index.complete_load(step.verifies, result.unread, result.lost_chunks)
+        mismatches = set() if step.distrusted else result.mismatches
+        wrong = [verify.ref for verify in step.verifies if verify.ref.prefix_key in mismatches]
+        index.condemn(wrong)
+        self._recalls += wrong
+        return wrong
 
     def _end_storing(self, req_id: str) -> None:
         self._storing[req_id] -= 1

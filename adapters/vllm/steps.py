@@ -23,6 +23,7 @@ class ReqMeta:
         loads: chunks to bring into its blocks before the forward pass.
         stores: chunks to take from its blocks after the forward pass.
         lost_block_ids: blocks that were promised to be loaded, but whose chunk is gone: to be reported as failed.
+        verifies: chunks to compare, after the forward pass, with the blocks that hold the same, computed again.
         finished: the request has ended, and vLLM keeps its blocks until its stores are reported.
     """
 
@@ -30,6 +31,7 @@ class ReqMeta:
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     lost_block_ids: list[int] = field(default_factory=list)
+    verifies: list[LoadJob] = field(default_factory=list)
     finished: bool = False
 
 
@@ -61,6 +63,7 @@ class StepPlan:
         fetches: loads to begin, of which every rank reports the end.
         preempts: blocks of requests that go on later are about to be overwritten.
         removals: chunks that must leave the disk, before anything else.
+        recalls: chunks that must leave the remote tier, too.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
     """
 
@@ -70,6 +73,7 @@ class StepPlan:
     fetches: list[Fetch] = field(default_factory=list)
     preempts: bool = False
     removals: list[ChunkRef] = field(default_factory=list)
+    recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
 
 
@@ -84,6 +88,8 @@ class StepResult:
     failed_loads: set[PrefixKey] = field(default_factory=set)
     lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
     failed_stores: set[PrefixKey] = field(default_factory=set)
+    unread: set[PrefixKey] = field(default_factory=set)  # could not be compared
+    mismatches: set[PrefixKey] = field(default_factory=set)  # what is stored is not what was computed
     lost_blocks: bool = False
     load_s: float = 0.0  # of the slowest rank
     ranks_loaded: int = 0
@@ -94,6 +100,8 @@ class StepResult:
         self.failed_loads |= other.failed_loads
         self.lost_chunks |= other.lost_chunks
         self.failed_stores |= other.failed_stores
+        self.unread |= other.unread
+        self.mismatches |= other.mismatches
         self.lost_blocks |= other.lost_blocks
         self.load_s = max(self.load_s, other.load_s)
         self.ranks_loaded += other.ranks_loaded

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
+from kvstore.adapters.vllm.announcer import Described
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
 from kvstore.plans import Match
 from kvstore.tiers.base import ChunkRef
 
 
-class RequestView(Protocol):
+class RequestView(Described, Protocol):
     """The parts of vLLM's ``Request`` that tracking needs; they change as the request proceeds."""
 
     request_id: str
     num_computed_tokens: int
     num_prompt_tokens: int
     priority: int
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The prompt and what was sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +50,11 @@ class SaveSpec:
     refs: list[ChunkRef]
     prefix: Sequence[PrefixKey]
     first_block: int
+
+    def first_blocks(self) -> dict[ChunkRef, int]:
+        """Where each chunk begins among the request's blocks."""
+        ends = accumulate((ref.num_blocks for ref in self.refs), initial=self.first_block)
+        return dict(zip(self.refs, ends, strict=False))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvstore.config import StoreConfig
-    from kvstore.pages import PagedKV
+    from kvstore.pages import LayerCache, PagedKV
 
 TESTED_VERSIONS = "0.32."
 ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
@@ -139,12 +140,14 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         disk_policy=config.disk_cache_policy,
         record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
         load_rules=LoadRules(
-            beside=None if config.enable_async_loading == "auto" else config.enable_async_loading,
+            beside=config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
             layerwise=_goes_layerwise(vllm_config, config),
             only_if_faster=config.load_only_if_faster,
         ),
         saves_beside=_saves_beside(config),
+        verify_fraction=config.verify_fraction,
+        announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
     )
 
 
@@ -164,7 +167,7 @@ def _goes_layerwise(vllm_config: VllmConfig, config: StoreConfig) -> bool:
 
 def _saves_beside(config: StoreConfig) -> bool:
     on_device = not vllm.platforms.current_platform.is_cpu()
-    return on_device if config.enable_async_saving == "auto" else config.enable_async_saving
+    return on_device if config.enable_async_saving is None else config.enable_async_saving
 
 
 def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreScheduler) -> AdminServer | None:
@@ -205,8 +208,13 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
     )
 
 
-def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOptions:
-    """The worker side's part of the configuration; every worker has a folder of its own."""
+def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> EngineOptions:
+    """The worker side's part of the configuration; every worker has a folder of its own.
+
+    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a remote tier.
+    """
+    remote = remote_options(config)
+    shard = _shard_of(vllm_config, kv_cache_config)
     return EngineOptions(
         max_local_cpu_bytes=config.max_local_cpu_bytes,
         local_cpu=config.local_cpu,
@@ -217,7 +225,7 @@ def engine_options(vllm_config: VllmConfig, config: StoreConfig) -> EngineOption
         disk_io_threads=config.disk_io_threads,
         io_timeout_s=config.blocking_timeout_secs,
         max_write_queue=config.max_write_queue,
-        remote=remote_options(config),
+        remote=replace(remote, sends=shard.replica == 0) if remote else None,
         disk_codec=config.local_disk_serde,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
     )
@@ -230,6 +238,22 @@ def _worker_folder(vllm_config: VllmConfig, folder: Path) -> Path:
     if parallel.world_size > 1:
         folder /= f"rank-{parallel.rank}-of-{parallel.world_size}"
     return folder
+
+
+class _Shard(NamedTuple):
+    """The part of a model's KV that a worker holds, and its number among the workers that hold the same."""
+
+    name: str
+    replica: int
+
+
+def _shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> _Shard:
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    pp_rank, tp_rank = divmod(parallel.rank % (tp_size * pp_size), tp_size)
+    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    shard, replica = divmod(tp_rank, replicas)
+    return _Shard(f"pp {pp_rank}/{pp_size} tp {shard}/{tp_size // replicas}", replica)
 
 
 def total_workers(vllm_config: VllmConfig) -> int:
@@ -245,10 +269,7 @@ def namespace_of(
     Raises:
         ConfigError: the model cannot be identified.
     """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    replicas = max(1, kv_cache_config.kv_tp_replicas)
-    tp_size = parallel.tensor_parallel_size
-    pp_rank, tp_rank = divmod(parallel.rank % (tp_size * parallel.pipeline_parallel_size), tp_size)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return Namespace(
         {
@@ -258,9 +279,9 @@ def namespace_of(
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
             "kv_cache_dtype": str(cache.cache_dtype),
-            "draft": str(getattr(speculative, "model", None)) if speculative else "none",
+            "draft": _draft_identity(speculative.model) if speculative else "none",
             "layers": _digest(kv_cache_config.kv_cache_groups[0].layer_names),
-            "shard": f"pp {pp_rank}/{parallel.pipeline_parallel_size} tp {tp_rank // replicas}/{tp_size // replicas}",
+            "shard": _shard_of(vllm_config, kv_cache_config).name,
             "chunk_tokens": config.chunk_size,
             "layout": paged.layout.fingerprint,
         }
@@ -285,6 +306,12 @@ def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:
     )
 
 
+def _draft_identity(model: str | None) -> str:
+    """The draft model, whose layers are stored with the target's."""
+    folder = Path(model or "")
+    return f"files {fingerprint_folder(folder)}" if model and folder.is_dir() else str(model)
+
+
 def _effective_config(hf_config: Any) -> object:  # noqa: ANN401 - transformers' class, whatever its version
     """The model's configuration after all overrides, less what does not matter for KV."""
     fields = dict(hf_config.to_dict())
@@ -297,8 +324,14 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def hold_nothing(kv_caches: Mapping[str, LayerCache]) -> bool:
+    """Whether there is no cache yet, as in a profiling run."""
+    parts = [part for cache in kv_caches.values() for part in ([cache] if isinstance(cache, torch.Tensor) else cache)]
+    return not any(part.numel() for part in parts)
+
+
 def paged_kv_of(
-    kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int
+    kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_size: int
 ) -> PagedKV:
     """The registered caches as blocks, each layer once.
 

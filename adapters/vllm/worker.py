@@ -14,14 +14,16 @@ from torch.profiler import record_function
 from kvstore import metrics
 from kvstore.adapters.vllm.courier import Courier, Fetched
 from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
-from kvstore.adapters.vllm.steps import FetchResult, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.deviation import tolerance
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.meters import WorkerMeter
 from kvstore.metrics import Metric
-from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
+from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
 from kvstore.opening import EngineOptions, open_tiers
 from kvstore.pages import PagedKV
 from kvstore.plans import Place
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class StoreWorker:
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
         self._ended_requests: set[str] = set()
+        self._worst_deviation = 0.0
+        self._throttle = Throttle()
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
@@ -106,6 +110,7 @@ class StoreWorker:
             self._courier.finish_saves()
             self._mover.reset(self._namespace.at_epoch(plan.epoch))
         self._mover.remove(Place.DISK, plan.removals)
+        self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
             self._courier.fetch(fetch)
 
@@ -211,6 +216,9 @@ class StoreWorker:
         ended = {meta.req_id for meta in plan.requests if meta.finished}
         # Blocks may hold garbage from a failed load until the scheduler has heard of it and has them computed anew.
         trusted = plan.acked >= self._poisoned_step
+        for meta in plan.requests:
+            if meta.verifies:
+                self._verify_request(plan, meta, trusted=trusted)
         if self._saves_beside:
             self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
             self._courier.save(plan.number, jobs if trusted else [], ended)
@@ -231,6 +239,34 @@ class StoreWorker:
         result.failed_stores |= failed
         result.ranks_ended = 1
         self._ended_requests.update(ended)
+
+    def _verify_request(self, plan: StepPlan, meta: ReqMeta, *, trusted: bool) -> None:
+        result = self._result_of(plan.number)
+        with record_function("kvstore::verify"):
+            unread, lost = self._mover.load([job._replace(block_ids=as_block_ids(())) for job in meta.verifies])
+            result.unread |= unread
+            result.lost_chunks |= lost
+            for job in meta.verifies if trusted else ():  # or what was computed is what is wrong
+                found = self._mover.deviation(job)
+                if found is not None:
+                    self._note_deviation(job, found, result)
+
+    def _note_deviation(self, job: LoadJob, found: float, result: StepResult) -> None:
+        is_equal = found <= tolerance(self._layout)
+        self._report.tally.count(metrics.VERIFIED_CHUNKS.key("equal" if is_equal else "mismatch"))
+        if found > self._worst_deviation:
+            self._worst_deviation = found
+            self._report.tally.show(metrics.VERIFY_DEVIATION.key(), found, self._layout.fingerprint)
+        if is_equal:
+            return
+        result.mismatches.add(job.step.ref.prefix_key)
+        if self._throttle.is_due("mismatch"):
+            logger.error(
+                "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed; "
+                "this stays unsaid for a minute",
+                found,
+                tolerance(self._layout),
+            )
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None

@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm
 from vllm import PoolingParams, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -45,8 +45,31 @@ def vllm_config(*, policy: str = "recompute", consumer: bool = True, dcp: int = 
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_consumer=consumer, is_kv_producer=True, kv_load_failure_policy=policy),
         model_config=SimpleNamespace(enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp),
     )
+
+
+def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None, *, drafts: bool = False) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        kv_events_config=events,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        speculative_config=SimpleNamespace() if drafts else None,
+    )
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_layers_are_followed_if_asked_for_and_there_is_no_draft_model(*, drafts: bool) -> None:
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
+    config = StoreConfig(chunk_size=4 * BLOCK, use_layerwise=True)
+    vllm_config = configured(transfer, drafts=drafts)
+    rules = translate.scheduler_options(vllm_config, cache_config(), config).load_rules
+    assert (rules.beside, rules.runs_ahead, rules.layerwise) == (None, True, not drafts)
+    options = translate.worker_options(vllm_config, cache_config(), config)
+    assert options.layer_names == (() if drafts else ("layer.0",))
+    assert options.saves_beside is not vllm.platforms.current_platform.is_cpu()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -107,10 +130,18 @@ def test_a_bound_of_loads_below_a_block_is_refused() -> None:
 def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role=role)
     config = StoreConfig(force_skip_save=skip, discard_partial_chunks=True, skip_last_n_tokens=3, priority_limit=2)
-    options = translate.scheduler_options(SimpleNamespace(kv_transfer_config=transfer), cache_config(), config)
+    options = translate.scheduler_options(configured(transfer), cache_config(), config)
     assert (options.loads, options.saves) == (loads, saves)
+    assert not options.announces
     assert options.rules == SaveRules(BLOCK, 256, save_decode=False, save_tails=False, skip_last_tokens=3)
     assert options.priority_limit == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_events_are_made_if_vllm_publishes_them(*, enabled: bool) -> None:
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
+    events = KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
+    assert translate.scheduler_options(configured(transfer, events), cache_config(), CONFIG).announces is enabled
 
 
 def test_an_untested_version_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +150,66 @@ def test_an_untested_version_is_refused_unless_allowed(monkeypatch: pytest.Monke
         translate.check_supported(vllm_config(), cache_config(), CONFIG)
     monkeypatch.setenv(translate.ALLOW_UNTESTED, "1")
     translate.check_supported(vllm_config(), cache_config(), CONFIG)
+
+
+# -- namespaces and shards ------------------------------------------------------------------------------------------
+
+
+def worker_config(*, rank: int = 0, tp: int = 1, pp: int = 1, draft: str | None = None) -> Any:
+    parallel = SimpleNamespace(
+        rank=rank,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        world_size=tp * pp,
+        data_parallel_size=1,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: {"hidden": 8}), dtype=torch.float32, quantization=None
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=parallel,
+        speculative_config=draft and SimpleNamespace(model=draft),
+    )
+
+
+def namespace(config: Any, replicas: int = 1) -> bytes:
+    cache = cache_config()
+    cache.kv_tp_replicas = replicas
+    paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint="0" * 16))
+    return translate.namespace_of(config, cache, StoreConfig(model_id="mine"), paged).id
+
+
+def test_every_shard_has_a_namespace_of_its_own() -> None:
+    ranks = [namespace(worker_config(rank=rank, tp=2, pp=2)) for rank in range(4)]
+    assert len(set(ranks)) == 4
+    assert namespace(worker_config(rank=5, tp=2, pp=2)) == ranks[1], "of another data-parallel replica"
+    assert namespace(worker_config(tp=2)) != namespace(worker_config(tp=1))
+
+
+@pytest.mark.parametrize(("tp", "replicas", "shards"), [(4, 4, 1), (4, 2, 2), (4, 1, 4)], ids=["MLA", "2 heads", "4"])
+def test_ranks_that_hold_the_same_share_a_namespace_and_one_sends(tp: int, replicas: int, shards: int) -> None:
+    configs = [worker_config(rank=rank, tp=tp) for rank in range(tp)]
+    assert len({namespace(config, replicas) for config in configs}) == shards
+    cache = cache_config()
+    cache.kv_tp_replicas = replicas
+    store = StoreConfig(remote_url="redis://host", local_disk="/disk", max_local_disk_size=1.0)
+    options = [translate.engine_options(config, cache, store) for config in configs]
+    assert [options.remote.sends for options in options if options.remote] == (
+        [True] + [False] * (replicas - 1)
+    ) * shards
+    assert len({options.local_disk for options in options}) == tp, "a folder has one owner"
+
+
+def test_the_draft_model_counts_and_so_do_its_weights(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    found = {namespace(worker_config()), namespace(worker_config(draft="hub/draft"))}
+    for content in (b"12345678", b"123456789"):
+        (draft / "model.safetensors").write_bytes(content)
+        found.add(namespace(worker_config(draft=str(draft))))
+    assert len(found) == 4
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ LEVELS = {
     "kvstore.remote": 3,
     "kvstore.directory": 3,
     "kvstore.index": 5,
+    "kvstore.deviation": 3,
     "kvstore.pages": 3,
     "kvstore.slabs": 3,
     "kvstore.tiers._folder": 3,

@@ -9,11 +9,12 @@ filled with garbage, steps planned before the last one's report, rejected drafts
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import time
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore import opening
+from kvstore.adapters.vllm.announcer import ANNOUNCED, Adapter, Removed, Stored
 from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
@@ -32,8 +34,9 @@ from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.adapters.vllm.worker import StoreWorker, WorkerOptions
 from kvstore.binding import bind_paged_kv
 from kvstore.index import ChunkIndex
-from kvstore.keys import KeyExtras, Namespace
+from kvstore.keys import KeyExtras, Namespace, PrefixHasher
 from kvstore.opening import EngineOptions
+from kvstore.plans import Place
 from support.remote import REMOTE, FakeServer
 
 BLOCK = 4
@@ -80,6 +83,7 @@ class FakeRequest:
     drop_stale: bool = False
     in_flight: int = 0
     mixed: bool = False  # some of its KV belongs to weights that are gone
+    lora_request: Adapter | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -88,6 +92,15 @@ class FakeRequest:
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Of all whole blocks, each with what comes before it."""
+        hasher, hashes = hashlib.sha256(self.salt.encode()), []
+        for end in range(BLOCK, self.num_tokens + 1, BLOCK):
+            hasher.update(bytes(self.all_token_ids[end - BLOCK : end]))
+            hashes.append(hasher.digest())
+        return hashes
 
     @property
     def num_outputs(self) -> int:
@@ -122,12 +135,35 @@ class Step:
     rejected: dict[str, int] = field(default_factory=dict)
 
 
+class Listener:
+    """A router that does not count: it takes each event at its word, and must always be right."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Place, dict[bytes, tuple[int, ...]]] = {place: {} for place in ANNOUNCED}
+
+    def hear(self, events: Iterable[Stored | Removed]) -> None:
+        """Take in what was announced."""
+        for event in events:
+            held = self.blocks[event.place]
+            if isinstance(event, Removed):
+                for name in event.hashes:
+                    del held[name]  # nobody takes back what was not said
+                continue
+            blocks = event.blocks
+            assert len(blocks.token_ids) == BLOCK * len(blocks.hashes)
+            for number, name in enumerate(blocks.hashes):
+                assert name not in held, "said twice"
+                held[name] = tuple(blocks.token_ids[number * BLOCK : (number + 1) * BLOCK])
+
+
 @dataclass(frozen=True)
 class Setup:
     """How to build a `FakeVllm`."""
 
     folder: Path | None = None
     ranks: int = 1
+    stages: tuple[int, ...] = ()  # with pipeline parallelism, the layers of each rank
+    replicas: bool = False  # all ranks hold the same KV, as with MLA
     gpu_blocks: int = 64
     slots: int = 16
     disk_chunks: int = 64
@@ -141,6 +177,7 @@ class Setup:
     min_retrieve_tokens: int = 0
     max_tokens_per_load: int = 0
     max_write_queue: int | None = None
+    verify_fraction: float = 0.0
     run_ahead: int = 0  # steps planned before the report of the first of them
     drafts: int = 0
     budget: int = 64
@@ -173,15 +210,21 @@ class FakeVllm:
                 remote=self._remote,
                 load_rules=LoadRules(setup.beside, setup.run_ahead > 0, setup.layerwise),
                 saves_beside=setup.saves_beside,
+                announces=True,
+                verify_fraction=setup.verify_fraction,
             )
         )
+        self.heard = Listener()
+        self._shareable: list[FakeRequest] = []  # all that came without tags
         self.weights = 0
+        stages = setup.stages or (LAYERS,) * setup.ranks
         self.caches = [
-            [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(LAYERS)] for _ in range(setup.ranks)
+            [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(layers)] for layers in stages
         ]
         with patch.object(opening, "open_tier", setup.server.open if setup.server else None):
-            self.workers = [self._worker(rank) for rank in range(setup.ranks)]
+            self.workers = [self._worker(rank) for rank in range(len(stages))]
             self.scheduler.connect([worker.facts() for worker in self.workers])
+        self._has_survivors = len(self.index) > 0
         self.free: deque[int] = deque(range(1, setup.gpu_blocks))  # vLLM keeps block 0 for itself
         self.uses = dict.fromkeys(range(setup.gpu_blocks), 0)
         self.hashes: OrderedDict[tuple[str, tuple[int, ...]], int] = OrderedDict()  # the local prefix cache
@@ -210,10 +253,15 @@ class FakeVllm:
             max_local_disk_bytes=setup.disk_chunks * CHUNK_FILE_BYTES,
             use_odirect=False,
             disk_io_threads=2,
-            remote=self._remote,
+            remote=replace(self._remote, sends=not (rank and setup.replicas)) if self._remote else None,
         )
         how = WorkerOptions(tuple(layers) if setup.layerwise else (), setup.saves_beside)
-        return StoreWorker(paged, Namespace({"model": "fake", "rank": rank}), options, how)
+        namespace = Namespace({"model": "fake", "shard": 0 if setup.replicas else rank})
+        return StoreWorker(paged, namespace, options, how)
+
+    def _mark(self, rank: int, layer: int) -> int:
+        """Tells the KV of one layer of one rank from that of others."""
+        return layer + (0 if self.setup.replicas else 1000 * rank)
 
     @property
     def index(self) -> ChunkIndex:
@@ -243,6 +291,8 @@ class FakeVllm:
         request = FakeRequest(name, list(tokens), max_tokens, salt, priority=priority)
         self.scheduler.add_request(request, KeyExtras(cache_salt=salt, tags=params.tags), params)
         self.waiting.append(request)
+        if not params.tags:
+            self._shareable.append(request)
         return request
 
     def abort(self, request: FakeRequest) -> None:
@@ -385,7 +435,7 @@ class FakeVllm:
             if beside:
                 request.state, request.loaded = "loading", False
                 request.num_computed_tokens = request.on_gpu = known
-                self.loading[request.request_id] = (request, self.setup.ranks)
+                self.loading[request.request_id] = (request, len(self.workers))
                 skipped.append(request)
                 continue
             has_loads |= external > 0
@@ -462,7 +512,7 @@ class FakeVllm:
             if step.has_loads:
                 worker.load()
             if step.work and self.setup.layerwise:
-                for number in range(LAYERS):
+                for number in range(max(map(len, self.caches))):  # a stage passes by those of others
                     worker.wait_for_layer(f"layer.{number}")
             worker.end_loads()
             step.failed_blocks |= worker.take_failed_block_ids()
@@ -472,7 +522,7 @@ class FakeVllm:
         merged: StepReport | None = None
         for worker in self.workers:
             if step.work and self.setup.layerwise:
-                for number in range(LAYERS):
+                for number in range(max(map(len, self.caches))):  # a stage passes by those of others
                     worker.save_layer(f"layer.{number}")
             if not step.has_loads:
                 worker.load()
@@ -541,12 +591,12 @@ class FakeVllm:
         block, offset = blocks[position // BLOCK], position % BLOCK
         for rank, layers in enumerate(self.caches):
             for number, layer in enumerate(layers):
-                layer[block, offset] = value + number + 16 * rank
+                layer[block, offset] = value + self._mark(rank, number)
 
     def _holds(self, blocks: list[int], values: npt.NDArray[np.int64]) -> bool:
         """Whether the blocks begin with this KV, in every layer of every rank."""
         return all(
-            bool((layer[blocks].reshape(-1)[: len(values)] == values + number + 16 * rank).all())
+            bool((layer[blocks].reshape(-1)[: len(values)] == values + self._mark(rank, number)).all())
             for rank, layers in enumerate(self.caches)
             for number, layer in enumerate(layers)
         )
@@ -577,6 +627,7 @@ class FakeVllm:
                 self._free_request(request)
             else:
                 request.loaded = True
+        self.heard.hear(self.scheduler.take_events())
         for req_id in step.ended:
             request, ranks_left = self.kept.pop(req_id)
             assert ranks_left == 0
@@ -630,7 +681,7 @@ class FakeVllm:
         request.state = "finished"
         if self.scheduler.finish_request(request.request_id, computed):
             assert not loading, "its blocks would be freed twice"
-            self.kept[request.request_id] = (request, self.setup.ranks)
+            self.kept[request.request_id] = (request, len(self.workers))
         elif not loading:
             self._free_request(request)
 
@@ -725,8 +776,29 @@ class FakeVllm:
         assert not self.deferred_frees
         assert not any(self.uses.values())
         assert sorted(self.free) == list(range(1, self.setup.gpu_blocks))
+        self._assert_routers_know()
         if self.setup.folder is not None:
             known = {chunk.ref.prefix_key.hex() for chunk in chunks if chunk.on_disk}
-            for rank in range(self.setup.ranks):
+            for rank in range(len(self.workers)):
                 for path in self.chunk_files(rank):
                     assert any(key in path.name for key in known), f"rank {rank}: {path.name} is not in the index"
+
+    def _assert_routers_know(self) -> None:
+        """What was announced is what is there, except for chunks that were on disk at start and not used since."""
+        for place, heard in self.heard.blocks.items():
+            there = dict(block for request in self._shareable for block in self._blocks_in(request, place))
+            assert heard.items() <= there.items(), place
+            assert heard.keys() == there.keys() or (place is Place.DISK and self._has_survivors), place
+        assert self.scheduler._announcer is not None
+        assert all(key in self.index for key in self.scheduler._announcer._known)
+
+    def _blocks_in(self, request: FakeRequest, place: Place) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """The blocks of a request in the chunks of one place, each with its tokens."""
+        hasher = PrefixHasher(CHUNK, BLOCK, KeyExtras(cache_salt=request.salt))
+        hasher.update(request.all_token_ids)
+        blocks = CHUNK // BLOCK
+        for chunk in range(len(hasher.chunk_keys()) + 1):
+            keys = hasher.block_keys(chunk)
+            held = max((number for number, key in enumerate(keys, 1) if self.index.holds(key, place)), default=0)
+            for block in range(chunk * blocks, chunk * blocks + held):
+                yield request.block_hashes[block], tuple(request.all_token_ids[block * BLOCK : (block + 1) * BLOCK])

@@ -1,7 +1,8 @@
 """Runs vLLM engines in a process of their own: a job as JSON on standard input, the outputs as JSON on standard output.
 
     {"model": "...", "two_processes": true, "max_tokens": 12,
-     "engines": [{"store": {"disk": "..."} | null, "rounds": ["cold", "again"], "prompts": [[1, 2], ...]}]}
+     "engines": [{"store": {"disk": "..."} | null, "rounds": ["cold", "again"], "prompts": [[1, 2], ...],
+                  "overrides": {...}, "unlink": {"1": ["files that disappear before round 1", ...]}}]}
 
 A round other than the first begins with vLLM's own prefix cache emptied.
 """
@@ -54,6 +55,8 @@ def main() -> None:
         rounds = []
         with Engine(Path(job["model"]), store, **part.get("overrides", {})) as engine:
             for number, _ in enumerate(part["rounds"]):
+                for path in part.get("unlink", {}).get(str(number), ()):
+                    Path(path).unlink()
                 if number:
                     engine.forget_local()
                 rounds.append(engine.generate(part["prompts"], max_tokens=job["max_tokens"]))

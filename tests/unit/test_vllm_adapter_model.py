@@ -21,6 +21,7 @@ HEADER = 4096
 SETUPS = st.builds(
     Setup,
     ranks=st.sampled_from([1, 1, 2]),
+    replicas=st.booleans(),
     gpu_blocks=st.sampled_from([24, 40, 80]),
     slots=st.sampled_from([2, 5, 12, 30]),
     disk_chunks=st.sampled_from([3, 10, 60]),
@@ -28,6 +29,7 @@ SETUPS = st.builds(
     save_decode=st.booleans(),
     save_tails=st.booleans(),
     skip_last_tokens=st.sampled_from([0, 0, 5]),
+    verify_fraction=st.sampled_from([0.0, 0.0, 0.5]),
     priority_limit=st.sampled_from([None, 0]),
     min_retrieve_tokens=st.sampled_from([0, 0, 10]),
     max_tokens_per_load=st.sampled_from([0, 0, 2 * BLOCK, 21]),
@@ -116,7 +118,7 @@ class _Client:
             setattr(server, call, broken if fails else lambda: None)
 
     def break_a_file(self) -> None:
-        files = self.vllm.chunk_files(self.random.randrange(self.vllm.setup.ranks))
+        files = self.vllm.chunk_files(self.random.randrange(len(self.vllm.workers)))
         if files:
             break_file(self.random.choice(files), self.random)
 
@@ -130,6 +132,7 @@ def assert_books_balance(vllm: FakeVllm) -> None:
     assert sum(totals[metrics.MISSES.key(*reason)] for reason in metrics.MISSES.values) <= totals[metrics.LOOKUPS.key()]
     assert totals[metrics.STORED_CHUNKS.key()] == counters.stored
     assert totals[metrics.FAILED_LOADS.key()] == counters.failed_loads
+    assert totals[metrics.VERIFIED_CHUNKS.key("mismatch")] == 0
     gathered = sum(worker._counters().bytes_gathered for worker in vllm.workers)
     assert totals[metrics.MOVED_BYTES.key("memory", "store")] == gathered
 

@@ -1,0 +1,58 @@
+"""Which hits are computed all the same, to compare what is stored with what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import ChunkRef
+
+_WHOLE = 1 - 1e-9  # ten times 0.1 is a little less than 1
+
+
+class Canary:
+    """Takes one of so many hits, and knows which of its chunks a step completes. Used by the scheduler's thread.
+
+    A hit that is taken is computed from where vLLM's own prefix cache ends, and not from a chunk in its middle: what
+    lies behind a wrong chunk deviates too, and would be blamed.
+
+    Args:
+        fraction: of all hits; every tenth for 0.1.
+        block_tokens: tokens in a block.
+    """
+
+    def __init__(self, fraction: float, block_tokens: int) -> None:
+        self._fraction = fraction
+        self._block_tokens = block_tokens
+        self._share = 0.0  # of the next hit to be taken
+        self._taken: dict[str, bool] = {}  # by request, as vLLM asks again
+        self._pending: dict[str, list[tuple[ChunkRef, int]]] = {}  # chunks to be compared, with their first block
+
+    def takes(self, request_id: str, chunks: Iterable[tuple[ChunkRef, int]], num_local_tokens: int) -> bool:
+        """Whether a request with a hit on ``chunks``, each given with its first block, computes it all the same."""
+        first_block = num_local_tokens // self._block_tokens
+        whole = [(ref, begin) for ref, begin in chunks if begin >= first_block]
+        if request_id not in self._taken:
+            self._share += self._fraction
+            self._taken[request_id] = self._share >= _WHOLE
+            self._share -= self._taken[request_id]
+        if self._taken[request_id]:
+            self._pending[request_id] = whole
+        return self._taken[request_id] and bool(whole)
+
+    def take_due(self, request_id: str, written_tokens: int) -> list[tuple[ChunkRef, int]]:
+        """The chunks that are complete once a request has computed so many tokens, each once."""
+        pending = self._pending.get(request_id)
+        if not pending:
+            return []
+        ready = [
+            (ref, begin) for ref, begin in pending if (begin + ref.num_blocks) * self._block_tokens <= written_tokens
+        ]
+        self._pending[request_id] = pending[len(ready) :]
+        return ready
+
+    def end(self, request_id: str) -> None:
+        """A request has ended."""
+        self._taken.pop(request_id, None)
+        self._pending.pop(request_id, None)

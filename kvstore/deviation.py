@@ -1,0 +1,49 @@
+"""How far two payloads of one chunk are apart: what was stored, and the same computed again.
+
+Computed again is not equal: the order of sums changes with the batch. Where the elements are floats the measure is the
+largest difference as a part of the layer's largest value, so that it is the same for all models; another prompt's KV
+is about 1 away. Of other elements, such as packed or 8-bit ones, it is the part of the bytes that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.layout import KVLayout
+from kvstore.tiers.base import ByteArray
+
+_TOLERANCES: Final = {"f32": 1e-3, "f16": 0.02, "bf16": 0.1}
+_OPAQUE_TOLERANCE: Final = 0.5
+
+
+def tolerance(layout: KVLayout) -> float:
+    """The deviation up to which payloads may pass for the same."""
+    return _TOLERANCES.get(layout.element, _OPAQUE_TOLERANCE)
+
+
+def deviation(fresh: ByteArray, stored: ByteArray, layout: KVLayout, num_blocks: int) -> float:
+    """The largest deviation over all layers of a chunk of ``num_blocks``; infinite where a value is not finite."""
+    worst = 0.0
+    for begin, end in layout.layer_ranges(num_blocks):
+        one, other = fresh[begin:end], stored[begin:end]
+        if not np.array_equal(one, other):
+            worst = max(worst, _between(one, other, layout.element))
+    return worst
+
+
+def _between(fresh: ByteArray, stored: ByteArray, element: str) -> float:
+    if element not in _TOLERANCES:
+        return float(np.count_nonzero(fresh != stored)) / len(fresh)
+    one, other = _floats(fresh, element), _floats(stored, element)
+    scale, difference = float(np.abs(one).max()), float(np.abs(one - other).max())
+    return difference / scale if math.isfinite(difference) and scale else math.inf
+
+
+def _floats(payload: ByteArray, element: str) -> npt.NDArray[Any]:
+    if element == "bf16":
+        return (payload.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return payload.view(np.float16).astype(np.float32) if element == "f16" else payload.view(np.float32)

@@ -1,0 +1,61 @@
+"""What vLLM publishes of what was announced, through its own encoder."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from kvstore.adapters.vllm.announcer import Blocks, Removed, Stored
+from kvstore.adapters.vllm.events import as_kv_events
+from kvstore.plans import Place
+
+pytestmark = pytest.mark.vllm
+
+SPEC = FullAttentionSpec(block_size=2, num_kv_heads=2, head_size=64, dtype=torch.float32)
+ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+def published(announced: list[Stored | Removed], spec: FullAttentionSpec = SPEC) -> list[BlockStored | BlockRemoved]:
+    """What a listener decodes."""
+    batch = KVEventBatch(ts=0.0, events=list(as_kv_events(announced, spec)))
+    return list(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
+
+
+def test_stored_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    adapter = LoRARequest("style", 7, "/adapters/style")
+    stored, removed = published(
+        [
+            Stored(Place.MEMORY, Blocks((TWO, THREE), ONE, array("I", [5, 6, 7, 8]), adapter)),
+            Removed(Place.DISK, [ONE, TWO]),
+        ]
+    )
+    assert stored == BlockStored(
+        block_hashes=[TWO, THREE],
+        parent_block_hash=ONE,
+        token_ids=[5, 6, 7, 8],
+        block_size=2,
+        lora_id=7,
+        medium="CPU",
+        lora_name="style",
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+    assert removed == BlockRemoved(block_hashes=[ONE, TWO], medium="STORAGE", group_idx=0)
+
+
+def test_mla_and_hashes_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    spec = MLAAttentionSpec(block_size=2, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    (stored,) = published([Stored(Place.DISK, Blocks((ONE,), None, array("I", [5, 6]), None))], spec)
+    assert isinstance(stored, BlockStored)
+    assert stored.block_hashes == [int.from_bytes(ONE[-8:], "big")]
+    assert stored.parent_block_hash is None
+    assert (stored.lora_id, stored.lora_name, stored.medium) == (None, None, "STORAGE")
+    assert stored.kv_cache_spec_kind == "mla_attention"

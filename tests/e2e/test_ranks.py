@@ -1,0 +1,53 @@
+"""Two ranks on real vLLM: each stores its heads, and what one of them has lost both compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runner import run_elsewhere
+from support.vllm_engine import Completion, Prompt, assert_same_outputs, whole_blocks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+OVERRIDES = {"tensor_parallel_size": 2, "async_scheduling": False}
+
+
+@pytest.fixture(autouse=True)
+def _a_core_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+
+
+def assert_all_from_store(prompts: Sequence[Prompt], outputs: Sequence[Completion]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.cached_tokens >= whole_blocks(len(prompt)), len(prompt)
+
+
+def test_tensor_parallelism(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path
+) -> None:
+    """Cold, from memory, after a restart from disk; then a third of one rank's files are missing."""
+    folder = tmp_path / "disk"
+    job: dict[str, Any] = {"model": str(tiny_model), "two_processes": True, "max_tokens": 12}
+    engine = {"prompts": prompts, "overrides": OVERRIDES, "store": {"disk": str(folder)}, "rounds": ["cold", "warm"]}
+    ((cold, warm),) = run_elsewhere(job | {"engines": [engine]})
+    assert_same_outputs(plain_outputs, cold)
+    assert_same_outputs(plain_outputs, warm)
+    assert_all_from_store(prompts, warm)
+
+    files = [sorted((folder / f"rank-{rank}-of-2").rglob("*.safetensors")) for rank in range(2)]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
+    missing = [str(path) for path in files[1][::3]]
+    assert len(missing) > 10
+    restarted = {
+        "store": {"disk": str(folder), "extra": {"kvstore.local_cpu": False}},  # every hit reads a file
+        "rounds": ["from disk", "files missing", "stored anew"],
+        "unlink": {1: missing},
+    }
+    ((from_disk, spoilt, again),) = run_elsewhere(job | {"engines": [engine | restarted]})
+    for outputs in (from_disk, spoilt, again):
+        assert_same_outputs(plain_outputs, outputs)
+    assert_all_from_store(prompts, from_disk)
+    assert_all_from_store(prompts, again)
