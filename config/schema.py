@@ -193,7 +193,8 @@ class StoreConfig(BaseModel):
     remote_url: str | None = Field(
         default=None,
         description="A tier that several engines share: `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or "
-        "`redis-cluster://` (see [redis.md](redis.md)). Without it nothing is shared.",
+        "`redis-cluster://` (see [redis.md](redis.md)); or, read-only, a pack: `pack:///path` (see [warming.md]"
+        "(warming.md#a-pack-as-a-tier)). Without it nothing is shared.",
     )
     remote_username: str | None = Field(
         default=None,

@@ -92,7 +92,7 @@ class ChunkIndex:
             stored_bytes: bytes that a chunk of so many blocks occupies on disk.
             max_writes: writes to disk that may be in flight at once; further chunks are not written.
             remote: what a remote tier is known to hold; None without one.
-            max_sends: writes to the remote tier that may be in flight at once.
+            max_sends: writes to the remote tier that may be in flight at once; 0 for a tier that is only read.
             cache_policy: a name in ``POLICIES``, for memory.
             disk_policy: the same for the disk; None for the same as memory's.
             tracks_changes: remember what changed for ``take_changes``.
@@ -697,7 +697,7 @@ class ChunkIndex:
 
     def _reserve_send(self, chunk: _Chunk) -> bool:
         """Take a place in the queue to the remote tier; False if a chunk will not be sent."""
-        if self._remote is None or chunk.sent or chunk.expires_s is not None:
+        if self._remote is None or not self._max_sends or chunk.sent or chunk.expires_s is not None:
             return False
         if self._remote.holds(chunk.ref, self._now_s):  # somebody else's
             chunk.sent = True

@@ -8,9 +8,11 @@ and V share a block, two where they lie apart. Nothing here knows tensors; ``pag
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from kvstore.errors import LayoutError
 
@@ -55,6 +57,24 @@ class KVLayout:
                 f"chunk_size {self.chunk_tokens} is not a multiple of the block size {self.block_tokens}: "
                 f"set chunk_size to a multiple of it, such as {fitting}"
             )
+
+    def to_json(self) -> str:
+        """All fields, for tools that read chunks without the engine that made them."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> KVLayout:
+        """What ``to_json`` wrote.
+
+        Raises:
+            LayoutError: it is something else.
+        """
+        try:
+            read = json.loads(text).items()
+            fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read}
+            return cls(**fields)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise LayoutError(f"these are not the fields of a layout: {error}") from error
 
     @property
     def num_layers(self) -> int:

@@ -44,7 +44,7 @@ class RemoteOptions:
         io_threads: reads in flight at once.
         lookup_timeout_s: how long an answer about what it holds may take; then it holds nothing.
         hold_s: how long such an answer counts.
-        max_queue: chunks that may wait to be sent; None means a quarter of the pool.
+        max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False where another worker holds the same KV and sends it.
     """
 

@@ -17,12 +17,13 @@ from rich.console import Console
 
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tools.commands import configs, host, packs, stored, warming
+from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson
+from kvstore.tools.console import errors as _errors
 
 if TYPE_CHECKING:
     from kvstore.tools.demo.server import DemoError
 
-FAILED = 1
-WRONG_USAGE = 2
 BENCH_FOLDER = Path("/var/tmp")  # noqa: S108 - on a disk where /tmp may be memory; the folder made in it is private
 
 app = typer.Typer(
@@ -35,8 +36,22 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Work with configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+app.add_typer(packs.pack_app, name="pack")
+app.command(epilog="Example: kvstore inspect /mnt/nvme/kvstore --json")(stored.inspect)
+app.command(epilog="Example: kvstore verify /mnt/nvme/kvstore --fix")(stored.verify)
+app.command(epilog="Example: kvstore doctor --config kvstore.yaml --workers 4")(host.doctor)
+app.command(epilog="Example: kvstore calc --model /models/llama-8b --memory 20,200")(host.calc)
+app.command(
+    epilog="Example: kvstore warm --model llama/ --prompts system.jsonl --config kvstore.yaml -- --dtype bfloat16",
+    context_settings={"allow_extra_args": True},
+)(warming.warm)
+app.command(epilog="Example: kvstore prefetch --server http://127.0.0.1:8000 --model llama --prompts system.jsonl")(
+    warming.prefetch
+)
+config_app.command(epilog="Example: kvstore config show --changed")(configs.show)
+config_app.command("from-lmcache", epilog="Example: kvstore config from-lmcache lmcache.yaml -o kvstore.yaml")(
+    configs.from_lmcache
+)
 
 
 @app.command(epilog="Example: kvstore version --json")
@@ -168,7 +183,7 @@ def check(
     except ConfigError as error:
         _errors().print(f"error: {error}")
         raise typer.Exit(WRONG_USAGE) from error
-    settings = loaded.config.model_dump(mode="json")
+    settings = loaded.config.shown()
     origins = {name: str(origin) for name, origin in loaded.origins.items()}
     if as_json:
         print(json.dumps({"config": settings, "origins": origins, "warnings": list(loaded.warnings)}))
@@ -188,11 +203,6 @@ def _explain(error: DemoError) -> None:
         errors.print(log_excerpt(error.log))
         errors.print(f"(end of {error.log})")
     errors.print(f"error: {error}")
-
-
-def _errors() -> Console:
-    """Standard error, printing what it gets as it is."""
-    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ from kvstore.chunkfile import FORMAT_VERSION
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.keys import Feature, KeyExtras, Namespace
 from kvstore.opening import EngineOptions, RemoteOptions
+from kvstore.tiers import READ_ONLY, tier_behind
+from kvstore.versions import TESTED_VLLM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig
     from kvstore.pages import LayerCache, PagedKV
 
-TESTED_VERSIONS = "0.32."
 ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
 CONNECTOR_FLAG = (
     "--kv-transfer-config "
@@ -50,9 +51,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
         ConfigError: a version, flag or parallelism that is not supported, with what to do.
         LayoutError: a KV cache that is not one group of attention layers.
     """
-    if not vllm.__version__.startswith(TESTED_VERSIONS) and os.environ.get(ALLOW_UNTESTED) != "1":
+    if not vllm.__version__.startswith(TESTED_VLLM) and os.environ.get(ALLOW_UNTESTED) != "1":
         raise ConfigError(
-            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VERSIONS}x has: "
+            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VLLM}x has: "
             f"install that, or set {ALLOW_UNTESTED}=1 to try"
         )
     transfer = vllm_config.kv_transfer_config
@@ -204,7 +205,7 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         io_threads=config.remote_io_threads,
         lookup_timeout_s=config.lookup_timeout_ms / 1000,
         hold_s=config.remote_lookup_cache_secs,
-        max_queue=config.max_remote_queue,
+        max_queue=0 if tier_behind(url) in READ_ONLY else config.max_remote_queue,
     )
 
 

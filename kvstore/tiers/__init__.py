@@ -22,11 +22,15 @@ BUILT_IN = (
     EntryPoint("cpu", "kvstore.tiers.cpu:CpuTier.open", GROUP),
     EntryPoint("disk", "kvstore.tiers.disk:DiskTier.open", GROUP),
     EntryPoint("gpu", "kvstore.tiers.gpu:GpuTier.open", GROUP),
+    EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis:RedisTier.open", GROUP),
 )
 
-SCHEMES = dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis")
+SCHEMES = dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis") | {"pack": "pack"}
 """The name of the tier behind each scheme of a remote URL."""
+
+READ_ONLY = frozenset({"pack"})
+"""Tiers to which nothing is sent."""
 
 
 def tier_behind(url: str) -> str:

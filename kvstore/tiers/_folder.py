@@ -6,6 +6,7 @@ Names inside the folder::
     .free/<n>                                         spare files, and files being written: never chunks
     .dead-<n>/                                        a cleared namespace on its way out
     <namespace id>/namespace.json                     what the id stands for, for people
+    <namespace id>/layout.json                        the geometry of its chunks, for tools
     <namespace id>/<first 2 of key>/<key>-<blocks>.safetensors
 """
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 FREE_NAME = ".free"
 DEAD_PREFIX = ".dead-"
 NAMESPACE_FILE = "namespace.json"
+LAYOUT_FILE = "layout.json"
+NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE})
 FOLDER_MODE = 0o700  # KV tells what was in the prompts
 FILE_MODE = 0o600
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -96,8 +99,10 @@ def prune(shard: Path) -> None:
     """Delete the folder of a shard if it is empty, and the folder of its namespace if that held nothing else."""
     with suppress(OSError):  # not empty
         shard.rmdir()
-        if [path.name for path in shard.parent.iterdir()] == [NAMESPACE_FILE]:
-            (shard.parent / NAMESPACE_FILE).unlink()
+        left = list(shard.parent.iterdir())
+        if all(path.name in NOTES for path in left):
+            for path in left:
+                path.unlink()
             shard.parent.rmdir()
 
 

@@ -18,6 +18,7 @@ from kvstore.tiers._folder import (
     FREE_NAME,
     NAMESPACE_FILE,
     NAMESPACE_NAME,
+    NOTES,
     SHARD_NAME,
     delete,
     parse_chunk_name,
@@ -126,7 +127,7 @@ def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
 
 def _survey_own(home: str, may_be: Callable[[int, int], bool], chunks: list[Use], leftovers: list[str]) -> None:
     for shard in os.scandir(home):
-        if shard.name == NAMESPACE_FILE:
+        if shard.name in NOTES:
             continue
         if not SHARD_NAME.fullmatch(shard.name) or not shard.is_dir(follow_symlinks=False):
             leftovers.append(shard.path)
@@ -142,11 +143,11 @@ def _survey_own(home: str, may_be: Callable[[int, int], bool], chunks: list[Use]
 
 def _is_past_epoch(home: Path) -> bool:
     """Whether a namespace of somebody else is an epoch, which nobody enters again."""
-    namespace = _read_namespace(home)
+    namespace = read_namespace(home)
     return namespace is not None and EPOCH_FIELD in namespace.fields
 
 
-def _read_namespace(home: Path) -> Namespace | None:
+def read_namespace(home: Path) -> Namespace | None:
     """What the folder of a namespace says that it is; None if it says nothing."""
     try:
         fields = json.loads((home / NAMESPACE_FILE).read_bytes())
@@ -162,7 +163,7 @@ def describe_foreign(folder: Path, ours: Namespace) -> list[str]:
         OSError: the folder could not be read.
     """
     homes = (Path(entry.path) for entry in os.scandir(folder) if NAMESPACE_NAME.fullmatch(entry.name))
-    found = (_read_namespace(home) for home in islice(homes, _MAX_DESCRIBED))
+    found = (read_namespace(home) for home in islice(homes, _MAX_DESCRIBED))
     others = [namespace for namespace in found if namespace is not None and namespace.id != ours.id]
     return sorted({", ".join(ours.differing_fields(other)) for other in others})
 

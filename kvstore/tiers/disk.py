@@ -63,7 +63,7 @@ class DiskTier(Tier):
     """Chunks as files in a folder, for one namespace and one owner at a time.
 
     A file's mtime tells when its chunk was used last, so a restart finds them in order of use. The lock file, the
-    ``namespace.json`` files and the folders themselves are not counted in ``used_bytes``.
+    notes beside the chunks and the folders themselves are not counted in ``used_bytes``.
 
     Args:
         folder: created if missing. Other engines are kept out of it until ``close``.
@@ -536,13 +536,14 @@ class DiskTier(Tier):
                 raise TierError(str(error)) from error
 
     def _make_home(self) -> None:
-        """Create the folder of the namespace, with a note on what its id stands for."""
+        """Create the folder of the namespace, with notes on what its id stands for and what its chunks look like."""
         self._home.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
-        note = self._home / _folder.NAMESPACE_FILE
-        text = self._namespace.to_json() + "\n"
+        notes = {_folder.NAMESPACE_FILE: self._namespace.to_json(), _folder.LAYOUT_FILE: self._layout.to_json()}
         try:
-            if not note.exists() or note.read_text() != text:
-                note.write_text(text)
+            for name, text in notes.items():
+                note = self._home / name
+                if not note.exists() or note.read_text() != text + "\n":
+                    note.write_text(text + "\n")
         except OSError as error:
             if error.errno not in _folder.NO_ROOM:
                 raise

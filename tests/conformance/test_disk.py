@@ -15,7 +15,7 @@ from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
 from kvstore.tiers.disk import DiskTier
 
-NOT_COUNTED = {".lock", "namespace.json"}
+NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 
 
 class TestDiskTier(TierConformance):

@@ -12,7 +12,7 @@ from kvstore.tiers.base import ChunkRef, Tier, TierSetup
 from kvstore.tiers.striped import open_folders
 from kvstore.wrappers import GuardOptions, guarded
 
-NOT_COUNTED = {".lock", "namespace.json"}
+NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0
 
 

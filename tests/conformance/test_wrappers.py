@@ -20,7 +20,7 @@ from kvstore.wrappers import (
     guarded,
 )
 
-NOT_COUNTED = {".lock", "namespace.json"}
+NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0
 
 

@@ -61,7 +61,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def _is_bookkeeping(path: Path) -> bool:
-    return path.name in {".lock", "namespace.json"}
+    return path.name in {".lock", "namespace.json", "layout.json"}
 
 
 def test_damaged_files(

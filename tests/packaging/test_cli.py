@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvstore.tools.cli import app
@@ -14,11 +17,22 @@ RUNNER = CliRunner()
 EXAMPLES = Path(__file__).resolve().parents[2] / "config" / "examples"
 
 
-@pytest.mark.parametrize("command", [["version"], ["demo"], ["simulate"], ["config", "check"]], ids=" ".join)
-def test_every_command_has_an_example(command: list[str]) -> None:
+def all_commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """The words of every command, those of groups included."""
+    found = get_command(app) if group is None else group
+    for name, command in getattr(found, "commands").items():  # noqa: B009 - the group's type is not exported
+        if hasattr(command, "commands"):
+            yield from all_commands(command, (*path, name))
+        else:
+            yield [*path, name]
+
+
+@pytest.mark.parametrize("command", list(all_commands()), ids=" ".join)
+def test_every_command_has_an_example_and_json(command: list[str]) -> None:
     result = RUNNER.invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert f"Example: kvstore {' '.join(command)}" in result.output
+    assert "--json" in result.output
 
 
 def test_version_as_json() -> None:

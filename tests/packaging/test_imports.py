@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     "kvstore": 0,
     "kvstore.errors": 0,
+    "kvstore.versions": 0,
     "kvstore.hostlimits": 1,
     "kvstore.keys": 1,
     "kvstore.throttle": 1,
@@ -39,6 +40,10 @@ LEVELS = {
     "kvstore.pinning": 2,
     "kvstore.tiers.base": 2,
     "kvstore.coding": 3,
+    "kvstore.images": 4,
+    "kvstore.packs": 5,
+    "kvstore.redis_shelf": 6,
+    "kvstore.shelf": 5,
     "kvstore.tiers": 3,
     "kvstore.plans": 3,
     "kvstore.leases": 2,
@@ -70,6 +75,7 @@ LEVELS = {
     "kvstore.tiers._redis_chunk": 4,
     "kvstore.tiers._redis_nodes": 4,
     "kvstore.tiers.disk": 6,
+    "kvstore.tiers.pack": 6,
     "kvstore.tiers._redis_calls": 5,
     "kvstore.tiers._redis_coded": 5,
     "kvstore.tiers._redis_sweep": 6,
@@ -108,7 +114,7 @@ LEVELS = {
 OUTER = {
     "kvstore.config": ("kvstore",),
     "kvstore.adapters": ("kvstore", "kvstore.config"),
-    "kvstore.tools": ("kvstore", "kvstore.config"),
+    "kvstore.tools": ("kvstore", "kvstore.config", "kvstore.adapters"),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save"}

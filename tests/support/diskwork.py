@@ -65,7 +65,9 @@ def bytes_on_disk(*folders: Path) -> int:
     total = 0
     for folder in folders:
         for parent, _, names in os.walk(folder):
-            total += sum(os.lstat(Path(parent, n)).st_size for n in names if n not in {".lock", "namespace.json"})
+            total += sum(
+                os.lstat(Path(parent, n)).st_size for n in names if n not in {".lock", "namespace.json", "layout.json"}
+            )
     return total
 
 

@@ -322,7 +322,7 @@ class FakeVllm:
 
     def reset(self, *, preempt: bool) -> None:
         """Change the weights, and forget all KV; refused, as by vLLM, while requests wait for their loads."""
-        if any(request.state == "loading" for request in self.waiting) or self.loading:
+        if any(request.blocks for request in self.waiting) or self.loading:
             return
         self.weights += 1
         for request in reversed(list(self.running)):
@@ -391,7 +391,7 @@ class FakeVllm:
             budget -= count
         has_loads = False
         skipped: list[FakeRequest] = []
-        self.waiting = deque(sorted(self.waiting, key=lambda request: request.state != "loading"))  # these hold blocks
+        self.waiting = deque(sorted(self.waiting, key=lambda request: not request.blocks))  # first those that hold some
         while self.waiting and not preempted and budget > 0 and len(self.running) < self.setup.max_running:
             request = self.waiting.popleft()
             if (request.stale and not request.drop_stale) or (request.state == "loading" and not request.loaded):
@@ -457,7 +457,7 @@ class FakeVllm:
     def _fits_wholly(self, request: FakeRequest) -> bool:
         """Whether there will be blocks for the rest of a request, and of those that hold blocks and wait."""
         holding = [request, *(waiting for waiting, _ in self.loading.values())]
-        holding += [waiting for waiting in self.waiting if waiting.state == "loading" and waiting.loaded]
+        holding += [waiting for waiting in self.waiting if waiting.blocks and waiting not in holding]
         missing = [-(-waiting.num_tokens // BLOCK) - len(waiting.blocks) for waiting in holding]
         return sum(missing) <= len(self.free)
 

@@ -12,6 +12,7 @@ from support import example_tier
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.packs import PackWriter, Shard
 from kvstore.tiers import BUILT_IN, known_tiers, open_tier
 from kvstore.tiers.base import TierSetup
 
@@ -46,8 +47,11 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
         "cpu": {},
         "disk": {"folder": tmp_path},
         "gpu": {"device": "cpu"},
+        "pack": {"url": f"pack://{tmp_path}/empty.kvpack"},
         "redis": {"url": "redis://localhost"},
     }
+    with PackWriter(tmp_path / "empty.kvpack", [Shard(make_setup().namespace, LAYOUT)]) as pack:
+        pack.finish()
     assert {entry.name for entry in BUILT_IN} == set(options)
     for name, own in options.items():
         tier = open_tier(name, make_setup(**own))
@@ -59,7 +63,7 @@ def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pyte
     (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
     section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
     install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
-    assert list(known_tiers()) == ["cpu", "disk", "gpu", "redis", "sqlite"]
+    assert list(known_tiers()) == ["cpu", "disk", "gpu", "pack", "redis", "sqlite"]
     tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
     assert tier.name == "sqlite"

@@ -1,0 +1,221 @@
+"""The pack tier: a pack, read-only, as the tier behind memory and disk. ``remote_url: pack:///data/system.kvpack``.
+
+It keeps the reading half of the contract. A ``put`` is answered with FULL; ``remove``, ``clear`` and a damaged chunk
+make chunks invisible until the pack is opened again, and the file is never written to.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from kvstore import chunkfile
+from kvstore.chunkfile import Damage
+from kvstore.codecs import CODEC_NAMES, open_codec
+from kvstore.coding import ChunkCoder
+from kvstore.errors import ClosedError, ConfigError
+from kvstore.keys import ChunkKey
+from kvstore.packs import Extent, Pack, open_pack
+from kvstore.tiers.base import Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvstore.keys import Namespace
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ByteArray, ChunkRef
+
+SCHEME = "pack"
+_OF_SERVERS = ("connections", "timeout_s")  # given to every remote tier; nothing waits for a server here
+
+
+class PackTier(Tier):
+    """The chunks of one namespace in a pack.
+
+    Args:
+        pack: closed with the tier.
+        namespace: whose chunks are wanted.
+        layout: the geometry of the chunks.
+        capacity_bytes: of no effect but on ``scan``: nothing is ever stored here.
+
+    Raises:
+        ConfigError: the pack has no chunks of this namespace; names the fields that differ.
+    """
+
+    name = "pack"
+
+    def __init__(self, pack: Pack, namespace: Namespace, layout: KVLayout, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.counters = TierCounters()
+        self._pack = pack
+        self._layout = layout
+        self._namespace_id = namespace.id
+        self._chunks = dict(pack.extents[find_shard(pack, namespace, layout)])
+        self._coders: dict[str, ChunkCoder] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, setup: TierSetup) -> PackTier:
+        """Open the pack that the option ``url`` names, ``pack:///path``; the registry's factory.
+
+        Raises:
+            ConfigError: see the class; or it is no whole pack.
+        """
+        setup.require_known_options("url", *_OF_SERVERS)
+        pack = open_pack(path_of(setup.options.get("url")))
+        try:
+            return cls(pack, setup.namespace, setup.layout, setup.capacity_bytes)
+        except ConfigError:
+            pack.close()
+            raise
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Every chunk, in the order in which they were exported, heads of prompts last."""
+        self._check_open()
+        with self._lock:
+            return [(ref, extent.size_bytes) for ref, extent in reversed(self._chunks.items())]
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """For each chunk, whether it is in the pack. Answers from memory."""
+        self._check_open()
+        return [ref in self._chunks for ref in refs]
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
+        payloads = [payload_view(self._layout, transfer) for transfer in transfers]
+        self._check_open()
+        return [
+            self._count(*self._get(transfer, payload)) for transfer, payload in zip(transfers, payloads, strict=True)
+        ]
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """There is no room for anything: FULL."""
+        for transfer in transfers:
+            payload_view(self._layout, transfer)
+        self._check_open()
+        return [self._count(Outcome.FULL, 0) for _ in transfers]
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Show chunks no more, until the pack is opened again."""
+        self._check_open()
+        with self._lock:
+            for ref in refs:
+                self._chunks.pop(ref, None)
+
+    def clear(self) -> None:
+        """Show nothing more, until the pack is opened again."""
+        self._check_open()
+        with self._lock:
+            self._chunks.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        """Show nothing more: a pack has no chunks of weights that were changed while running."""
+        self.clear()
+        self._namespace_id = namespace.id
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        """The most that a chunk of that many blocks can take."""
+        return chunkfile.file_bytes(self._layout, num_blocks, "any")
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """What a chunk takes in the pack."""
+        extent = self._chunks.get(ref)
+        return extent.size_bytes if extent else self.stored_bytes(ref.num_blocks)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all chunks shown."""
+        with self._lock:
+            return sum(extent.size_bytes for extent in self._chunks.values())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._is_closed = True
+        self._pack.close()
+
+    def _get(self, transfer: Transfer, payload: ByteArray) -> tuple[Outcome, int]:
+        ref = transfer.ref
+        extent = self._chunks.get(ref)
+        if extent is None:
+            return Outcome.MISS, 0
+        try:
+            damage = self._read(ref, extent, payload)
+        except OSError:
+            self._check_open()
+            return Outcome.FAILED, 0
+        if damage is None:
+            return Outcome.HIT, extent.size_bytes
+        with self._lock:
+            self._chunks.pop(ref, None)
+        return Outcome.CORRUPT, 0
+
+    def _read(self, ref: ChunkRef, extent: Extent, payload: ByteArray) -> Damage | None:
+        """Fill the payload from a chunk's place in the pack.
+
+        Raises:
+            OSError: the system refused.
+        """
+        layout, key = self._layout, ChunkKey(self._namespace_id, ref.prefix_key)
+        header = np.empty(min(chunkfile.header_bytes(layout), extent.size_bytes), np.uint8)
+        if not self._pack.read_into(extent, [header.data]):
+            return Damage.SIZE
+        codec = chunkfile.codec_of(header) or "none"
+        if codec == "none" or codec not in CODEC_NAMES:
+            if extent.size_bytes != chunkfile.file_bytes(layout, ref.num_blocks):
+                return Damage.SIZE
+            if not self._pack.read_into(extent, [header.data, payload.data]):
+                return Damage.SIZE
+            return chunkfile.verify(layout, key, ref.num_blocks, header, payload)
+        image = self._pack.read(extent)
+        return Damage.SIZE if image is None else self._coder(codec).decode(key, ref.num_blocks, image, payload)
+
+    def _coder(self, codec: str) -> ChunkCoder:
+        if codec not in self._coders:
+            self._coders[codec] = ChunkCoder(self._layout, open_codec(codec, self._layout))
+        return self._coders[codec]
+
+    def _count(self, outcome: Outcome, num_bytes: int) -> Outcome:
+        with self._lock:
+            self.counters.count(outcome, num_bytes)
+        return outcome
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the pack tier was closed")
+
+
+def path_of(url: object) -> Path:
+    """The path that ``pack:///path`` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is None or parts.scheme != SCHEME or parts.netloc or not parts.path.startswith("/"):
+        raise ConfigError("a pack is named by its whole path, such as pack:///data/system.kvpack")
+    return Path(unquote(parts.path))
+
+
+def find_shard(pack: Pack, namespace: Namespace, layout: KVLayout) -> int:
+    """Which shard of a pack holds the chunks of a namespace.
+
+    Raises:
+        ConfigError: none does; names the fields in which the nearest one differs.
+    """
+    differing = [namespace.differing_fields(shard.namespace) for shard in pack.shards]
+    for number, (shard, fields) in enumerate(zip(pack.shards, differing, strict=True)):
+        if not fields and shard.layout.fingerprint == layout.fingerprint:
+            return number
+        if not fields:
+            fields.append("layout")
+    nearest = min(differing, key=len, default=["everything: it is empty"])
+    raise ConfigError(
+        f"the pack {os.fspath(pack.path)} was made for something else: it differs in {', '.join(nearest)}; "
+        "export it with the same model, dtype and layout, or do without it"
+    )

@@ -1,0 +1,140 @@
+"""What the documentation shows of a terminal is what happens, and its examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.sandbox import make_sandbox
+from typer.testing import CliRunner
+
+from kvstore.config import load_config
+from kvstore.tools.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+VARYING = ("doctor", "version")  # their numbers are this machine's
+NEEDS_VLLM = ("warm", "prefetch", "demo", "bench")  # tests/e2e/test_warm.py and test_prefetch.py run them
+ELSEWHERE = {"simulate", "serve"}  # tests of their own
+
+
+class Shown(NamedTuple):
+    """A command in the documentation, and the output under it."""
+
+    page: str
+    command: str
+    output: list[str]
+
+
+def shown(page: Path) -> Iterator[list[Shown]]:
+    """The commands of each console block."""
+    for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if kind != "console":
+            continue
+        found: list[Shown] = []
+        for line in body.splitlines():
+            if line.startswith("$ "):
+                found.append(Shown(page.name, line[2:], []))
+            elif found:
+                found[-1].output.append(line)
+        ours = [item for item in found if item.command.startswith("kvstore ")]
+        if ours:
+            yield ours
+
+
+BLOCKS = [(f"{page.name} {number}", block) for page in PAGES for number, block in enumerate(shown(page))]
+
+
+def runnable(block: list[Shown]) -> list[Shown]:
+    return [item for item in block if shlex.split(item.command)[1] not in {*NEEDS_VLLM, *ELSEWHERE}]
+
+
+@pytest.fixture(scope="module")
+def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("sandbox")
+    make_sandbox(folder)
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def test_there_are_transcripts() -> None:
+    assert sum(len(runnable(block)) for _, block in BLOCKS) >= 15
+
+
+@pytest.mark.parametrize("block", [b for _, b in BLOCKS if runnable(b)], ids=[n for n, b in BLOCKS if runnable(b)])
+def test_the_output_is_real(sandboxed: Path, block: list[Shown]) -> None:
+    """Word by word; ``...`` stands for any lines, and numbers of this machine for any others."""
+    for item in runnable(block):
+        _, *arguments = shlex.split(item.command)
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code in {0, 1}, f"{item.page}: {item.command}: {result.output}"
+        got = result.output.replace(f"{sandboxed}/", "").splitlines()
+        if not item.output:
+            assert result.exit_code == 0, f"{item.page}: {item.command}: {result.output}"
+            continue
+        pattern = "\n".join(_pattern(line, varies=arguments[0] in VARYING) for line in item.output)
+        assert re.fullmatch(pattern, "\n".join(got)), f"{item.page}: {item.command} prints\n" + "\n".join(got)
+
+
+def _pattern(line: str, *, varies: bool) -> str:
+    if line == "...":
+        return r"(?:.*\n?)*"
+    if not varies:
+        return re.escape(line)
+    state, _, rest = line.partition(" ")
+    topic = rest.partition(":")[0].strip()
+    return rf"(?:ok|warning|error) +{re.escape(topic)}: .*(?:\n {{11}}.*)?" if ":" in rest else f"{re.escape(state)} .*"
+
+
+def test_commands_in_shell_blocks_are_understood() -> None:
+    """Options that are shown exist; what needs a server or a GPU is not run here."""
+    for page in PAGES:
+        for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if kind not in {"sh", "text"}:
+                continue
+            for line in body.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.removeprefix("$ "), comments=True) if re.match(r"(\$ )?kvstore ", line) else []
+                if words and words[1] not in ELSEWHERE:
+                    own = words[1 : words.index("--")] if "--" in words else words[1:]
+                    options = [word.partition("=")[0] for word in own if word.startswith("--")]
+                    path = own[: 1 + (own[0] in {"config", "pack"})]
+                    help_text = CliRunner().invoke(app, [*path, "--help"]).output
+                    assert all(option in help_text for option in options), f"{page.name}: {line}"
+
+
+WITH_GOOD_YAML = [page for page in PAGES if page.name != "configuration.md"]  # that shows a bad one, and has its test
+
+
+@pytest.mark.parametrize("page", WITH_GOOD_YAML, ids=lambda page: page.name)
+def test_yaml_blocks_are_configurations(page: Path, tmp_path: Path) -> None:
+    for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if kind == "yaml":
+            file = tmp_path / "kvstore.yaml"
+            file.write_text(body, encoding="utf-8")
+            assert load_config(path=file, environ={}).warnings == (), f"{page.name}: {body}"
+
+
+def test_the_example_without_vllm(tmp_path: Path) -> None:
+    """As it stands in the guide: tensors are stored, found again after a restart, and prefetched."""
+    text = (ROOT / "docs" / "warming.md").read_text(encoding="utf-8")
+    match = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert match is not None
+    exec(compile(match[1], "docs/warming.md", "exec"), {"folder": tmp_path})
+
+
+def test_the_example_of_keys(sandboxed: Path) -> None:
+    text = (ROOT / "docs" / "warming.md").read_text(encoding="utf-8")
+    match = re.search(r"```python\n(from pathlib import Path\n.*?)```", text, re.DOTALL)
+    assert match is not None
+    names: dict[str, object] = {}
+    exec(compile(match[1], "docs/warming.md", "exec"), names)
+    assert names["stored"] == [False] * 3

@@ -1,0 +1,76 @@
+"""``kvstore calc`` agrees with what is really stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore import chunkfile
+from kvstore.binding import bind_paged_kv
+from kvstore.errors import ConfigError
+from kvstore.tools.calc import Geometry, calculate, geometry_of
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def model(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_a_paged_cache_has_these_sizes() -> None:
+    """Of real tensors, as vLLM would register them."""
+    geometry = Geometry(layers=4, kv_heads=2, head_elements=2 * 64, dtype="float32")
+    caches = {f"layer.{n}": torch.zeros(8, 2, 32, 128) for n in range(4)}  # [blocks, heads, tokens, K and V]
+    layout = bind_paged_kv(caches, num_blocks=8, block_tokens=32, chunk_tokens=256).layout
+    sizes = calculate(geometry, chunk_tokens=256, block_tokens=32, tp_size=1, memory_gib=[1])
+    assert sizes.bytes_per_token * 32 == layout.block_bytes
+    assert sizes.chunk_bytes == layout.payload_bytes(8)
+    assert sizes.file_bytes == chunkfile.file_bytes(layout, 8)
+    assert sizes.holds_tokens == {"1": (1 << 30) // layout.slot_bytes * 256}
+
+
+def test_llama_and_latent_attention(tmp_path: Path) -> None:
+    """The figures that everybody quotes: 128 KiB a token for Llama-3.1-8B, 68.6 KiB for DeepSeek-V3."""
+    assert geometry_of(model(tmp_path, LLAMA_8B)).bytes_per_token() == 131_072
+    assert geometry_of(model(tmp_path, LLAMA_8B)).bytes_per_token(tp_size=4) == 32_768
+    assert geometry_of(tmp_path, "fp8").bytes_per_token() == 65_536
+    assert geometry_of(model(tmp_path, DEEPSEEK)).bytes_per_token() == 61 * 576 * 2
+    assert geometry_of(model(tmp_path, {"text_config": LLAMA_8B})).bytes_per_token() == 131_072
+
+
+def test_heads_are_repeated_where_there_are_too_few(tmp_path: Path) -> None:
+    assert Geometry(1, 2, 128, "float16").bytes_per_token(tp_size=8) == 256
+    with pytest.raises(ConfigError, match="cannot be divided among 3"):
+        calculate(Geometry(1, 8, 128, "float16"), chunk_tokens=256, block_tokens=16, tp_size=3, memory_gib=[])
+
+
+def test_what_does_not_say_enough(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        geometry_of(tmp_path)
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        geometry_of(model(tmp_path, {}))
+    with pytest.raises(ConfigError, match="int3"):
+        geometry_of(model(tmp_path, LLAMA_8B), "int3")
+
+
+def test_command(tmp_path: Path, run: Any, run_json: Any) -> None:
+    code, sizes = run_json("calc", "--model", model(tmp_path, LLAMA_8B), "--memory", "20", "--tp", "2")
+    assert (code, sizes["bytes_per_token"], sizes["holds_tokens"]) == (0, 65_536, {"20": 327_680})
+    code, sizes = run_json("calc", "--layers", 32, "--kv-heads", 8, "--head-size", 128)
+    assert sizes["chunk_bytes"] == 32 << 20
+    assert "a token takes 131,072 bytes" in run("calc", "--model", tmp_path).stdout
+    assert run("calc").exit_code == 2
+    assert run("calc", "--model", tmp_path, "--memory", "x").exit_code == 2
+    assert run("calc", "--model", tmp_path, "--chunk-size", "100").exit_code == 2

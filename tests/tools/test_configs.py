@@ -1,0 +1,112 @@
+"""``kvstore config show`` and ``from-lmcache``."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.lmcache_file import EVERYTHING
+
+from kvstore.config import load_config
+from kvstore.errors import ConfigError
+from kvstore.tools.configs import from_lmcache
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "config" / "examples"
+
+
+def lmcache_file(folder: Path, text: str) -> Path:
+    file = folder / "lmcache.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_every_key_that_people_use(tmp_path: Path) -> None:
+    """The result means the same, needs no warning, and names what is lost."""
+    source = lmcache_file(tmp_path, EVERYTHING)
+    converted = from_lmcache(source)
+    result = tmp_path / "kvstore.yaml"
+    result.write_text(converted.text, encoding="utf-8")
+    before, after = load_config(path=source, environ={}), load_config(path=result, environ={})
+    assert after.warnings == ()
+    kept = {"cache_policy": "S3FIFO", "remote_serde": "none"}
+    assert after.config.model_dump() == before.config.model_copy(update=kept).model_dump()
+    assert after.config.disk_io_threads == 8
+    lost = "\n".join(converted.without_equivalent)
+    keys = (
+        "pin_timeout_sec numa_mode local_cpu_use_hugepages pd_role enable_p2p "
+        "enable_controller save_only_first_rank ping_timeout FIFO pre_caching_hash_algorithm reserve_local_cpu_size"
+    )
+    for key in keys.split():
+        assert key in lost, key
+    assert all(line in converted.text for line in converted.without_equivalent), "they stand in the file as well"
+    assert "enable_blending" not in lost, "switched off: nothing is lost"
+
+
+def test_our_example(tmp_path: Path) -> None:
+    converted = from_lmcache(EXAMPLES / "from-lmcache.yaml")
+    assert yaml.safe_load(converted.text)["local_disk"] == "/var/tmp/kvstore/".rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("discard_partial_chunks: true\n", {"save_unfull_chunk": False}),
+        ("remote_url: lm://host:65432\nremote_serde: cachegen\n", {"remote_serde": "none"}),
+        ("cache_policy: MRU\n", {"cache_policy": "ADAPTIVE"}),
+        (
+            "local_disk: [/a, /b]\nmax_local_disk_size: 10.0\n",
+            {"local_disk": ["/a", "/b"], "max_local_disk_size": 10.0},
+        ),
+        ("max_local_disk_size: 10.0\n", None),
+        ("", None),
+    ],
+)
+def test_what_is_renamed_or_left_out(tmp_path: Path, text: str, expected: object) -> None:
+    converted = from_lmcache(lmcache_file(tmp_path, text))
+    assert yaml.safe_load(converted.text) == expected
+
+
+def test_a_key_of_nobodys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chunk_size"):
+        from_lmcache(lmcache_file(tmp_path, "chunk_sise: 256\n"))
+
+
+def test_from_lmcache_command(tmp_path: Path, run: Any, run_json: Any) -> None:
+    source, target = lmcache_file(tmp_path, EVERYTHING), tmp_path / "out.yaml"
+    result = run("config", "from-lmcache", source, "-o", target)
+    assert result.exit_code == 0
+    assert "no equivalent: " in result.stderr
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert run("config", "check", target).exit_code == 0
+    assert run("config", "from-lmcache", source, "-o", target).exit_code == 2
+    assert run("config", "from-lmcache", source, "-o", target, "--force").exit_code == 0
+    code, tree = run_json("config", "from-lmcache", source)
+    assert code == 0
+    assert tree["yaml"] == target.read_text()
+    assert run("config", "from-lmcache", tmp_path / "none.yaml").exit_code == 2
+
+
+def test_show_tells_where_values_come_from(
+    tmp_path: Path, run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("chunk_size: 512\nremote_url: redis://user:secret@cache\n", encoding="utf-8")
+    monkeypatch.setenv("KVSTORE_CONFIG_FILE", str(file))
+    monkeypatch.setenv("KVSTORE_MAX_LOCAL_CPU_SIZE", "2.5")
+    code, tree = run_json("config", "show")
+    assert code == 0
+    assert tree["config"]["chunk_size"] == {"value": 512, "origin": f"file {file}, line 1"}
+    assert tree["config"]["max_local_cpu_size"]["origin"] == "environment KVSTORE_MAX_LOCAL_CPU_SIZE"
+    assert tree["config"]["local_disk"] == {"value": None, "origin": "default"}
+    shown = run("config", "show", "--changed")
+    assert shown.stdout.splitlines() == [
+        f"chunk_size: 512  # file {file}, line 1",
+        "max_local_cpu_size: 2.5  # environment KVSTORE_MAX_LOCAL_CPU_SIZE",
+        f'remote_url: "redis://***@cache"  # file {file}, line 2',
+    ]
+    assert "secret" not in run("config", "check", file).stdout
+    monkeypatch.setenv("KVSTORE_CHUNK_SIZE", "many")
+    assert run("config", "show").exit_code == 2

@@ -1,0 +1,321 @@
+"""Packs: written, interrupted, shipped, refused, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from support.diskwork import EVEN, MINE, OTHER, bytes_on_disk, get, make_ref, make_transfer, path_of
+from support.redis_server import RedisServer, running
+from support.rig import Rig, tokens_of
+
+from kvstore.errors import ConfigError, FolderOwnedError
+from kvstore.keys import Namespace
+from kvstore.opening import RemoteOptions
+from kvstore.packs import END_MAGIC, PARTIAL_SUFFIX, open_pack
+from kvstore.tiers import open_tier
+from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.pack import PackTier
+from kvstore.tools.pack import Source, Target, export, import_pack
+
+Fill = Callable[..., Path]
+REFS = [make_ref(number, 8 if number % 4 else 3) for number in range(20)]
+LAYOUT = replace(EVEN, element="bf16")
+
+
+@pytest.fixture
+def packed(fill: Fill, tmp_path: Path) -> Path:
+    folder = fill(REFS, layout=LAYOUT)
+    report = export(Source(folder), tmp_path / "a.kvpack")
+    assert (report.chunks, report.is_complete) == (20, True)
+    return tmp_path / "a.kvpack"
+
+
+def held(folder: Path, namespace: Namespace = MINE, codec: str = "none") -> int:
+    """How many of the chunks an engine finds in a folder, all with the right bytes."""
+    tier = DiskTier(folder, namespace, LAYOUT, 1 << 30, codec=codec)
+    tier.scan()
+    outcomes = [get(tier, ref, LAYOUT) for ref in REFS]
+    tier.close()
+    assert set(outcomes) <= {Outcome.HIT, Outcome.MISS}
+    return outcomes.count(Outcome.HIT)
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+@pytest.mark.parametrize("into", ["none", "split"])
+def test_there_and_back(fill: Fill, tmp_path: Path, codec: str, into: str) -> None:
+    """From a folder with one codec into an empty one with another; again, nothing is left to do."""
+    folder = fill(REFS, layout=LAYOUT, codec=codec)
+    report = export(Source(folder), tmp_path / "a.kvpack")
+    assert report.size_bytes == bytes_on_disk(folder)
+    target = Target((tmp_path / "target",), codec=into)
+    assert import_pack(tmp_path / "a.kvpack", target).chunks == 20
+    assert held(tmp_path / "target", codec=into) == 20
+    again = import_pack(tmp_path / "a.kvpack", target)
+    assert (again.chunks, again.present, again.is_complete) == (0, 20, True)
+
+
+def test_bytes_are_those_of_the_format(packed: Path) -> None:
+    """Read as docs/FORMAT.md says, without the code that wrote them."""
+    raw = packed.read_bytes()
+    magic, json_bytes = struct.unpack_from("<8sQ", raw)
+    front_bytes = -(-(16 + json_bytes) // 4096) * 4096
+    end_magic, index_at, count, digest = struct.unpack_from("<8sQQ16s", raw, len(raw) - 40)
+    assert (magic, end_magic, count) == (b"KVSPACK1", b"KVSPEND1", 20)
+    assert raw[16 + json_bytes : front_bytes].strip(b" ") == b""
+    assert index_at + 40 * count + 40 == len(raw)
+    index = raw[index_at : index_at + 40 * count]
+    assert digest == xxhash.xxh3_128(raw[:front_bytes] + index).digest()
+    front = json.loads(raw[16 : 16 + json_bytes])
+    assert (front["format"], front["version"]) == ("kvstore-pack", 1)
+    (shard,) = front["shards"]
+    assert shard["namespace"] == dict(MINE.fields)
+    assert shard["folders"] == [""]
+    assert shard["layout"]["page_bytes"] == [4096] * 4
+    position = front_bytes
+    seen = set()
+    for number, blocks, key, offset, length in struct.iter_unpack("<II16sQQ", index):
+        assert (number, offset) == (0, position)
+        assert json.loads(raw[offset + 8 : offset + 4096])["__metadata__"]["prefix_key"] == key.hex()
+        seen.add((key, blocks))
+        position += length
+    assert position == index_at
+    assert seen == set(REFS)
+
+
+def test_only_what_is_wanted(fill: Fill, tmp_path: Path) -> None:
+    folder = fill(REFS, layout=LAYOUT)
+    report = export(Source(folder), tmp_path / "a.kvpack", refs=[REFS[3], make_ref(999), REFS[3], REFS[1]])
+    assert (report.chunks, report.missing, report.is_complete) == (2, 1, False)
+    import_pack(tmp_path / "a.kvpack", Target((tmp_path / "target",)))
+    assert held(tmp_path / "target") == 2
+
+
+def test_an_interrupted_export_goes_on(fill: Fill, tmp_path: Path) -> None:
+    """Whatever it was interrupted in; what was written is not written again, and nothing is called a pack before."""
+    folder, path = fill(REFS, layout=LAYOUT), tmp_path / "a.kvpack"
+
+    class Killed(BaseException):
+        pass
+
+    def kill_at(number: int) -> Callable[[int, int], None]:
+        calls = iter(range(100))
+
+        def tick(_total: int, _size: int) -> None:
+            if next(calls) == number:
+                raise Killed
+
+        return tick
+
+    with pytest.raises(Killed):
+        export(Source(folder), path, tick=kill_at(7))
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    assert not path.exists()
+    for cut_bytes in (1, 5000, 0):  # in the middle of a chunk, or with garbage behind
+        os.truncate(partial, partial.stat().st_size - cut_bytes)
+        with partial.open("ab") as file:
+            file.write(b"garbage" * (cut_bytes == 0))
+        with pytest.raises(Killed):
+            export(Source(folder), path, tick=kill_at(9))
+    report = export(Source(folder), path)
+    assert (report.chunks, report.present) == (10, 10)
+    assert not partial.exists()
+    with open_pack(path) as pack:
+        assert all(pack.check(0, ref) is None for ref in REFS)
+    assert path.stat().st_size < bytes_on_disk(folder) + 8192
+
+
+def test_the_begin_of_another_pack_is_not_gone_on_with(fill: Fill, tmp_path: Path) -> None:
+    partial = tmp_path / f"a.kvpack{PARTIAL_SUFFIX}"
+    folder = fill(REFS[:2], layout=LAYOUT)
+    for content in (b"something else", b"x" * 5000):
+        partial.write_bytes(content)
+        with pytest.raises(ConfigError, match="begin of another pack"):
+            export(Source(folder), tmp_path / "a.kvpack")
+        assert partial.read_bytes() == content
+    partial.write_bytes(b"KVSPACK1")  # killed within the first write
+    assert export(Source(folder), tmp_path / "a.kvpack").chunks == 2
+
+
+def test_never_in_memory(fill: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk at a time: no read or write is longer than one."""
+    folder = fill(REFS, layout=LAYOUT)
+    most: list[int] = []
+    monkeypatch.setattr(os, "pwrite", _measuring(os.pwrite, most))
+    export(Source(folder), tmp_path / "a.kvpack")
+    assert max(most) == max(path_of(folder, ref).stat().st_size for ref in REFS)
+
+
+def _measuring(call: Callable[..., int], most: list[int]) -> Callable[..., int]:
+    def measured(fd: int, data: Any, offset: int) -> int:
+        most.append(len(data))
+        return call(fd, data, offset)
+
+    return measured
+
+
+def test_several_workers(fill: Fill, tmp_path: Path) -> None:
+    """The shards of two ranks go into one pack, and back to the folders of two ranks."""
+    shards = [Namespace({"model": "mine", "shard": f"tp {rank}/2"}) for rank in range(2)]
+    for rank, namespace in enumerate(shards):
+        fill(REFS, namespace=namespace, layout=LAYOUT, name=f"cache/rank-{rank}-of-2")
+    report = export(Source(tmp_path / "cache"), tmp_path / "a.kvpack")
+    assert report.chunks == 40
+    import_pack(tmp_path / "a.kvpack", Target((tmp_path / "target",)))
+    for rank, namespace in enumerate(shards):
+        assert held(tmp_path / "target" / f"rank-{rank}-of-2", namespace) == 20
+
+
+def test_several_models(fill: Fill, tmp_path: Path) -> None:
+    """Which one is asked, and named by the begin of its id."""
+    fill(REFS[:3], layout=LAYOUT)
+    folder = fill(REFS[3:5], namespace=OTHER, layout=LAYOUT)
+    with pytest.raises(ConfigError, match=OTHER.id.hex()):
+        Source(folder)
+    assert export(Source(folder, OTHER.id.hex()[:6]), tmp_path / "a.kvpack").chunks == 2
+    with pytest.raises(ConfigError, match="no such namespace"):
+        Source(folder, "ff" * 8)
+    (folder / MINE.id.hex() / "layout.json").unlink()
+    with pytest.raises(ConfigError, match="does not say whose"):
+        Source(folder, MINE.id.hex())
+
+
+def test_refused_with_the_differing_fields_named(fill: Fill, packed: Path) -> None:
+    """Beside chunks of another model; by the tier of an engine with another; by a layout."""
+    folder = fill(REFS[:1], namespace=Namespace({"model": "other", "dtype": "bf16"}), layout=LAYOUT, name="other")
+    with pytest.raises(ConfigError, match="differs in dtype, model"):
+        import_pack(packed, Target((folder,)))
+    assert import_pack(packed, Target((folder,)), anyway=True).chunks == 20
+    options = {"url": f"pack://{packed}"}
+    for namespace, layout, fields in (
+        (OTHER, LAYOUT, "model"),
+        (Namespace({"model": "mine", "dtype": "fp8"}), LAYOUT, "dtype"),
+        (MINE, replace(LAYOUT, physical="HND"), "layout"),
+    ):
+        with pytest.raises(ConfigError, match=f"differs in {fields};"):
+            open_tier("pack", TierSetup(namespace, layout, UNBOUNDED_BYTES, options))
+
+
+def test_an_engine_in_the_folder(packed: Path, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "target", MINE, LAYOUT, 1 << 30)
+    with pytest.raises(FolderOwnedError):
+        import_pack(packed, Target((tmp_path / "target",)))
+    tier.close()
+
+
+def test_without_room(packed: Path, tmp_path: Path) -> None:
+    """What does not fit is counted, and the rest is there."""
+    room = 10 * path_size(LAYOUT)
+    report = import_pack(packed, Target((tmp_path / "target",), max_bytes=room))
+    assert 0 < report.refused == 20 - report.chunks
+    assert held(tmp_path / "target") == report.chunks
+
+
+def path_size(layout: Any) -> int:
+    from kvstore import chunkfile
+
+    return chunkfile.file_bytes(layout, 8)
+
+
+def test_damage(packed: Path, tmp_path: Path, run: Any, run_json: Any) -> None:
+    """A chunk that is damaged is left out and named; a pack that is cut, or whose index is damaged, is refused."""
+    with open_pack(packed) as pack:
+        victim = REFS[7]
+        extent = pack.extents[0][victim]
+    raw = bytearray(packed.read_bytes())
+    raw[extent.offset + 5000] ^= 1
+    packed.write_bytes(raw)
+    report = import_pack(packed, Target((tmp_path / "target",)))
+    assert (report.chunks, len(report.faults)) == (19, 1)
+    assert victim.prefix_key.hex() in report.faults[0].place
+    assert held(tmp_path / "target") == 19
+    assert run("verify", packed).exit_code == 1
+    assert run("verify", packed, "--fix").exit_code == 2
+    assert [fault["damage"] for fault in run_json("verify", packed)[1]["faults"]] == ["checksum does not match"]
+    for cut_at in (len(raw) - 1, len(raw) // 2, 4096, 20, 3):
+        packed.write_bytes(raw[:cut_at])
+        with pytest.raises(ConfigError, match=r"not whole|no pack"):
+            open_pack(packed)
+    for place in (40, raw.rindex(END_MAGIC) - 3):  # in the front, in the index
+        broken = bytearray(raw)
+        broken[place] ^= 1
+        packed.write_bytes(broken)
+        with pytest.raises(ConfigError, match="index"):
+            open_pack(packed)
+    packed.write_bytes(raw + b"\0")
+    with pytest.raises(ConfigError, match="not whole"):
+        open_pack(packed)
+
+
+def test_as_a_tier_of_an_engine(packed: Path) -> None:
+    setup = TierSetup(MINE, LAYOUT, UNBOUNDED_BYTES, {"url": f"pack://{packed}"})
+    tier = open_tier("pack", setup)
+    assert isinstance(tier, PackTier)
+    assert [get(tier, ref, LAYOUT) for ref in REFS] == [Outcome.HIT] * 20
+    assert tier.put([make_transfer(make_ref(77), LAYOUT)]) == [Outcome.FULL]
+    tier.close()
+    for url in ("pack://relative.kvpack", "pack:///no/such.kvpack", None):
+        with pytest.raises(ConfigError):
+            open_tier("pack", replace(setup, options={"url": url}))
+
+
+def test_into_redis(packed: Path, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    with running(server):
+        url = f"redis://127.0.0.1:{server.port}"
+        assert import_pack(packed, Target(url=url, codec="lz4")).chunks == 20
+        assert import_pack(packed, Target(url=url, codec="lz4")).present == 20
+        tier = open_tier("redis", TierSetup(MINE, LAYOUT, UNBOUNDED_BYTES, {"url": url, "codec": "lz4"}))
+        assert [get(tier, ref, LAYOUT) for ref in REFS] == [Outcome.HIT] * 20
+        tier.close()
+
+
+def test_commands(fill: Fill, tmp_path: Path, run: Any, run_json: Any) -> None:
+    folder, pack, target = fill(REFS, layout=LAYOUT), tmp_path / "a.kvpack", tmp_path / "target"
+    code, report = run_json("pack", "export", "--folder", folder, "-o", pack)
+    assert (code, report["chunks"]) == (0, 20)
+    code, tree = run_json("inspect", pack)
+    assert (code, tree["kind"], tree["shards"][0]["chunks"]) == (0, "pack", 20)
+    assert "20 chunks imported" in run("pack", "import", pack, "--folder", target).stdout
+    config = tmp_path / "kvstore.yaml"
+    config.write_text(f"local_disk: {target}\nmax_local_disk_size: 0.5\nmodel_id: llama\n", encoding="utf-8")
+    result = run("pack", "import", pack, "--config", config)
+    assert result.exit_code == 2
+    assert "differs in model" in result.stderr
+    assert run_json("pack", "import", pack, "--config", config, "--anyway")[1]["present"] == 20
+    path_of(folder, REFS[0]).write_bytes(b"")
+    assert run("pack", "export", "--config", config, "-o", tmp_path / "b.kvpack").exit_code == 0
+    assert run("pack", "export", "--folder", folder, "-o", pack).exit_code == 1
+    assert run("pack", "export", "--folder", tmp_path / "none", "-o", pack).exit_code == 2
+    assert run("pack", "export", "--folder", folder, "--prompts", pack, "-o", pack).exit_code == 2
+    assert run("pack", "import", config, "--folder", target).exit_code == 2
+    with open_pack(pack) as opened:
+        assert opened.describe()["shards"]
+
+
+def test_behind_an_engine(tmp_path: Path) -> None:
+    """What one engine has stored another finds in the pack, and sends nothing there; its memory keeps what it loads."""
+    rig = Rig()
+    tokens = tokens_of(1, 70)
+    with rig.open(local_disk=tmp_path / "disk") as engine:
+        rig.store(engine, tokens)
+        assert engine.flush()
+    export(Source(tmp_path / "disk"), tmp_path / "a.kvpack")
+    with rig.open(remote=RemoteOptions(f"pack://{tmp_path}/a.kvpack", max_queue=0)) as engine:
+        assert engine.lookup(tokens) == 68
+        assert engine.prefetch(tokens) == 68
+        assert rig.retrieve(engine, tokens) == 68
+        rig.store(engine, tokens_of(2, 40))
+        assert engine.lookup(tokens_of(2, 40)) == 40
+        stats = engine.stats()
+        assert stats.index.sends_dropped == 0
+        assert stats.remote is not None
+        assert (stats.remote.hits, stats.remote.full) == (5, 0)

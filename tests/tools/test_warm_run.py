@@ -1,0 +1,188 @@
+"""A warming run decides right: what to compute, what to offer again, what to report. Real vLLM: tests/e2e."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.diskwork import EVEN
+
+from kvstore.layout import KVLayout
+from kvstore.tiers.base import ChunkRef
+from kvstore.tools.commands.warming import _stopped_by_signals
+from kvstore.tools.prompts import Prompt
+from kvstore.tools.wanted import Sharing, refs_of
+from kvstore.tools.warm import WarmReport, Work, warm_with
+
+NO_PROMPT = Prompt("", ())
+
+
+class FakeEngine:
+    """Keeps the chunks of what it computes, but for those in ``lost`` the first ``losses`` times."""
+
+    layout: KVLayout = EVEN
+    max_tokens = 2000
+    vocab_size = 1000
+    saves_tails = True
+    max_chunks_at_once = 8
+    tokenizer: Any = None
+
+    def __init__(self) -> None:
+        self.held: set[ChunkRef] = set()
+        self.computed: list[int] = []  # the length of every prompt that was handed over
+        self.batches: list[int] = []
+        self.lost: set[ChunkRef] = set()
+        self.losses = 0
+        self.supersedes = False
+
+    def refs(self, tokens: Sequence[int]) -> list[ChunkRef]:
+        return refs_of(self.layout, list(tokens), Sharing().extras(NO_PROMPT))
+
+    def chunk_bytes(self, ref: ChunkRef) -> int:
+        return self.layout.payload_bytes(ref.num_blocks)
+
+    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        return [ref in self.held for ref in refs]
+
+    def compute(self, work: Sequence[Work]) -> int:
+        self.batches.append(len(work))
+        for tokens, salt in work:
+            self.computed.append(len(tokens))
+            extras = Sharing(salt=salt).extras(NO_PROMPT)
+            refs = refs_of(self.layout, tokens.tolist(), extras)
+            self.held.update(ref for ref in refs if ref not in self.lost or not self.losses)
+            if self.supersedes:
+                whole = [number for number, ref in enumerate(refs) if ref.num_blocks == 8]
+                for number in whole:
+                    for end in range(32, 256, 32):
+                        self.held.discard(refs_of(self.layout, tokens[: number * 256 + end].tolist(), extras)[-1])
+        self.losses = max(0, self.losses - 1)
+        return sum(len(tokens) for tokens, _ in work)
+
+    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        return [ref for ref in refs if ref not in self.held]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 31 + n * 7) % 1000 for n in range(length)]
+
+
+def test_what_is_stored_is_not_computed() -> None:
+    engine = FakeEngine()
+    prompts = [prompt(n, 300) for n in range(4)]
+    first = warm_with(engine, prompts[:2], Sharing())
+    assert (first.prompts, first.chunks_stored, first.tokens_computed) == (2, 4, 600)
+    assert first.bytes_stored == 2 * (EVEN.payload_bytes(8) + EVEN.payload_bytes(1))
+    again = warm_with(engine, prompts, Sharing())
+    assert (again.prompts, again.prompts_present, again.chunks_present, again.chunks_stored) == (4, 2, 4, 4)
+    assert again.tokens_computed == 600
+    assert again.is_complete
+    assert len(engine.computed) == 4
+
+
+def test_batches_keep_to_what_may_be_on_its_way() -> None:
+    """8 chunks at once: 4 prompts of 2 chunks; one that has more goes alone."""
+    engine = FakeEngine()
+    warm_with(engine, [*(prompt(n, 300) for n in range(9)), prompt(77, 1999)], Sharing())
+    assert engine.batches == [4, 4, 1, 1]
+
+
+def test_a_chunk_for_which_there_was_no_room_is_offered_again() -> None:
+    engine = FakeEngine()
+    tokens = prompt(1, 600)
+    engine.lost, engine.losses = {engine.refs(tokens)[1]}, 1
+    engine.held.add(ChunkRef(bytes(16), 8))
+    engine.lost.add(ChunkRef(bytes(16), 8))
+    report = warm_with(engine, [tokens, prompt(2, 600)], Sharing())
+    assert (report.prompts, report.chunks_failed, report.is_complete) == (2, 0, True)
+    assert engine.computed == [600, 600, 600]
+
+
+def test_a_chunk_that_cannot_be_stored() -> None:
+    """Is given up after a few rounds; the other prompts count."""
+    engine = FakeEngine()
+    tokens = prompt(1, 600)
+    engine.lost, engine.losses = {engine.refs(tokens)[1]}, 100
+    report = warm_with(engine, [tokens, prompt(2, 600)], Sharing())
+    assert (report.prompts, report.failed_prompts, report.chunks_failed) == (1, 1, 1)
+    assert not report.is_complete
+    assert len(engine.computed) <= 4
+
+
+def test_shared_chunks_count_once() -> None:
+    engine = FakeEngine()
+    head = prompt(5, 512)
+    report = warm_with(engine, [head + prompt(n, 256) for n in range(3)], Sharing())
+    assert report.chunks_stored == 2 + 3
+    assert report.tokens == 3 * 768
+
+
+def test_tails_that_longer_prompts_replaced_are_restored() -> None:
+    engine = FakeEngine()
+    engine.supersedes = True
+    longer = prompt(1, 700)
+    report = warm_with(engine, [longer[:300], longer], Sharing())
+    assert all(engine.stored(engine.refs(longer[:300]) + engine.refs(longer)))
+    assert (report.chunks_failed, report.prompts) == (0, 2)
+    assert engine.computed == [300, 700, 300]
+
+
+def test_salts_of_prompts_and_of_the_run() -> None:
+    engine = FakeEngine()
+    values: list[object] = [{"prompt_token_ids": prompt(1, 256), "cache_salt": "own"}, prompt(1, 256)]
+    warm_with(engine, values, Sharing(salt="common"))
+    for salt in ("own", "common"):
+        assert engine.stored(refs_of(EVEN, prompt(1, 256), Sharing(salt=salt).extras(NO_PROMPT))) == [True]
+
+
+def test_paths_among_prompts(tmp_path: Path) -> None:
+    """Their files are read as on the command line."""
+    (tmp_path / "a.jsonl").write_text(f"{prompt(1, 256)}\n{prompt(2, 256)}\n[-1]\n", encoding="utf-8")
+    report = warm_with(FakeEngine(), [tmp_path / "a.jsonl", prompt(3, 256)], Sharing())
+    assert (report.prompts, [item.where for item in report.skipped]) == (3, [f"{tmp_path}/a.jsonl, line 3"])
+
+
+def test_the_first_signal_stops_after_the_batch() -> None:
+    """The second one counts as ever; and so does every one after the run."""
+    before = signal.getsignal(signal.SIGTERM)
+    with _stopped_by_signals() as is_stopped:
+        assert not is_stopped.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert is_stopped.is_set()
+        assert signal.getsignal(signal.SIGTERM) is before
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_stopped_between_batches() -> None:
+    engine = FakeEngine()
+    asked = iter([False, True])
+    report = warm_with(engine, [prompt(n, 300) for n in range(9)], Sharing(), should_stop=lambda: next(asked))
+    assert (report.interrupted, report.prompts, report.is_complete) == (True, 4, False)
+    assert warm_with(engine, [prompt(n, 300) for n in range(9)], Sharing()).prompts_present == 4
+
+
+def test_prompts_that_are_passed_by_and_told() -> None:
+    engine = FakeEngine()
+    seen: list[WarmReport] = []
+    report = warm_with(engine, [[], [1, 1000], prompt(1, 2001), prompt(1, 10)], Sharing(), tick=seen.append)
+    assert [item.where for item in report.skipped] == ["prompt 1", "prompt 2", "prompt 3"]
+    assert [item.why.split(":")[0] for item in report.skipped[1:]] == [
+        "token id 1000 is not in the model's vocabulary of 1,000",
+        "too long",
+    ]
+    assert report.prompts == 1, "less than a block: nothing to store, and nothing to complain about"
+    assert engine.computed == []
+    assert seen[-1] is report
+
+
+@pytest.mark.parametrize("argument", ["prompts", "format"])
+def test_wrong_usage(argument: str, tmp_path: Any, run: Any) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('"x"\n', encoding="utf-8")
+    wrong = {"prompts": ["--prompts", tmp_path / "none"], "format": ["--prompts", file, "--format", "csv"]}[argument]
+    assert run("warm", "--model", tmp_path, *wrong).exit_code == 2

@@ -1,0 +1,135 @@
+"""``kvstore calc``: what KV takes, a token and a chunk, and how many tokens a memory holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore import chunkfile
+from kvstore.errors import ConfigError
+from kvstore.layout import KVLayout
+
+GIB = 1 << 30
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What decides the size of a model's KV.
+
+    Attributes:
+        layers: attention layers.
+        kv_heads: heads of keys and values; 1 with latent attention (MLA).
+        head_elements: numbers for each token and head: keys and values together, or the latent vector.
+        dtype: of those numbers.
+    """
+
+    layers: int
+    kv_heads: int
+    head_elements: int
+    dtype: str
+
+    def bytes_per_token(self, tp_size: int = 1) -> int:
+        """Of one worker: heads are divided among tensor-parallel workers, and repeated where there are too few."""
+        heads = max(1, self.kv_heads // tp_size)
+        return self.layers * heads * self.head_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The answer, for one worker.
+
+    Attributes:
+        chunk_bytes: a full chunk's payload.
+        file_bytes: its file on disk, without a codec.
+        holds_tokens: for each memory asked for, in GiB, the tokens in whole chunks that it holds.
+    """
+
+    geometry: Geometry
+    tp_size: int
+    chunk_tokens: int
+    bytes_per_token: int
+    chunk_bytes: int
+    file_bytes: int
+    holds_tokens: dict[str, int]
+
+    def to_tree(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def calculate(
+    geometry: Geometry, *, chunk_tokens: int, block_tokens: int, tp_size: int, memory_gib: Sequence[float]
+) -> Sizes:
+    """Work out all sizes.
+
+    Raises:
+        ConfigError: the chunk size is no multiple of the block size, or the heads cannot be divided so.
+    """
+    if tp_size < 1 or (geometry.kv_heads % tp_size and tp_size % geometry.kv_heads):
+        raise ConfigError(f"{geometry.kv_heads} KV heads cannot be divided among {tp_size} workers")
+    page_bytes = geometry.bytes_per_token(tp_size) * block_tokens // geometry.layers
+    layout = KVLayout((page_bytes,) * geometry.layers, 1, block_tokens, chunk_tokens)
+    blocks = layout.blocks_per_chunk
+    holds = {f"{gib:g}": int(gib * GIB) // layout.slot_bytes * chunk_tokens for gib in memory_gib}
+    return Sizes(
+        geometry,
+        tp_size,
+        chunk_tokens,
+        geometry.bytes_per_token(tp_size),
+        layout.payload_bytes(blocks),
+        chunkfile.file_bytes(layout, blocks),
+        holds,
+    )
+
+
+def geometry_of(model: Path, kv_dtype: str | None = None) -> Geometry:
+    """Read a model's ``config.json``.
+
+    Args:
+        model: its folder, or the file.
+        kv_dtype: as vLLM's ``--kv-cache-dtype``; None or ``auto`` for the model's own.
+
+    Raises:
+        ConfigError: there is none, or it does not say enough.
+    """
+    file = model / "config.json" if model.is_dir() else model
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror}; name the folder of a model, or --layers"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is not a model's configuration")
+    text = {**config, **config.get("text_config", {})}  # where the model sees images too
+    dtype = kv_dtype if kv_dtype not in (None, "auto") else str(text.get("dtype") or text.get("torch_dtype") or "")
+    return _geometry(text, dtype.removeprefix("torch.") or "bfloat16", file)
+
+
+def _geometry(config: Mapping[str, Any], dtype: str, file: Path) -> Geometry:
+    check_dtype(dtype)
+    try:
+        layers = int(config["num_hidden_layers"])
+        if "kv_lora_rank" in config:
+            return Geometry(layers, 1, int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]), dtype)
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        return Geometry(layers, int(config.get("num_key_value_heads") or heads), 2 * head_dim, dtype)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} does not say {error}: give --layers, --kv-heads and --head-size") from error
+
+
+def check_dtype(dtype: str) -> None:
+    """Turn down a type whose size is not known.
+
+    Raises:
+        ConfigError: names those that are.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"the KV dtype {dtype!r} is not known here: it is one of {', '.join(DTYPE_BYTES)}")

@@ -1,0 +1,1 @@
+"""The subcommands for operators, one family a file; each is registered in ``kvstore/tools/cli.py``."""

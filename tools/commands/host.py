@@ -1,0 +1,128 @@
+"""``kvstore doctor`` and ``kvstore calc``: this machine, and the sizes of KV."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tools.console import FAILED, AsJson, give_up, size
+
+if TYPE_CHECKING:
+    from kvstore.tools.calc import Geometry
+
+LLAMA_8B_BYTES = 131_072
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file; else KVSTORE_CONFIG_FILE's.")]
+ModelPath = Annotated[Path | None, typer.Option("--model", help="Folder of the model, or its config.json.")]
+
+
+def doctor(
+    *,
+    config: ConfigFile = None,
+    model: ModelPath = None,
+    workers: Annotated[int, typer.Option(min=1, help="GPUs of the engine: each has a pool and a folder.")] = 1,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="How fast the model computes a prompt.")] = 5000.0,
+    as_json: AsJson = False,
+) -> None:
+    """Look whether this machine can do what the configuration asks: memory, disks, Redis, vLLM.
+
+    The disk is measured with a file of 64 MiB in each folder. Exits with 1 if anything is an error, and with 2 if the
+    configuration cannot be used; warnings exit with 0.
+    """
+    from kvstore.config import load_config  # noqa: PLC0415
+    from kvstore.tools.calc import geometry_of  # noqa: PLC0415
+    from kvstore.tools.doctor import diagnose  # noqa: PLC0415
+
+    try:
+        loaded = load_config(path=config, log_warnings=False)
+        bytes_per_token = geometry_of(model).bytes_per_token(workers) if model else LLAMA_8B_BYTES // workers
+        findings = list(
+            diagnose(
+                loaded.config,
+                workers=workers,
+                bytes_per_token=bytes_per_token,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+            )
+        )
+    except KVStoreError as error:
+        give_up(error)
+    if as_json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            remedy = f"\n           {finding.remedy}" if finding.remedy else ""
+            print(f"{finding.state:<8} {finding.topic}: {finding.found}{remedy}")
+    if any(finding.state == "error" for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def calc(
+    *,
+    model: ModelPath = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Instead of --model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="With --layers.")] = None,
+    head_size: Annotated[int | None, typer.Option(min=1, help="With --layers.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or fp8.")] = "auto",
+    chunk_size: Annotated[int, typer.Option(min=1, help="Tokens in a chunk.")] = 256,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of vLLM's.")] = 16,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel workers.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memories in GiB, between commas.")] = "20,200",
+    as_json: AsJson = False,
+) -> None:
+    """Work out the bytes of KV a token and a chunk take, and how many tokens a memory holds; all for one worker.
+
+    Exits with 2 if the model does not say enough.
+    """
+    from kvstore.tools.calc import calculate  # noqa: PLC0415
+
+    try:
+        sizes = calculate(
+            _geometry(model, layers, kv_heads, head_size, kv_dtype),
+            chunk_tokens=chunk_size,
+            block_tokens=block_size,
+            tp_size=tp,
+            memory_gib=_numbers(memory),
+        )
+    except KVStoreError as error:
+        give_up(error)
+    if as_json:
+        print(json.dumps(sizes.to_tree()))
+        return
+    geometry = sizes.geometry
+    print(
+        f"{geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_elements} numbers, "
+        f"{geometry.dtype}, {tp} worker(s)"
+    )
+    print(f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})")
+    print(f"a chunk of {chunk_size} tokens takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}")
+    for gib, tokens in sizes.holds_tokens.items():
+        print(f"{gib} GiB hold {tokens:,} tokens")
+
+
+def _geometry(
+    model: Path | None, layers: int | None, kv_heads: int | None, head_size: int | None, kv_dtype: str
+) -> Geometry:
+    from kvstore.tools.calc import Geometry, check_dtype, geometry_of  # noqa: PLC0415
+
+    if model is not None:
+        return geometry_of(model, kv_dtype)
+    if layers is None or kv_heads is None or head_size is None:
+        raise ConfigError("name the --model, or all of --layers, --kv-heads and --head-size")
+    dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
+    check_dtype(dtype)
+    return Geometry(layers, kv_heads, 2 * head_size, dtype)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--memory is {text!r}: it must be numbers of GiB between commas, such as 20,200") from error
+    if not all(0 < number < float("inf") for number in found):
+        raise ConfigError(f"--memory is {text!r}: every number must be greater than 0")
+    return found

@@ -1,0 +1,140 @@
+"""``kvstore inspect``: what a chunk, a folder or a pack holds, as it says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import ConfigError
+from kvstore.images import MAX_HEADER_BYTES, Facts, read_facts
+from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
+from kvstore.packs import MAGIC, open_pack
+from kvstore.shelf import Shelf, shelves
+from kvstore.tiers._folder import parse_chunk_name
+
+Tree = dict[str, Any]
+
+_KEY = re.compile(rf"[0-9a-f]{{{2 * PREFIX_KEY_BYTES}}}")
+
+
+def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
+    """What ``target`` is and holds.
+
+    Args:
+        target: a chunk file, a folder of the disk tier, a pack; or a prefix key, in hex, to be found in ``folder``.
+        folder: where to look for a key.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    if _KEY.fullmatch(target.lower()):
+        if folder is None:
+            raise ConfigError("a key is looked for in a folder: name it with --folder")
+        return _inspect_key(target.lower(), folder)
+    path = Path(target)
+    if path.is_dir():
+        return _inspect_folder(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no {target}: name a chunk file, a folder, a pack, or a key of 32 hex digits")
+    begin = _begin_of(path)
+    if begin.startswith(MAGIC):
+        with open_pack(path) as pack:
+            return {"kind": "pack", "path": str(path), **pack.describe()}
+    facts = read_facts(begin)
+    if facts is None:
+        raise ConfigError(f"{path} is neither a chunk file nor a pack")
+    return _inspect_chunk(path, facts)
+
+
+def _inspect_key(key: str, folder: Path) -> Tree:
+    found = []
+    for shelf in shelves(folder):
+        found += [path for path in (shelf.home / key[:2]).glob(f"{key}-*.safetensors") if path.is_file()]
+    if not found:
+        raise ConfigError(f"no namespace in {folder} has a chunk {key}")
+    chunks = [_inspect_chunk(path, facts) for path in found if (facts := read_facts(_begin_of(path)))]
+    if not chunks:
+        raise ConfigError(f"what is called {key} in {folder} is no chunk file: see kvstore verify")
+    return chunks[0] if len(chunks) == 1 else {"kind": "chunks", "chunks": chunks}
+
+
+def _inspect_chunk(path: Path, facts: Facts) -> Tree:
+    """A chunk file: what it says, and, where it stands in a folder of the disk tier, whether that is true."""
+    tree: Tree = {"kind": "chunk", "path": str(path), **facts._asdict(), "file_bytes": path.stat().st_size}
+    home = path.absolute().parent.parent
+    ref = parse_chunk_name(path.parent.name, path.name)
+    tree["sound"] = None
+    if ref is not None and re.fullmatch(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}", home.name):
+        shelf = Shelf(home)
+        checked = shelf.read(ref)
+        tree["sound"] = not isinstance(checked, str)
+        if isinstance(checked, str):
+            tree["damage"] = checked
+        tree["namespace_fields"] = _fields(shelf)
+    return tree
+
+
+def _inspect_folder(folder: Path) -> Tree:
+    found = shelves(folder)
+    if not found:
+        raise ConfigError(f"{folder} is no folder of the disk tier: there is no namespace in it")
+    return {"kind": "folder", "path": str(folder), "namespaces": [_inspect_shelf(shelf) for shelf in found]}
+
+
+def _inspect_shelf(shelf: Shelf) -> Tree:
+    refs = [(place.path, place.ref) for place in shelf.places() if place.ref is not None]
+    sizes = [path.lstat().st_size for path, _ in refs]
+    layout = shelf.layout
+    tokens = sum(ref.num_blocks for _, ref in refs) * layout.block_tokens if layout else None
+    return {
+        "namespace": shelf.home.name,
+        "path": str(shelf.home),
+        "fields": _fields(shelf),
+        "chunks": len(refs),
+        "tokens": tokens,
+        "file_bytes": sum(sizes),
+        "layers": layout.num_layers if layout else None,
+        "block_tokens": layout.block_tokens if layout else None,
+        "bytes_per_token": layout.block_bytes // layout.block_tokens if layout and shelf.is_layout_noted else None,
+    }
+
+
+def _fields(shelf: Shelf) -> Mapping[str, str | int] | None:
+    return dict(shelf.namespace.fields) if shelf.namespace else None
+
+
+def _begin_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_HEADER_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def lines(tree: Mapping[str, Any], indent: int = 0) -> list[str]:
+    """The same for people: one line a field, lists and mappings indented."""
+    shown: list[str] = []
+    pad = "  " * indent
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            shown += [f"{pad}{name}:", *lines(value, indent + 1)]
+        elif _is_list_of_trees(value):
+            for item in value:
+                shown += [f"{pad}{name}:", *lines(item, indent + 1)]
+        elif value is not None:
+            shown.append(f"{pad}{name}: {_short(value)}")
+    return shown
+
+
+def _is_list_of_trees(value: object) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple) and len(set(value)) > 4:
+        return f"{value[0]:,} ... {value[-1]:,} ({len(value)} layers, {sum(value):,} in all)"
+    if isinstance(value, tuple):
+        return ", ".join(f"{item:,}" for item in dict.fromkeys(value)) + f" ({len(value)} layers)"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,287 @@
+"""``kvstore pack``: chunks of a disk folder into one file, and back into another folder or a Redis."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvstore import chunkfile
+from kvstore.errors import ConfigError
+from kvstore.keys import Namespace
+from kvstore.packs import Pack, PackWriter, Shard, open_pack
+from kvstore.shelf import Shelf, shelves
+from kvstore.tiers import SCHEMES, open_tier
+from kvstore.tiers._survey import held_bytes
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.pack import PackTier
+from kvstore.tiers.striped import open_folders
+from kvstore.tools.verify import Fault
+
+Tick = Callable[[int, int], None]
+"""Called after every chunk: how many there are in all, and the bytes of this one."""
+
+_SHARD_FIELD = "shard"
+_ROOM_CHUNKS = 4  # a tier writes before it deletes
+
+
+def _ignore(_total: int, _size_bytes: int) -> None:
+    """For those who do not watch."""
+
+
+@dataclass
+class PackReport:
+    """What was moved.
+
+    Attributes:
+        path: the pack.
+        chunks: moved now.
+        present: there already: from an interrupted export, or in the target of an import.
+        missing: asked for, and not in the source.
+        refused: no room in the target, or it failed.
+        faults: damaged in the source, and left out.
+        size_bytes: of the chunks moved now.
+    """
+
+    path: str
+    chunks: int = 0
+    present: int = 0
+    missing: int = 0
+    refused: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    size_bytes: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was wanted is there."""
+        return not (self.missing or self.refused or self.faults)
+
+
+class Source:
+    """The shelves of one engine in a disk folder: one for each of its workers' shards.
+
+    Args:
+        folder: the engine's ``local_disk``.
+        namespace: the begin of a namespace's id, in hex, where the folder has those of several engines.
+
+    Raises:
+        ConfigError: there is no namespace, or there are several engines', or it is not known what chunks look like.
+    """
+
+    def __init__(self, folder: Path, namespace: str | None = None) -> None:
+        found = shelves(folder)
+        if namespace is not None:
+            found = [shelf for shelf in found if shelf.home.name.startswith(namespace.lower())]
+        if not found:
+            raise ConfigError(f"{folder} has no such namespace: see kvstore inspect {folder}")
+        by_engine: dict[str, list[Shelf]] = {}
+        for shelf in found:
+            if shelf.namespace is None or not shelf.is_layout_noted or shelf.layout is None:
+                raise ConfigError(
+                    f"{shelf.home} does not say whose chunks these are: start an engine of this version on it once"
+                )
+            fields = {name: value for name, value in shelf.namespace.fields.items() if name != _SHARD_FIELD}
+            by_engine.setdefault(Namespace(fields).to_json(), []).append(shelf)
+        if len(by_engine) > 1:
+            ids = ", ".join(sorted(shelf.home.name for shelf in found))
+            raise ConfigError(f"{folder} has chunks of several models or settings: choose one by --namespace: {ids}")
+        by_id: dict[bytes, list[Shelf]] = {}
+        for shelf in found:
+            by_id.setdefault(shelf.namespace_id, []).append(shelf)
+        self.shelves = list(by_id.values())
+        self.shards = [_shard(folder, same) for same in self.shelves]
+
+    def refs(self) -> list[ChunkRef]:
+        """Every chunk, the heads of prompts first as far as times tell."""
+        found: dict[ChunkRef, int] = {}
+        for shelf in (shelf for same in self.shelves for shelf in same):
+            for place in shelf.places():
+                if place.ref is not None:
+                    found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
+        return sorted(found, key=lambda ref: (found[ref], ref))
+
+
+def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
+    first = same[0]
+    assert first.namespace is not None
+    assert first.layout is not None
+    folders = tuple(str(shelf.home.parent.relative_to(folder)) for shelf in same)
+    return Shard(first.namespace, first.layout, tuple("" if name == "." else name for name in folders))
+
+
+def export(source: Source, path: Path, *, refs: Iterable[ChunkRef] | None = None, tick: Tick = _ignore) -> PackReport:
+    """Write chunks into a pack, each read, checked and copied on its own; interrupted, the next call goes on.
+
+    Args:
+        source: where they are; an engine may be using the folder.
+        path: the pack. One that exists is replaced when the new one is whole.
+        refs: which chunks, in order; all if None.
+        tick: told of every chunk.
+
+    Raises:
+        ConfigError: the pack cannot be written.
+    """
+    wanted = source.refs() if refs is None else list(dict.fromkeys(refs))
+    report = PackReport(str(path))
+    with PackWriter(path, source.shards) as writer:
+        for ref in wanted:
+            for number, same in enumerate(source.shelves):
+                moved_bytes = _export_one(writer, report, same, number, ref)
+                tick(len(wanted) * len(source.shelves), moved_bytes)
+        writer.finish()
+    return report
+
+
+def _export_one(writer: PackWriter, report: PackReport, same: Sequence[Shelf], number: int, ref: ChunkRef) -> int:
+    if (number, ref) in writer.held:
+        report.present += 1
+        return 0
+    for shelf in same:
+        image = shelf.read(ref)
+        if image is None:
+            continue
+        if isinstance(image, str):
+            report.faults.append(Fault(str(shelf.path(ref)), image))
+            return 0
+        writer.add(number, ref, image)
+        report.chunks += 1
+        report.size_bytes += len(image)
+        return len(image)
+    report.missing += 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a pack goes.
+
+    Attributes:
+        folders: of an engine's ``local_disk``; empty for a Redis.
+        max_bytes: of each worker, as ``max_local_disk_size``; None for as much as is there and comes.
+        codec: as ``local_disk_serde`` or ``remote_serde``.
+        url: of a Redis.
+        options: of the Redis tier.
+    """
+
+    folders: tuple[Path, ...] = ()
+    max_bytes: int | None = None
+    codec: str = "none"
+    url: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick = _ignore) -> PackReport:
+    """Put all chunks of a pack where an engine finds them; what is there already is passed by.
+
+    Args:
+        path: the pack.
+        target: where to; no engine may be using the folders.
+        anyway: also into folders whose chunks are of another model or other settings.
+        tick: told of every chunk.
+
+    Raises:
+        ConfigError: it is no whole pack, or made for something else than what the folders hold.
+        FolderOwnedError: an engine uses a folder.
+        TierError: the target fails as a whole.
+    """
+    with open_pack(path) as pack:
+        if target.folders and not anyway:
+            refuse_foreign(pack, target.folders)
+        places = [
+            (number, shard, folder)
+            for number, shard in enumerate(pack.shards)
+            for folder in (shard.folders if target.folders else ("",))
+        ]
+        total = sum(len(pack.extents[number]) for number, _, _ in places)
+        report = PackReport(str(path))
+        for number, shard, folder in places:
+            source = PackTier(pack, shard.namespace, shard.layout, UNBOUNDED_BYTES)
+            with _open_target(target, shard, folder, pack.extents[number]) as tier:
+                slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
+                for ref in pack.extents[number]:
+                    tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
+    return report
+
+
+def refuse_foreign(pack: Pack, folders: Sequence[Path]) -> None:
+    """Refuse folders that hold chunks, but none that an engine with this pack's could use.
+
+    Raises:
+        ConfigError: names the fields that differ.
+    """
+    there = [s.namespace for folder in folders if folder.is_dir() for s in shelves(folder) if s.namespace]
+    ours = [shard.namespace for shard in pack.shards]
+    if not there or any(found.id == namespace.id for found in there for namespace in ours):
+        return
+    differing = min((namespace.differing_fields(found) for found in there for namespace in ours), key=len)
+    raise ConfigError(
+        f"the pack {pack.path} was made for something else than what is in {folders[0]}: it differs in "
+        f"{', '.join(differing)}. An engine would not find its chunks; --anyway imports them all the same"
+    )
+
+
+def refuse_other_model(pack: Pack, identity: str) -> None:
+    """Refuse a pack of another model.
+
+    Args:
+        pack: opened.
+        identity: of the model that is to use it, as in a namespace: ``files <fingerprint>``, ``id <model_id>``.
+
+    Raises:
+        ConfigError: names both.
+    """
+    for shard in pack.shards:
+        made_for = shard.namespace.fields.get("model")
+        if made_for != identity:
+            raise ConfigError(
+                f"the pack {pack.path} differs in model: it was made for '{made_for}', and this is '{identity}'. Files "
+                "that were copied keep their identity only with their times (cp -p, rsync -t); or name both by model_id"
+            )
+
+
+def _import_one(source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, report: PackReport) -> int:
+    """Move one chunk; the bytes moved."""
+    ref = transfer.ref
+    if tier.contains([ref]) == [True]:
+        report.present += 1
+        return 0
+    size_bytes = source.size_of(ref)
+    if source.get([transfer]) != [Outcome.HIT]:
+        place = f"{shard.namespace.id.hex()}/{ref.prefix_key.hex()}-{ref.num_blocks}"
+        report.faults.append(Fault(place, "damaged in the pack"))
+        return 0
+    if tier.put([transfer]) != [Outcome.STORED]:
+        report.refused += 1
+        return 0
+    report.chunks += 1
+    report.size_bytes += size_bytes
+    return size_bytes
+
+
+@contextmanager
+def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[ChunkRef]) -> Iterator[Tier]:
+    if target.url is not None:
+        if SCHEMES.get(target.url.partition("://")[0]) != "redis":
+            raise ConfigError("a pack is imported into a folder or a Redis")
+        options = {**target.options, "url": target.url}
+        if target.codec != "none":
+            options["codec"] = target.codec
+        tier = open_tier("redis", TierSetup(shard.namespace, shard.layout, UNBOUNDED_BYTES, options))
+    else:
+        folders = [base / folder for base in target.folders]
+        most = target.max_bytes
+        if most is None:
+            held = sum(held_bytes(path) for path in folders if path.is_dir())
+            coming = sum(chunkfile.file_bytes(shard.layout, ref.num_blocks, "any") for ref in refs)
+            share = chunkfile.file_bytes(shard.layout, shard.layout.blocks_per_chunk, "any") * _ROOM_CHUNKS
+            most = held + coming + len(folders) * share
+        tier = open_folders(folders, shard.namespace, shard.layout, most, codec=target.codec)
+        tier.scan()
+    try:
+        yield tier
+    finally:
+        tier.close()

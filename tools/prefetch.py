@@ -1,0 +1,122 @@
+"""``kvstore prefetch``: lets a running vLLM load prompts from its slower tiers before users ask for them.
+
+Every prompt is sent to the server for one token. So the server loads what its tiers know, into CPU memory and into its
+own prefix cache, by the same path and under the same keys as for a user; and computes what is stored nowhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from kvstore.errors import ConfigError
+from kvstore.tools.demo.client import TOKENS_LOADED, read_counter
+from kvstore.tools.prompts import Chat, Prompt, Rejected
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass
+class PrefetchReport:
+    """What a run did.
+
+    Attributes:
+        prompts: that the server has answered.
+        refused: those it would not answer, and malformed ones, each with its place and the reason.
+        tokens: of all answered prompts.
+        tokens_loaded: what the server's tiers supplied meanwhile, also to others.
+        seconds: all in all.
+        interrupted: whether it was stopped before the last prompt.
+    """
+
+    prompts: int = 0
+    refused: list[Rejected] = field(default_factory=list)
+    tokens: int = 0
+    tokens_loaded: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt was answered."""
+        return not (self.refused or self.interrupted)
+
+
+def prefetch(
+    server: str,
+    model: str,
+    prompts: Iterable[Prompt | Rejected],
+    *,
+    salt: str | None = None,
+    api_key: str | None = None,
+    tick: Callable[[PrefetchReport], None] = lambda _report: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PrefetchReport:
+    """Ask a server for one token of every prompt, one after the other.
+
+    Args:
+        server: its address, such as ``http://127.0.0.1:8000``.
+        model: as it is called there; for an adapter, the adapter's name.
+        prompts: what ``read_prompts`` returns.
+        salt: ``cache_salt`` of prompts that have none of their own.
+        api_key: if the server wants one.
+        tick: told after every prompt.
+        should_stop: asked before every prompt.
+
+    Raises:
+        ConfigError: the server does not answer, or is no vLLM.
+    """
+    report = PrefetchReport()
+    begin_s = time.monotonic()
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=server.rstrip("/"), headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+        loaded_before = _loaded(server)
+        for prompt in prompts:
+            if should_stop():
+                report.interrupted = True
+                break
+            _ask(client, model, prompt, salt, report)
+            report.seconds = time.monotonic() - begin_s
+            tick(report)
+        report.tokens_loaded = _loaded(server) - loaded_before
+    report.seconds = time.monotonic() - begin_s
+    return report
+
+
+def _loaded(server: str) -> int:
+    try:
+        return read_counter(server.rstrip("/"), TOKENS_LOADED)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"the server at {server} does not tell its metrics ({error}): is vLLM there?") from error
+
+
+def _ask(client: httpx.Client, model: str, prompt: Prompt | Rejected, salt: str | None, report: PrefetchReport) -> None:
+    if isinstance(prompt, Rejected):
+        report.refused.append(prompt)
+        return
+    path, body = _request(prompt, salt)
+    try:
+        answer = client.post(path, json={"model": model, "max_tokens": 1, "temperature": 0, **body})
+        if answer.is_success:
+            report.tokens += int(answer.json()["usage"]["prompt_tokens"])
+            report.prompts += 1
+        else:
+            report.refused.append(Rejected(prompt.where, f"the server answers {answer.status_code}"))
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the server at {client.base_url} does not answer as vLLM does: {error!r}") from error
+
+
+def _request(prompt: Prompt, salt: str | None) -> tuple[str, dict[str, Any]]:
+    """Where to send a prompt, and as what."""
+    found = prompt.salt or salt
+    body: dict[str, Any] = {"cache_salt": found} if found else {}
+    if not isinstance(prompt.content, Chat):
+        return "/v1/completions", {**body, "prompt": prompt.content}
+    body["messages"] = list(prompt.content.messages)
+    if prompt.content.tools:
+        body["tools"] = list(prompt.content.tools)
+    return "/v1/chat/completions", {**body, "add_generation_prompt": prompt.content.add_generation_prompt}

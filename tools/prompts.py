@@ -1,0 +1,306 @@
+"""Prompts from files and from Python, and the tokens they become.
+
+A file ``*.jsonl`` holds one prompt a line: a string, a list of token ids, or an object with one of ``prompt`` (a
+string), ``prompt_token_ids`` and ``messages`` (a chat), and beside it ``cache_salt``, and for a chat ``tools`` and
+``add_generation_prompt``. Any other file is one prompt, all of it; with the format ``lines`` every line is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from kvstore.errors import ConfigError, KVStoreError
+
+Format = Literal["auto", "jsonl", "lines", "text"]
+FORMATS: tuple[Format, ...] = ("auto", "jsonl", "lines", "text")
+
+_SUFFIXES = frozenset({".jsonl", ".txt", ".md"})
+_READ_BYTES = 1 << 20
+_MAX_PROMPT_BYTES = 64 << 20  # a token has several bytes: no model takes that many
+_READ_AHEAD = 64  # prompts read from files and not yet asked for
+_WAIT_S = 0.2
+_FIELDS = frozenset({"prompt", "prompt_token_ids", "messages", "cache_salt", "tools", "add_generation_prompt"})
+
+
+def check_format(text: str) -> Format:
+    """A format of prompt files.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    found = next((name for name in FORMATS if name == text), None)
+    if found is None:
+        raise ConfigError(f"--format is {text!r}: it is one of {', '.join(FORMATS)}")
+    return found
+
+
+class PromptError(KVStoreError, ValueError):
+    """A prompt is malformed; the message says how, without quoting it."""
+
+
+class Chat(NamedTuple):
+    """Messages for the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, and where it comes from: ``file, line``, or its number."""
+
+    where: str
+    content: str | tuple[int, ...] | Chat
+    salt: str | None = None
+
+
+class Rejected(NamedTuple):
+    """A prompt that was passed by: where it stands, and why."""
+
+    where: str
+    why: str
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer of transformers or vLLM."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text."""
+
+    def apply_chat_template(self, conversation: Any, **keywords: Any) -> Any:  # noqa: ANN401 - transformers' own
+        """The text of a chat."""
+
+
+def parse(value: object, where: str) -> Prompt:
+    """Understand a prompt as users give it: from a line of JSON, or in Python.
+
+    Raises:
+        PromptError: it is none.
+    """
+    if isinstance(value, Mapping):
+        return _parse_fields(value, where)
+    if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+        return Prompt(where, _chat({"messages": value}))
+    return Prompt(where, _text_or_tokens(value))
+
+
+def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that vLLM makes of a prompt: a chat through the model's template, special tokens as that says.
+
+    Raises:
+        PromptError: the model has no chat template, or that refuses the messages.
+    """
+    content = prompt.content
+    if isinstance(content, str):
+        return list(tokenizer.encode(content, add_special_tokens=True))
+    if not isinstance(content, Chat):
+        return list(content)
+    from jinja2 import TemplateError  # noqa: PLC0415 - comes with transformers
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in content.messages],
+            tools=list(content.tools) if content.tools else None,
+            add_generation_prompt=content.add_generation_prompt,
+            tokenize=False,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+        raise PromptError(f"the chat template cannot be applied: {type(error).__name__}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model, without vLLM.
+
+    Raises:
+        ConfigError: transformers is not installed, or the model has none.
+    """
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and only vLLM needs it besides
+    except ImportError as error:
+        raise ConfigError("to read text prompts, transformers must be installed: it comes with vLLM") from error
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer of {model} cannot be loaded: name the model's folder") from error
+    return tokenizer
+
+
+def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | Rejected]:
+    """The prompts in a file, or in all ``.jsonl``, ``.txt`` and ``.md`` files below a folder, in order of their names.
+
+    Files are read ahead by a thread, which ends with the iterator. What is malformed, or cannot be read, is handed out
+    as ``Rejected``.
+
+    Raises:
+        ConfigError: there is no such file or folder, or nothing in it; or aiofiles is not installed.
+    """
+    if importlib.util.find_spec("aiofiles") is None:
+        raise ConfigError("reading prompts needs aiofiles: pip install 'vllm-kvstore[warm]'")
+    if path.is_dir():
+        paths = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        if not paths:
+            raise ConfigError(f"{path} has no {', '.join(sorted(_SUFFIXES))} files")
+    elif path.is_file():
+        paths = [path]
+    else:
+        raise ConfigError(f"there is no {path}: name a file of prompts, or a folder of them")
+    return _read_ahead(paths, format_)
+
+
+def count_prompts(path: Path, *, format_: Format = "auto") -> int:
+    """How many prompts ``read_prompts`` will hand out, or somewhat more: empty lines are counted."""
+    paths = [file for file in path.rglob("*") if file.suffix in _SUFFIXES] if path.is_dir() else [path]
+    total = 0
+    for file in paths:
+        if _kind(file, format_) == "text":
+            total += 1
+            continue
+        with suppress(OSError), file.open("rb") as opened:
+            total += sum(block.count(b"\n") for block in iter(lambda opened=opened: opened.read(_READ_BYTES), b""))  # type: ignore[misc]
+    return total
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error: nobody wants more
+    pass
+
+
+def _read_ahead(paths: Sequence[Path], format_: Format) -> Iterator[Prompt | Rejected]:
+    ready: queue.Queue[Prompt | Rejected | None] = queue.Queue(_READ_AHEAD)
+    is_stopped = threading.Event()
+
+    def give(item: Prompt | Rejected | None) -> None:
+        while not is_stopped.is_set():
+            try:
+                return ready.put(item, timeout=_WAIT_S)
+            except queue.Full:
+                continue
+        raise _Stopped
+
+    def run() -> None:
+        try:
+            asyncio.run(_read_all(paths, format_, give))
+            give(None)
+        except _Stopped:
+            return
+
+    reader = threading.Thread(target=run, name="kvstore-prompts", daemon=True)
+    reader.start()
+    try:
+        while (item := ready.get()) is not None:
+            yield item
+    finally:
+        is_stopped.set()
+        reader.join()
+
+
+async def _read_all(paths: Iterable[Path], format_: Format, give: Callable[[Prompt | Rejected], None]) -> None:
+    for path in paths:
+        kind = _kind(path, format_)
+        try:
+            if kind == "text":
+                give(await _whole_file(path))
+                continue
+            async for number, line in _lines(path):
+                where = f"{path}, line {number}"
+                if line is None:
+                    give(Rejected(where, f"longer than {_MAX_PROMPT_BYTES >> 20} MiB"))
+                elif line.strip():
+                    give(_parsed(line, where, is_json=kind == "jsonl"))
+        except OSError as error:
+            give(Rejected(str(path), f"cannot be read: {error.strerror}"))
+
+
+def _kind(path: Path, format_: Format) -> Format:
+    return format_ if format_ != "auto" else ("jsonl" if path.suffix == ".jsonl" else "text")
+
+
+async def _whole_file(path: Path) -> Prompt | Rejected:
+    import aiofiles  # noqa: PLC0415 - an extra
+
+    async with aiofiles.open(path, "rb") as file:
+        raw = await file.read(_MAX_PROMPT_BYTES + 1)
+    if len(raw) > _MAX_PROMPT_BYTES:
+        return Rejected(str(path), f"longer than {_MAX_PROMPT_BYTES >> 20} MiB")
+    return _parsed(raw, str(path), is_json=False)
+
+
+async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes | None]]:
+    """The lines of a file with their numbers; None for one that is too long."""
+    import aiofiles  # noqa: PLC0415 - an extra
+
+    number, rest, is_too_long = 1, b"", False
+    async with aiofiles.open(path, "rb") as file:
+        while block := await file.read(_READ_BYTES):
+            *whole, rest = (rest + block).split(b"\n")
+            for line in whole:
+                yield number, None if is_too_long else line
+                number, is_too_long = number + 1, False
+            if len(rest) > _MAX_PROMPT_BYTES:
+                rest, is_too_long = b"", True
+    if rest or is_too_long:
+        yield number, None if is_too_long else rest
+
+
+def _parsed(raw: bytes, where: str, *, is_json: bool) -> Prompt | Rejected:
+    try:
+        text = raw.decode("utf-8").removesuffix("\r")
+        return parse(json.loads(text) if is_json else text, where)
+    except UnicodeDecodeError:
+        return Rejected(where, "not UTF-8")
+    except (json.JSONDecodeError, RecursionError) as error:
+        place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return Rejected(where, f"not JSON{place}")
+    except PromptError as error:
+        return Rejected(where, str(error))
+
+
+def _parse_fields(value: Mapping[Any, Any], where: str) -> Prompt:
+    unknown = sorted(str(name) for name in value.keys() - _FIELDS)
+    if unknown:
+        raise PromptError(f"unknown field {unknown[0][:40]!r}: there are {', '.join(sorted(_FIELDS))}")
+    kinds = [name for name in ("prompt", "prompt_token_ids", "messages") if name in value]
+    if len(kinds) != 1:
+        raise PromptError("it needs one of prompt, prompt_token_ids and messages")
+    salt = value.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise PromptError("cache_salt must be a string that is not empty")
+    if kinds == ["messages"]:
+        return Prompt(where, _chat(value), salt)
+    if "tools" in value or "add_generation_prompt" in value:
+        raise PromptError("tools and add_generation_prompt need messages")
+    return Prompt(where, _text_or_tokens(value[kinds[0]]), salt)
+
+
+def _chat(value: Mapping[str, Any]) -> Chat:
+    messages, tools = value["messages"], value.get("tools")
+    add = value.get("add_generation_prompt", False)
+    if not isinstance(messages, list | tuple) or not messages:
+        raise PromptError("messages must be a list of at least one")
+    if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
+        raise PromptError("every message must be an object with a role")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise PromptError("tools must be a list of objects")
+    if not isinstance(add, bool):
+        raise PromptError("add_generation_prompt must be true or false")
+    return Chat(messages, tools, add)
+
+
+def _text_or_tokens(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**32 - 1 for item in value):
+            return tuple(value)
+        raise PromptError("token ids must be integers of 0 or more")
+    raise PromptError("a prompt is a text, a list of token ids, or an object with messages; and it is not empty")
