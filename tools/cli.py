@@ -17,6 +17,7 @@ from rich.console import Console
 
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tools import remote_ops, serve
 
 if TYPE_CHECKING:
     from kvstore.tools.demo.server import DemoError
@@ -35,6 +36,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Work with configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+serve.add_commands(app)
+remote_ops.add_commands(app)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -97,6 +100,7 @@ def bench(
     folder: Annotated[Path, typer.Option(help="The disk to measure.", exists=True, file_okay=False)] = BENCH_FOLDER,
     disk: Annotated[bool, typer.Option(help="Measure the disk too.")] = True,
     redis: Annotated[bool, typer.Option(help="Measure Redis too, if redis-server is on the PATH.")] = True,
+    server: Annotated[bool, typer.Option(help="Measure the cache server too.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure every path against the limit of this machine, in one run.
@@ -112,6 +116,7 @@ def bench(
             rounds=rounds,
             folder=folder if disk else None,
             redis_server=Path(program) if redis and (program := shutil.which("redis-server")) else None,
+            cache_server=server,
             as_json=as_json,
         )
     except KVStoreError as error:

@@ -23,9 +23,13 @@ BUILT_IN = (
     EntryPoint("disk", "kvstore.tiers.disk:DiskTier.open", GROUP),
     EntryPoint("gpu", "kvstore.tiers.gpu:GpuTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis:RedisTier.open", GROUP),
+    EntryPoint("server", "kvstore.tiers.server:ServerTier.open", GROUP),
 )
 
-SCHEMES = dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis")
+SCHEMES = {
+    **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
+    **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
+}
 """The name of the tier behind each scheme of a remote URL."""
 
 

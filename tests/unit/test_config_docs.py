@@ -30,8 +30,8 @@ class TestExamples:
         assert bool(loaded.warnings) == (example_file.stem == "from-lmcache")
         assert FLAG in example_file.read_text()
 
-    def test_are_the_four_that_the_documentation_names(self) -> None:
-        assert [path.stem for path in EXAMPLES] == ["cpu-and-disk", "cpu", "from-lmcache", "redis"]
+    def test_are_the_five_that_there_are(self) -> None:
+        assert [path.stem for path in EXAMPLES] == ["cpu-and-disk", "cpu", "from-lmcache", "redis", "server"]
 
     def test_cpu_and_disk(self) -> None:
         config = load_config(path=EXAMPLES[0], environ={}).config

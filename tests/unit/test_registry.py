@@ -47,6 +47,7 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
         "disk": {"folder": tmp_path},
         "gpu": {"device": "cpu"},
         "redis": {"url": "redis://localhost"},
+        "server": {"url": "kvs+ipc:///nowhere"},
     }
     assert {entry.name for entry in BUILT_IN} == set(options)
     for name, own in options.items():
@@ -59,7 +60,7 @@ def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pyte
     (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
     section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
     install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
-    assert list(known_tiers()) == ["cpu", "disk", "gpu", "redis", "sqlite"]
+    assert list(known_tiers()) == ["cpu", "disk", "gpu", "redis", "server", "sqlite"]
     tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
     assert tier.name == "sqlite"
