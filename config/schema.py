@@ -192,9 +192,10 @@ class StoreConfig(BaseModel):
     )
     remote_url: str | None = Field(
         default=None,
-        description="A tier that several engines share: `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or "
-        "`redis-cluster://` (see [redis.md](redis.md)); or, read-only, a pack: `pack:///path` (see [warming.md]"
-        "(warming.md#a-pack-as-a-tier)). Without it nothing is shared.",
+        description="A tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` (see [server.md]"
+        "(server.md)), or Redis, `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` (see "
+        "[redis.md](redis.md)); or, read-only, a pack: `pack:///path` (see [warming.md](warming.md#a-pack-as-a-tier)). "
+        "Without it nothing is shared.",
     )
     remote_username: str | None = Field(
         default=None,
@@ -206,6 +207,16 @@ class StoreConfig(BaseModel):
         min_length=1,
         repr=False,
         description="Password of that user. Best given as the variable `KVSTORE_REMOTE_PASSWORD`.",
+    )
+    remote_key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of this engine's secret key, for a cache server on another host. `kvstore keygen` makes it.",
+    )
+    remote_server_key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of that server's public key.",
     )
     remote_required: bool = Field(
         default=False,
@@ -274,6 +285,41 @@ class StoreConfig(BaseModel):
         le=65_000,
         description="Port to listen on; a data-parallel replica adds its rank. 0 for any that is free, which the log "
         "names.",
+    )
+    server_listen: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where `kvstore serve` listens: `kvs+ipc:///folder` for this host, `kvs://host:port` for others, "
+        "or both with a comma between them (see [server.md](server.md)). Engines do not look at keys that begin with "
+        "`server_`.",
+    )
+    server_key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of the server's secret key. Needed to listen on an address that other hosts can reach.",
+    )
+    server_clients: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of the public keys of those who may come in from other hosts.",
+    )
+    server_quotas: str | None = Field(
+        default=None,
+        min_length=1,
+        description="How many GiB a namespace may hold at the server, by model or by id: `my-model=40, *=10`. If null, "
+        "as much as there is.",
+    )
+    server_http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65_535,
+        description="Loopback port for `/metrics` and `/healthz` of the server; 0 for any that is free. If null, none.",
+    )
+    server_drain_secs: Annotated[float, Unit("seconds")] = Field(
+        default=30.0,
+        ge=0,
+        le=_MAX_TIMEOUT_S,
+        description="How long writes to disk may take when the server is told to end.",
     )
     model_id: str | None = Field(
         default=None,

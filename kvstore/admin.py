@@ -69,10 +69,9 @@ _ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls], Reply]]] = {
 def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str]) -> Reply:
     """Carry out a request. ``headers`` has lower-case names.
 
-    A browser is turned away, because any page that a user looks at could make it ask: pages of other sites name
-    themselves in ``Origin``, and one whose name was made to point here (DNS rebinding) asks for another ``Host``.
+    Browsers are turned away, see ``is_from_here``.
     """
-    if "origin" in headers or not is_loopback(_host_name(headers.get("host", ""))):
+    if not is_from_here(headers):
         return Reply(HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may ask, under a loopback name"})
     action = _ACTIONS.get((method, path))
     if action is not None:
@@ -82,6 +81,15 @@ def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str
         return Reply(HTTPStatus.METHOD_NOT_ALLOWED, {"error": f"{path} takes {methods[0]}, not {method}"})
     known = [f"{known} {known_path}" for known, known_path in _ACTIONS]
     return Reply(HTTPStatus.NOT_FOUND, {"error": "there is no such path", "paths": known})
+
+
+def is_from_here(headers: Mapping[str, str]) -> bool:
+    """Whether a program on this machine asks, and not a browser: any page that a user looks at could make that ask.
+
+    Pages of other sites name themselves in ``Origin``, and one whose name was made to point here (DNS rebinding) asks
+    for another ``Host``.
+    """
+    return "origin" not in headers and is_loopback(_host_name(headers.get("host", "")))
 
 
 def is_loopback(host: str) -> bool:

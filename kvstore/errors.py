@@ -5,6 +5,7 @@
     ├── LayoutError            a KV cache that cannot be stored as opaque blocks
     ├── InvalidCallError       an argument of a public call breaks its contract
     ├── CodecError             bytes that no codec made; becomes a miss before it reaches a caller of a tier
+    ├── ProtocolError          a message that a cache server or its client would not send; it ends the connection
     ├── TierError              a tier is broken: it may work again later
     │   ├── FolderOwnedError   the disk folder belongs to another live process
     │   ├── TierSetupError     (and ConfigError) a server refuses what it was configured with
@@ -41,6 +42,10 @@ class InvalidCallError(KVStoreError, ValueError):
 
 class CodecError(KVStoreError, ValueError):
     """Encoded bytes are malformed."""
+
+
+class ProtocolError(KVStoreError, ValueError):
+    """A message between a cache server and a client is malformed."""
 
 
 class TierError(KVStoreError):

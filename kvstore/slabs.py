@@ -8,16 +8,14 @@ Who owns which slot is the index's business, not the pool's.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import threading
 import time
 
-import numpy as np
-
 from kvstore.errors import ConfigError
 from kvstore.layout import ALIGNMENT_BYTES, round_up
+from kvstore.mapped import map_bytes, populate
 from kvstore.pinning import Pinner, find_pinner
 from kvstore.tiers.base import ByteArray
 
@@ -25,11 +23,6 @@ logger = logging.getLogger(__name__)
 
 POPULATE_THREADS = 2  # more would take the memory's bandwidth from the engine that is starting
 _PIECE_BYTES = 256 << 20  # how much is pinned at once
-_STEP_BYTES = 8 << 20  # how much is populated between two looks at whether the pool was closed
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a foreign call releases the GIL
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class SlabPool:
@@ -70,7 +63,6 @@ class SlabPool:
         self._pinned: dict[int, int] = {}  # address to bytes
         self._pins = True
         self._closing = threading.Event()
-        _libc.madvise(self._address, self._bytes.nbytes, _MADV_HUGEPAGE)  # a hint: failure changes nothing
         self._threads = [
             threading.Thread(target=self._populate, args=(number,), name=f"kvstore-populate-{number}", daemon=True)
             for number in range(min(POPULATE_THREADS, self._num_pieces))
@@ -116,11 +108,8 @@ class SlabPool:
         for piece in range(first_piece, self._num_pieces, POPULATE_THREADS):
             begin = piece * piece_bytes
             end = min(begin + piece_bytes, self.num_slots * self.slot_bytes)
-            for offset in range(begin, end, _STEP_BYTES):
-                if self._closing.is_set():
-                    return
-                # Fails on Linux before 5.14: there pages come on first use, or when they are pinned.
-                _libc.madvise(self._address + offset, min(_STEP_BYTES, end - offset), _MADV_POPULATE_WRITE)
+            if not populate(self._bytes, begin, end, self._closing.is_set):
+                return
             self._pin(self._address + begin, end - begin)
             self._finish(piece)
 
@@ -152,9 +141,8 @@ def _map(num_bytes: int) -> ByteArray:
         ConfigError: the system refused.
     """
     try:
-        mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return map_bytes(num_bytes)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"cannot map {num_bytes / 2**30:.1f} GiB for the CPU pool ({error}): lower max_local_cpu_size"
         ) from error
-    return np.frombuffer(mapping, dtype=np.uint8)

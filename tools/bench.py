@@ -38,6 +38,7 @@ from kvstore.tools.bench_codecs import codec_table, measure_codecs
 from kvstore.tools.bench_layers import LOADS_PER_PAIR, retrieve_by_layer
 from kvstore.tools.bench_policy import measure_policy
 from kvstore.tools.bench_redis import measure_redis
+from kvstore.tools.bench_server import measure_server
 from kvstore.tools.bench_vllm import measure_vllm
 from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, RawDisk, Workbench, paired, timed
 
@@ -104,6 +105,15 @@ VLLM_BOUNDS = {
     "throughput": ("vLLM: throughput, no hit", "no connector", Bound(0.97, 0.75)),
     "control": ("vLLM: no connector, again", "no connector", Bound(0.97, 0.0)),
 }
+# On one host of memcpy, over TCP of plain pyzmq, whose bytes stay where they arrive. The lookup's limit is three round
+# trips. Server and client share two cores, so the floors leave much to other work.
+SERVER_BOUNDS = {
+    "server store": Bound(0.75, 0.40),
+    "server retrieve": Bound(0.75, 0.40),
+    "server store over TCP": Bound(0.80, 0.40),
+    "server retrieve over TCP": Bound(0.80, 0.40),
+    "server lookup, 128 known keys": Bound(1.0, 0.50),
+}
 POLICY_CHUNKS = 100_000
 POLICY_REQUESTS = 2_000
 POLICY_TARGET_S = {"adaptive policy, a chunk touched": 20e-6}
@@ -121,6 +131,7 @@ class BenchOptions:
         folder: where to make a folder for the disk lines; None leaves them out.
         redis_server: the program to start for the redis lines; None leaves them out.
         vllm: measure real vLLM too, if it is installed.
+        cache_server: whether to measure our own server.
     """
 
     geometry: Geometry
@@ -129,6 +140,7 @@ class BenchOptions:
     folder: Path | None = None
     redis_server: Path | None = None
     vllm: bool = False
+    cache_server: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < MIN_ROUNDS:
@@ -147,7 +159,8 @@ class BenchOptions:
     @property
     def total_rounds(self) -> int:
         """How often ``run_bench`` calls ``tick``."""
-        return (self.rounds + WARM_UP_ROUNDS) * (1 + bool(self.folder) + bool(self.redis_server)) + 1 + self.vllm
+        kinds = 1 + bool(self.folder) + bool(self.redis_server) + self.cache_server
+        return (self.rounds + WARM_UP_ROUNDS) * kinds + 1 + self.vllm
 
 
 @dataclass(frozen=True)
@@ -279,6 +292,13 @@ def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport
                 lines += _redis_lines(workbench, options, tick)
             except ConfigError as error:
                 skipped.append(f"redis: {error}")
+        if not options.cache_server:
+            skipped.append("server: not asked for")
+        else:
+            try:
+                lines += _server_lines(workbench, options, tick)
+            except ConfigError as error:
+                skipped.append(f"server: {error}")
         lines.append(_policy_line())
         if options.vllm:
             tick("vLLM")
@@ -458,6 +478,27 @@ def _vllm_lines(options: BenchOptions) -> list[Line]:
     return [Line(name, limit, bound, samples[key]) for key, (name, limit, bound) in VLLM_BOUNDS.items()]
 
 
+def _server_lines(workbench: Workbench, options: BenchOptions, tick: Tick) -> list[Line]:
+    """The server tier against memcpy, plain pyzmq and bare round trips.
+
+    Raises:
+        ConfigError: its libraries are not there, or the server does not start.
+    """
+    samples = measure_server(
+        workbench.paged.layout,
+        workbench.num_chunks,
+        rounds=WARM_UP_ROUNDS + options.rounds,
+        lookup_rounds=LOOKUP_ROUNDS,
+        tick=lambda: tick("server"),
+    )
+    limits = ("memcpy", "memcpy", "plain pyzmq", "plain pyzmq", "3 round trips")
+    lines = [
+        Line(name, limit, bound, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes)
+        for (name, bound), pairs, limit in zip(SERVER_BOUNDS.items(), samples, limits, strict=True)
+    ]
+    return [*lines[:4], replace(lines[4], pairs=samples.lookups, size_bytes=0)]
+
+
 def _pool_bytes(workbench: Workbench) -> int:
     """Bytes of a pool that holds one batch."""
     return workbench.num_chunks * workbench.paged.layout.slot_bytes
@@ -519,6 +560,7 @@ def measure_and_print(
     folder: Path | None,
     redis_server: Path | None = None,
     vllm: bool = False,
+    cache_server: bool = False,
     as_json: bool = False,
 ) -> bool:
     """Run the bench and print its table, or one JSON object. False if a line is below its floor.
@@ -530,7 +572,9 @@ def measure_and_print(
     console = Console(stderr=True)
     if geometry not in GEOMETRIES:
         raise ConfigError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
-    options = BenchOptions(GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder, redis_server, vllm)
+    options = BenchOptions(
+        GEOMETRIES[geometry], batch_mib * _MIB, rounds, folder, redis_server, vllm=vllm, cache_server=cache_server
+    )
     report = _run_shown(options, console)
     codecs = measure_codecs(GEOMETRIES[geometry], rounds)
     if as_json:

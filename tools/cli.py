@@ -17,6 +17,7 @@ from rich.console import Console
 
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tools import remote_ops, serve
 from kvstore.tools.commands import configs, host, packs, stored, warming
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson
 from kvstore.tools.console import errors as _errors
@@ -52,6 +53,8 @@ config_app.command(epilog="Example: kvstore config show --changed")(configs.show
 config_app.command("from-lmcache", epilog="Example: kvstore config from-lmcache lmcache.yaml -o kvstore.yaml")(
     configs.from_lmcache
 )
+serve.add_commands(app)
+remote_ops.add_commands(app)
 
 
 @app.command(epilog="Example: kvstore version --json")
@@ -113,6 +116,7 @@ def bench(
     disk: Annotated[bool, typer.Option(help="Measure the disk too.")] = True,
     redis: Annotated[bool, typer.Option(help="Measure Redis too, if redis-server is on the PATH.")] = True,
     vllm: Annotated[bool, typer.Option(help="Measure real vLLM too, if it is installed; takes minutes.")] = True,
+    server: Annotated[bool, typer.Option(help="Measure the cache server too.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure every path against the limit of this machine, in one run.
@@ -129,6 +133,7 @@ def bench(
             folder=folder if disk else None,
             redis_server=Path(program) if redis and (program := shutil.which("redis-server")) else None,
             vllm=vllm,
+            cache_server=server,
             as_json=as_json,
         )
     except KVStoreError as error:

@@ -197,6 +197,8 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         "connections": config.remote_connections,
         "timeout_s": config.blocking_timeout_secs,
         "codec": config.remote_codec if config.remote_codec != "none" else None,
+        "client_key_file": config.remote_key_file,
+        "server_key_file": config.remote_server_key_file,
     }
     return RemoteOptions(
         url,

@@ -24,9 +24,14 @@ BUILT_IN = (
     EntryPoint("gpu", "kvstore.tiers.gpu:GpuTier.open", GROUP),
     EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis:RedisTier.open", GROUP),
+    EntryPoint("server", "kvstore.tiers.server:ServerTier.open", GROUP),
 )
 
-SCHEMES = dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis") | {"pack": "pack"}
+SCHEMES = {
+    **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
+    "pack": "pack",
+    **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
+}
 """The name of the tier behind each scheme of a remote URL."""
 
 READ_ONLY = frozenset({"pack"})

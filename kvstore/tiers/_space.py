@@ -114,6 +114,15 @@ class Space:
                 return
             self.delete(*victim)
 
+    def empty(self) -> None:
+        """Delete all spare files and foreign chunks."""
+        while True:
+            with self._changed:
+                victim = self._take_victim()
+            if victim is None:
+                return
+            self.delete(*victim)
+
     def forget(self) -> None:
         """Uncount spare files and foreign chunks: the folder was deleted with them. Needs the lock."""
         self.used_bytes -= sum(self._spares.values()) + sum(size for _, size in self._foreign)

@@ -73,6 +73,7 @@ class DiskTier(Tier):
         direct: whether to go round the page cache; None finds out whether the folder can, True insists.
         codec: what chunks are encoded with, see ``kvstore.codecs``. Chunks in the folder that another codec encoded are
             no chunks to this tier; those without any are read whatever the codec.
+        checks_room: whether the filesystem must have room for the capacity. Not where several tiers share one bound.
 
     Raises:
         ConfigError: the folder or the capacity cannot be used, or the codec not on this layout.
@@ -90,6 +91,7 @@ class DiskTier(Tier):
         *,
         direct: bool | None = None,
         codec: str = "none",
+        checks_room: bool = True,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.counters = TierCounters()
@@ -109,7 +111,7 @@ class DiskTier(Tier):
         self._closed = False
         self._finished = threading.Event()
         self._throttle = Throttle()
-        self._open(direct)
+        self._open(direct, checks_room=checks_room)
 
     @classmethod
     def open(cls, setup: TierSetup) -> DiskTier:
@@ -128,7 +130,7 @@ class DiskTier(Tier):
             )
         return cls(Path(folder), setup.namespace, setup.layout, setup.capacity_bytes, direct=direct, codec=codec)
 
-    def _open(self, direct: bool | None) -> None:
+    def _open(self, direct: bool | None, *, checks_room: bool) -> None:
         if self.capacity_bytes < self._max_sizes[-1]:
             raise ConfigError(
                 f"max_local_disk_size of {self.capacity_bytes / _GIB:.4f} GiB does not hold a single chunk, "
@@ -137,7 +139,8 @@ class DiskTier(Tier):
         _folder.make_folder(self._folder)
         self._lock = _folder.FolderLock(self._folder)
         try:
-            _survey.check_room([self._folder], self.capacity_bytes)
+            if checks_room:
+                _survey.check_room([self._folder], self.capacity_bytes)
             self._io.direct_flag = self._choose_io(direct)
             self._make_home()
         except OSError as error:
@@ -272,6 +275,11 @@ class DiskTier(Tier):
     def used_bytes(self) -> int:
         """Bytes of all files of chunks: held, spare, foreign, being written or deleted. Readable after ``close``."""
         return self._space.used_bytes
+
+    def drop_spares(self) -> None:
+        """Delete the spare files: somebody else, who shares the disk, has better use for their bytes."""
+        with self._operation():
+            self._space.empty()
 
     def close(self) -> None:
         """Let calls under way finish, then free the folder for other engines.

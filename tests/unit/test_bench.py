@@ -24,6 +24,19 @@ from kvstore.tools.cli import app
 
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 BATCH_BYTES = 3 * TOY.chunk_bytes
+TOY_COMMAND = [
+    "bench",
+    "--geometry",
+    "toy",
+    "--batch-mib",
+    "1",
+    "--rounds",
+    "7",
+    "--no-disk",
+    "--no-redis",
+    "--no-server",
+    "--no-vllm",
+]
 
 
 def make_line(fraction: float) -> Line:
@@ -40,6 +53,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     monkeypatch.setitem(GEOMETRIES, "toy", TOY)
     monkeypatch.setitem(bench.BOUNDS, "toy", dict.fromkeys(bench.BOUNDS["llama-8b"], Bound(0.0, 0.0)))
     monkeypatch.setattr(bench, "LOOKUP_BOUND", Bound(0.0, 0.0))
+    monkeypatch.setattr(bench, "SERVER_BOUNDS", dict.fromkeys(bench.SERVER_BOUNDS, Bound(0.0, 0.0)))
     monkeypatch.setattr(bench, "REDIS_BOUNDS", dict.fromkeys(bench.REDIS_BOUNDS, Bound(0.0, 0.0)))
     monkeypatch.setattr(bench, "LOOKUP_ROUNDS", 3)
     monkeypatch.setattr(bench, "POLICY_CHUNKS", 160)
@@ -55,7 +69,8 @@ def test_geometries_have_the_sizes_their_models_have() -> None:
 
 def test_floors_are_not_above_goals() -> None:
     bounds = [bound for lines in bench.BOUNDS.values() for bound in lines.values()]
-    assert all(0 < bound.floor <= bound.goal for bound in [*bounds, *bench.REDIS_BOUNDS.values(), bench.LOOKUP_BOUND])
+    bounds += [*bench.REDIS_BOUNDS.values(), *bench.SERVER_BOUNDS.values(), bench.LOOKUP_BOUND]
+    assert all(0 < bound.floor <= bound.goal for bound in bounds)
 
 
 def test_fraction_is_the_median_over_pairs_not_the_ratio_of_medians() -> None:
@@ -149,7 +164,7 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     ]
     assert [len(line.pairs) for line in report.lines] == [7, 7, 7, 7, 7, 3, 3, 5]
     assert len(ticks) == options.total_rounds
-    assert report.skipped == ["redis: not asked for, or no redis-server on the PATH"]
+    assert report.skipped == ["redis: not asked for, or no redis-server on the PATH", "server: not asked for"]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
 
 
@@ -161,12 +176,18 @@ def test_run_measures_redis(toy: Geometry) -> None:
     assert [line.name for line in lines] == list(bench.REDIS_BOUNDS)
     assert [len(line.pairs) for line in lines] == [7, 7, 3]
     assert len(ticks) == options.total_rounds
-    assert report.skipped == ["disk: not asked for"]
+    assert report.skipped == ["disk: not asked for", "server: not asked for"]
+
+
+def test_run_measures_the_cache_server(toy: Geometry) -> None:
+    report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, cache_server=True))
+    assert not report.failed
+    assert set(bench.SERVER_BOUNDS) < {line.name for line in report.lines}
 
 
 def test_a_redis_server_that_does_not_start_is_told(toy: Geometry) -> None:
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path("/bin/false")))
-    assert report.skipped == ["disk: not asked for", "redis: redis-server does not start"]
+    assert report.skipped == ["disk: not asked for", "redis: redis-server does not start", "server: not asked for"]
 
 
 def _made(folder: Path) -> Path:
@@ -213,35 +234,22 @@ def test_options_that_make_no_sense(batch_bytes: int, rounds: int, message: str)
 
 
 def test_json_holds_every_sample(toy: Geometry) -> None:
-    result = CliRunner().invoke(
-        app,
-        [
-            "bench",
-            "--geometry",
-            "toy",
-            "--batch-mib",
-            "1",
-            "--rounds",
-            "7",
-            "--no-disk",
-            "--no-redis",
-            "--no-vllm",
-            "--json",
-        ],
-    )
+    result = CliRunner().invoke(app, [*TOY_COMMAND, "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["geometry"]["name"] == "toy"
     assert found["failed"] == []
-    assert found["skipped"] == ["disk: not asked for", "redis: not asked for, or no redis-server on the PATH"]
+    assert found["skipped"] == [
+        "disk: not asked for",
+        "redis: not asked for, or no redis-server on the PATH",
+        "server: not asked for",
+    ]
     assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 3, 3, 5]
 
 
 def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.BOUNDS["toy"], "CPU store", Bound(1e9, 1e9))
-    result = CliRunner().invoke(
-        app, ["bench", "--geometry", "toy", "--batch-mib", "1", "--rounds", "7", "--no-disk", "--no-redis", "--no-vllm"]
-    )
+    result = CliRunner().invoke(app, TOY_COMMAND)
     assert result.exit_code == 1
     assert "BELOW FLOOR" in result.stdout
     assert re.search(r"CPU store: \d+\.\d\d of memcpy is below the floor", result.stderr)

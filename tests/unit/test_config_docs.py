@@ -30,8 +30,9 @@ class TestExamples:
         assert bool(loaded.warnings) == (example_file.stem == "from-lmcache")
         assert FLAG in example_file.read_text()
 
-    def test_are_the_five_that_the_documentation_names(self) -> None:
-        assert [path.stem for path in EXAMPLES] == ["cpu-and-disk", "cpu", "from-lmcache", "pack", "redis"]
+    def test_are_the_six_that_the_documentation_names(self) -> None:
+        names = ["cpu-and-disk", "cpu", "from-lmcache", "pack", "redis", "server"]
+        assert [path.stem for path in EXAMPLES] == names
 
     def test_cpu_and_disk(self) -> None:
         config = load_config(path=EXAMPLES[0], environ={}).config

@@ -66,6 +66,24 @@ def test_two_lengths_under_one_key_are_two_chunks(open_tier: Open) -> None:
     assert get(tier, make_ref(1, 8)) is get(tier, make_ref(1, 3)) is Outcome.HIT
 
 
+def test_spare_files_can_be_given_up(open_tier: Open, folder: Path) -> None:
+    """For others that share the disk; the chunks stay."""
+    tier = open_tier()
+    put(tier, make_ref(1, 8), make_ref(2, 8))
+    tier.remove([make_ref(1, 8)])
+    assert tier.used_bytes == 2 * CHUNK_BYTES
+    tier.drop_spares()
+    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
+    assert get(tier, make_ref(2, 8)) is Outcome.HIT
+
+
+def test_a_bound_larger_than_the_filesystem(folder: Path) -> None:
+    """Is refused, unless somebody else sees to it."""
+    with pytest.raises(ConfigError, match="does not fit"):
+        DiskTier(folder, MINE, EVEN, 1 << 60)
+    DiskTier(folder, MINE, EVEN, 1 << 60, checks_room=False).close()
+
+
 def test_padding_on_disk_is_zero(open_tier: Open, folder: Path) -> None:
     tier = open_tier(layout=ODD)
     put(tier, make_ref(1, 4), layout=ODD)

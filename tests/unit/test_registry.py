@@ -49,6 +49,7 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
         "gpu": {"device": "cpu"},
         "pack": {"url": f"pack://{tmp_path}/empty.kvpack"},
         "redis": {"url": "redis://localhost"},
+        "server": {"url": "kvs+ipc:///nowhere"},
     }
     with PackWriter(tmp_path / "empty.kvpack", [Shard(make_setup().namespace, LAYOUT)]) as pack:
         pack.finish()
@@ -63,7 +64,7 @@ def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pyte
     (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
     section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
     install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
-    assert list(known_tiers()) == ["cpu", "disk", "gpu", "pack", "redis", "sqlite"]
+    assert list(known_tiers()) == ["cpu", "disk", "gpu", "pack", "redis", "server", "sqlite"]
     tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
     assert tier.name == "sqlite"

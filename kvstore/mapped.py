@@ -1,0 +1,44 @@
+"""Memory that is mapped: asked for in huge pages, and touched before it is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    ByteArray = npt.NDArray[np.uint8]
+
+_STEP_BYTES = 8 << 20  # how much is populated between two looks at whether to stop
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a foreign call releases the GIL
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_bytes(num_bytes: int, fd: int = -1) -> ByteArray:
+    """Addresses for ``num_bytes``: of a file, shared, or of nothing yet, private. The last view unmaps them.
+
+    Raises:
+        OSError, OverflowError, ValueError: the system refused.
+    """
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = np.frombuffer(mmap.mmap(fd, num_bytes, flags), dtype=np.uint8)
+    _libc.madvise(memory.ctypes.data, memory.nbytes, _MADV_HUGEPAGE)  # a hint: failure changes nothing
+    return memory
+
+
+def populate(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool]) -> bool:
+    """Touch every page of a part of some memory, without changing what is in it; False if it was stopped."""
+    address = memory.ctypes.data
+    for offset in range(begin, end, _STEP_BYTES):
+        if stops():
+            return False
+        # Fails on Linux before 5.14: there pages come on first use.
+        _libc.madvise(address + offset, min(_STEP_BYTES, end - offset), _MADV_POPULATE_WRITE)
+    return True

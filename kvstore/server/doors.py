@@ -1,0 +1,185 @@
+"""The way in for clients on the same host: a unix socket that hands out the pool, and tells when a client is gone.
+
+Who connects gets the memfd and a token, with which it says hello through the other socket. After that nothing is said
+here. The connection stands for the client's hold of the pool: its end is the only sign that the client cannot write to
+its pages any more, as only the client closes it, or the kernel after the client's death.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import logging
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+from kvstore.throttle import Throttle
+from kvstore.wire import TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
+
+DOOR_NAME = "pool"
+FOLDER_MODE = 0o700
+_SOCKET_MODE = 0o600
+_MAX_CONNECTIONS = 2048
+_BACKLOG = 128
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Doors:
+    """A unix socket in a folder of mode 0700. Belongs to the thread that decides.
+
+    Args:
+        folder: where; made if missing.
+        pool_fd: the memfd to hand out.
+
+    Raises:
+        ConfigError: the folder belongs to somebody else or is open to others, or another server lives in it.
+    """
+
+    def __init__(self, folder: Path, pool_fd: int) -> None:
+        self._path = folder / DOOR_NAME
+        self._pool_fd = pool_fd
+        self._tokens: dict[int, bytes] = {}  # by the connection's file descriptor
+        self._connections: dict[bytes, socket.socket] = {}
+        self._throttle = Throttle()
+        make_private(folder)
+        self._listener = _listen(self._path)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when somebody comes or goes."""
+        return self._epoll.fileno()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def is_open(self, token: bytes) -> bool:
+        """Whether the connection with this token is there."""
+        return token in self._connections
+
+    def turn_out(self, token: bytes) -> None:
+        """Tell a client to go. It is gone when it closes its end."""
+        connection = self._connections.get(token)
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    def look(self) -> list[bytes]:
+        """Let in who has come; the tokens of those who have gone."""
+        gone = []
+        for fd, events in self._epoll.poll(0):
+            if fd == self._listener.fileno():
+                self._let_in()
+            elif self._has_gone(fd, events):
+                gone.append(self._close(fd))
+        return gone
+
+    def close(self) -> None:
+        """Close the socket and all connections, and delete its name."""
+        for fd in list(self._tokens):
+            self._close(fd)
+        self._epoll.close()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _let_in(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED) and self._throttle.is_due("accept"):
+                logger.warning("cannot let a client in: %s", os.strerror(error.errno or 0))
+            return
+        connection.setblocking(False)
+        uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+        if uid not in {0, os.geteuid()} or len(self._tokens) >= _MAX_CONNECTIONS:
+            if self._throttle.is_due("turned away"):
+                logger.warning("a client of user %d was turned away; %d are here", uid, len(self._tokens))
+            connection.close()
+            return
+        token = secrets.token_bytes(TOKEN_BYTES)
+        rights = array.array("i", [self._pool_fd]).tobytes()
+        try:
+            connection.sendmsg([token], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except OSError:  # gone already
+            connection.close()
+            return
+        self._tokens[connection.fileno()] = token
+        self._connections[token] = connection
+        self._epoll.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
+
+    def _has_gone(self, fd: int, events: int) -> bool:
+        """Whether a connection ended. What is said on it has no meaning, and is thrown away."""
+        if events & (select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
+            return True
+        connection = self._connections[self._tokens[fd]]
+        try:
+            return not connection.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _close(self, fd: int) -> bytes:
+        token = self._tokens.pop(fd)
+        self._epoll.unregister(fd)
+        self._connections.pop(token).close()
+        return token
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for nobody but us, or see that it is.
+
+    Raises:
+        ConfigError: it is not, or cannot be made.
+    """
+    try:
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} of the cache server cannot be used: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"the folder {folder} of the cache server must belong to its user and be closed to others: chmod 700 it, "
+            "or name another"
+        )
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listen on a path, in the place of a dead server's socket.
+
+    Raises:
+        ConfigError: a server lives there, or the path cannot be used.
+    """
+    if is_alive(path):
+        raise ConfigError(f"another cache server runs in {path.parent}: stop it, or name another folder")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(_SOCKET_MODE)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"the cache server cannot listen on {path}: {error.strerror or error}") from error
+    return listener
+
+
+def is_alive(path: Path) -> bool:
+    """Whether somebody listens on a unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

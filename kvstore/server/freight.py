@@ -1,0 +1,153 @@
+"""Payload in messages: pieces that clients elsewhere send and fetch. Copies and checksums run on their own threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvstore import wire
+from kvstore.errors import ProtocolError
+from kvstore.server.pool import Pool
+from kvstore.server.sessions import MAX_PIECES, Lease, Peer, Session, Sessions
+from kvstore.tiers.base import ByteArray, Outcome
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+COPY_THREADS: Final = 2
+_MAX_SUMS: Final = 256  # of one chunk: those of all pieces of one GiB
+
+
+@dataclass
+class Ways:
+    """How the service reaches the outside.
+
+    Attributes:
+        send: an answer, and frames of payload behind it, to a client.
+        report: takes what is to be done by the thread that decides.
+        is_open: whether a token is that of a connection to the unix socket.
+        stats: everything counted.
+        now: seconds.
+    """
+
+    send: Callable[[Peer, wire.Answer, Sequence[Buffer]], None]
+    report: Callable[[Callable[[], None]], None]
+    is_open: Callable[[bytes], bool]
+    stats: Callable[[], dict[str, Any]]
+    now: Callable[[], float]
+
+
+class Freight:
+    """Moves pieces between messages and pages. Belongs to the thread that decides.
+
+    Args:
+        pool: the memory.
+        sessions: whose leases the pieces are about.
+        ways: to the outside.
+    """
+
+    def __init__(self, pool: Pool, sessions: Sessions, ways: Ways) -> None:
+        self._pool = pool
+        self._sessions = sessions
+        self._ways = ways
+        self._copiers = ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
+
+    def take(self, session: Session, request: wire.Piece, frame: Buffer) -> None:
+        """Put a piece where it belongs, and say so when it is there.
+
+        Raises:
+            ProtocolError: it does not belong into its chunk, or too many are under way.
+        """
+        lease = session.leases.get(request.lease)
+        if lease is None or not lease.is_write:
+            self._say(session, request.serial, Outcome.FAILED)
+            return
+        source = memoryview(frame)
+        parts = self._parts(lease, request.offset_bytes, len(source))
+
+        def copied(*, is_sound: bool) -> None:
+            if is_sound:
+                lease.copied_bytes += len(source)
+                lease.chunk.sums[request.offset_bytes, len(source)] = request.checksum
+            self._end(session, lease, is_sound=is_sound)
+            self._say(session, request.serial, Outcome.STORED if is_sound else Outcome.FAILED)
+
+        def copy() -> None:
+            is_sound = _fill(parts, source) == request.checksum
+            self._ways.report(lambda: copied(is_sound=is_sound))
+
+        self._begin(session, lease)
+        self._copiers.submit(copy)
+
+    def hand_out(self, session: Session, request: wire.Fetch) -> None:
+        """Send a part of a chunk, once its checksum is known: at once if it was sent or asked for like that before.
+
+        Raises:
+            ProtocolError: it is no part of its chunk, or too many are under way.
+        """
+        lease = session.leases.get(request.lease)
+        if lease is None or lease.is_write:
+            self._say(session, request.serial, Outcome.FAILED)
+            return
+        parts = self._parts(lease, request.offset_bytes, request.num_bytes)
+        sums, part_of_chunk = lease.chunk.sums, (request.offset_bytes, request.num_bytes)
+
+        def send(checksum: bytes) -> None:
+            self._ways.send(session.peer, wire.Data(request.serial, checksum), [part.data for part in parts])
+
+        if part_of_chunk in sums:
+            send(sums[part_of_chunk])
+            return
+
+        def summed(checksum: bytes) -> None:
+            if lease.is_over:
+                self._say(session, request.serial, Outcome.FAILED)
+            else:
+                if len(sums) < _MAX_SUMS:
+                    sums[part_of_chunk] = checksum
+                send(checksum)
+            self._end(session, lease, is_sound=True)
+
+        def add_up() -> None:
+            checksum = wire.checksum(part.data for part in parts)
+            self._ways.report(lambda: summed(checksum))
+
+        self._begin(session, lease)
+        self._copiers.submit(add_up)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._copiers.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, session: Session, lease: Lease) -> None:
+        if session.num_pieces >= MAX_PIECES:
+            raise ProtocolError(f"more than {MAX_PIECES} pieces at once")
+        session.num_pieces += 1
+        lease.copies += 1
+
+    def _end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
+        session.num_pieces -= 1
+        self._sessions.copied(lease, is_sound=is_sound)
+
+    def _say(self, session: Session, serial: int, outcome: Outcome) -> None:
+        self._ways.send(session.peer, wire.Done(serial, wire.pack_outcomes([outcome]), wire.NO_USAGE), ())
+
+    def _parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
+        """Views of a part of a chunk's payload."""
+        if offset_bytes + num_bytes > lease.chunk.num_bytes:
+            raise ProtocolError("a part of a chunk lies behind its end")
+        return self._pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
+
+
+def _fill(parts: Sequence[ByteArray], source: memoryview) -> bytes:
+    """Copy bytes to their places; returns the checksum of what is there then."""
+    arrived = np.frombuffer(source, np.uint8)
+    begin = 0
+    for part in parts:
+        part[:] = arrived[begin : begin + len(part)]
+        begin += len(part)
+    return wire.checksum(part.data for part in parts)

@@ -1,0 +1,324 @@
+"""The sockets of the server, and the one thread that decides.
+
+It never waits for a disk, a copy or a client: what takes time runs on other threads, which hand back what is then to be
+decided. A client that does not read its answers is cut off when its queue is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvstore import wire
+from kvstore.errors import ConfigError, ProtocolError
+from kvstore.server.doors import Doors
+from kvstore.server.freight import Ways
+from kvstore.server.locks import Locks
+from kvstore.server.options import ServerOptions
+from kvstore.server.pool import Pool
+from kvstore.server.reports import Reporter
+from kvstore.server.service import Service
+from kvstore.server.sessions import Peer, Session, Sessions
+from kvstore.server.shelves import Shelves
+from kvstore.server.stock import Stock, StockOptions
+from kvstore.throttle import Throttle
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+logger = logging.getLogger(__name__)
+
+CONTROL_NAME: Final = "control"
+_IPC, _TCP = 0, 1
+_FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_TICK_S: Final = 0.5
+_PAUSE_MS: Final = 2  # without a question, until what can wait is done
+_TURN: Final = 64  # messages of one socket before the others have their turn
+_RECEIVE_QUEUE: Final = 16  # messages of one client
+_SEND_QUEUE: Final = 1024
+_MAX_KICKED: Final = 16_384  # connections that are remembered for what came through them
+_HEARTBEAT_MS: Final = 5000
+_SILENCE_MS: Final = 30_000
+
+
+class Hub:
+    """A cache server: memory and disk opened, sockets bound; ``run`` serves until ``stop``.
+
+    Raises:
+        ConfigError: something cannot be used as configured; nothing is left open.
+        TierError: the disk cannot be read, or belongs to another process.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        options.check()
+        self.options = options
+        self.num_malformed = 0
+        self.num_strangers = 0
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = threading.Event()
+        self._hurry = threading.Event()
+        self._throttle = Throttle()
+        self._expired_s = 0.0
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
+        self._farewells: zmq.Socket[bytes] | None = None
+        self._by_fd: dict[int, Session] = {}  # clients from the network, by their connections
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._close_wake)
+            self._open(opened)
+            self._opened = opened.pop_all()
+
+    @property
+    def tcp_port(self) -> int | None:
+        """The port that is listened on."""
+        door = self._sockets.get(_TCP)
+        if door is None:
+            return None
+        endpoint = door.get(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+
+    def stop(self) -> None:
+        """Come to an end: writes to disk have ``drain_s`` for theirs. Called again: at once. From any thread."""
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+        self._rouse()
+
+    def snapshot(self, timeout_s: float) -> dict[str, Any]:
+        """Everything counted. From any thread but the one that serves.
+
+        Raises:
+            TimeoutError: the server does not get round to it.
+        """
+        asked: Future[dict[str, Any]] = Future()
+
+        def answer() -> None:
+            asked.set_result(self._stats())
+
+        self._report(answer)
+        return asked.result(timeout_s)
+
+    def run(self) -> bool:
+        """Serve until ``stop``; False if chunks on their way to disk were given up."""
+        try:
+            while not self._stopping.is_set():
+                self._turn(_TICK_S)
+            return self._drain()
+        finally:
+            self._opened.close()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self, opened: contextlib.ExitStack) -> None:
+        options = self.options
+        self.pool = Pool(options.pool_bytes)
+        opened.callback(self.pool.close)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 if options.tcp else 1)
+        opened.callback(self._context.destroy, linger=0)
+        self._locks = Locks(self._context, options.listed) if options.keys else None
+        self._doors: Doors | None = None
+        if options.folder is not None:
+            self._doors = Doors(options.folder, self.pool.fd)
+            opened.callback(self._doors.close)
+            self._sockets[_IPC] = self._bind(f"ipc://{options.folder / CONTROL_NAME}")
+            (options.folder / CONTROL_NAME).chmod(0o600)
+        shelves = Shelves(options.disk, self._report) if options.disk else None
+        if shelves is not None:
+            opened.callback(shelves.close, 5.0)
+        self.stock = Stock(
+            StockOptions(
+                self.pool.num_bytes,
+                options.disk.capacity_bytes if options.disk else 0,
+                options.policy,
+                options.disk_policy,
+                options.quotas,
+                time.time_ns(),
+            ),
+            self.pool.free,
+        )
+        self.sessions = Sessions(self.stock, self.pool.num_bytes)
+        ways = Ways(self._send, self._report, self._is_open, self._stats, time.monotonic)
+        self.service = Service(self.pool, self.stock, self.sessions, shelves, ways, max_writes=options.max_writes)
+        opened.callback(self.service.close)
+        self._reporter = Reporter(self.pool, self.stock, self.sessions, shelves, self.service)
+        if shelves is not None:
+            self._take_stock(shelves)
+        if options.tcp is not None:  # last: who is let in here must be served
+            self._sockets[_TCP] = self._bind(str(options.tcp))
+            self._farewells = self._sockets[_TCP].get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILURES)
+        self._poller = zmq.Poller()
+        for door in self._sockets.values():
+            self._poller.register(door, zmq.POLLIN)
+        for other in (self._wake, self._doors, self._locks and self._locks.socket, self._farewells):
+            if other is not None:
+                self._poller.register(other, zmq.POLLIN)
+
+    def _take_stock(self, shelves: Shelves) -> None:
+        for namespace, layout, chunks in shelves.open_all():
+            space = self.stock.enter(namespace, layout)
+            for ref, size_bytes in chunks if space is not None else ():
+                assert space is not None
+                self.stock.found_on_disk(space, ref, size_bytes)
+
+    def _bind(self, address: str) -> zmq.Socket[bytes]:
+        door = self._context.socket(zmq.ROUTER)
+        door.linger = 0
+        door.router_mandatory = True
+        door.maxmsgsize = wire.MAX_FRAME_BYTES
+        door.rcvhwm, door.sndhwm = _RECEIVE_QUEUE, _SEND_QUEUE
+        door.handshake_ivl = 5000
+        door.ipv6 = "[" in address
+        if address.startswith("tcp"):
+            door.heartbeat_ivl, door.heartbeat_timeout, door.heartbeat_ttl = _HEARTBEAT_MS, _SILENCE_MS, _SILENCE_MS
+            if self.options.keys is not None:
+                door.curve_server = True
+                door.curve_secretkey = self.options.keys.secret
+                door.zap_domain = b"kvstore"
+        try:
+            door.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"the cache server cannot listen on {address}: {error.strerror}; name another") from error
+        return door
+
+    # -- serving -----------------------------------------------------------------------------------------------------
+
+    def _turn(self, timeout_s: float) -> None:
+        ready = dict(self._poller.poll(_PAUSE_MS if self.service.has_leisure_work else int(timeout_s * 1000)))
+        if not ready or self.service.is_behind:
+            self.service.do_leisure_work()
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        while self._jobs:
+            self._jobs.popleft()()
+        if self._doors is not None and self._doors.fileno() in ready:
+            for token in self._doors.look():
+                self.service.hang_up(token)
+        if self._locks is not None and self._locks.socket in ready:
+            self._locks.answer()
+        if self._farewells is not None and self._farewells in ready:
+            self._take_leave(self._farewells)
+        for number, door in self._sockets.items():
+            if door in ready:
+                self._receive(number, door)
+        if time.monotonic() - self._expired_s > _TICK_S:
+            self._expired_s = time.monotonic()
+            self.service.expire()
+
+    def _receive(self, number: int, door: zmq.Socket[bytes]) -> None:
+        for _ in range(_TURN):
+            try:
+                name, *rest = door.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = Peer(number, name.bytes)
+            if peer not in self._kicked:
+                self._handle(peer, rest)
+            if not int(door.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to be told by an exception
+                return
+
+    def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        try:
+            self.service.handle(peer, [frame.buffer for frame in frames])
+            if peer.door == _TCP:
+                self._note_connection(peer, frames[0])
+        except ProtocolError as error:
+            self._kick(peer, str(error))
+
+    def _note_connection(self, peer: Peer, frame: zmq.Frame) -> None:
+        """Remember through which connection a client came, to know when it ends."""
+        session = self.sessions.by_peer.get(peer)
+        if session is not None and session.fd < 0:
+            session.fd = int(frame.get(zmq.SRCFD))
+            self._by_fd[session.fd] = session
+
+    def _take_leave(self, farewells: zmq.Socket[bytes]) -> None:
+        """End the clients whose connections have ended. One that has its number by now says hello again at worst."""
+        while farewells.poll(0):
+            event = parse_monitor_message(farewells.recv_multipart())
+            if event["event"] & _FAILURES:
+                self._note_failure()
+                continue
+            session = self._by_fd.pop(event["value"], None)
+            if session is not None:
+                self.service.end(session)
+
+    def _note_failure(self) -> None:
+        """Somebody did not get as far as to show a key."""
+        self.num_strangers += 1
+        if self._throttle.is_due("stranger"):
+            logger.warning("refused a client that has no keys, or not the key of this server")
+
+    def _kick(self, peer: Peer, why: str) -> None:
+        """End the client that sent a malformed message, and look at nothing more that comes through its connection.
+
+        ZeroMQ has no way to close the connection of one peer.
+        """
+        self.num_malformed += 1
+        if self._throttle.is_due("kick"):
+            logger.warning("a client was cut off: %s; more of this kind stays unsaid for a minute", why[:200])
+        self._send(peer, wire.Refused(0, wire.Refusal.MALFORMED, why[:200]), ())
+        self._kicked[peer] = None
+        if len(self._kicked) > _MAX_KICKED:
+            self._kicked.popitem(last=False)
+        session = self.sessions.by_peer.pop(peer, None)
+        if session is not None and session.token and self._doors is not None:
+            self._doors.turn_out(session.token)  # it ends when the client lets go of the pool
+        elif session is not None:
+            self.service.end(session)
+
+    def _send(self, peer: Peer, answer: wire.Answer, payload: Sequence[Buffer]) -> None:
+        door = self._sockets[peer.door]
+        try:
+            more = zmq.SNDMORE if payload else 0
+            door.send(peer.name, zmq.SNDMORE | zmq.NOBLOCK)
+            door.send(wire.encode(answer), more | zmq.NOBLOCK)
+            for number, part in enumerate(payload, start=1):
+                door.send(part, (zmq.SNDMORE if number < len(payload) else 0) | zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # it has gone, or does not read its answers
+            session = self.sessions.by_peer.get(peer)
+            if session is not None and not session.token:
+                self.service.end(session)
+
+    def _stats(self) -> dict[str, Any]:
+        refused = self.num_strangers + (self._locks.refused if self._locks else 0)
+        return {**self._reporter.tree(), "malformed": self.num_malformed, "refused": refused}
+
+    def _is_open(self, token: bytes) -> bool:
+        return self._doors is not None and self._doors.is_open(token)
+
+    def _report(self, job: Callable[[], None]) -> None:
+        """Let something be done by the thread that decides. From any thread."""
+        self._jobs.append(job)
+        self._rouse()
+
+    def _rouse(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            os.eventfd_write(self._wake, 1)
+
+    def _close_wake(self) -> None:
+        wake, self._wake = self._wake, -1  # a call to a disk that hung may come back later, and report
+        os.close(wake)
+
+    def _drain(self) -> bool:
+        """Let writes to disk end, while lookups and reads are still answered."""
+        self.service.is_closing = True
+        deadline_s = time.monotonic() + self.options.drain_s
+        while self.service.num_unwritten and time.monotonic() < deadline_s and not self._hurry.is_set():
+            self._turn(0.1)
+        left = self.service.num_unwritten
+        if left:
+            logger.warning("%d chunks on their way to disk were given up", left)
+        return not left

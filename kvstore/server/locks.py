@@ -1,0 +1,57 @@
+"""Who may come in from the network: clients whose public key is on the list (ZeroMQ's ZAP, RFC 27)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import zmq
+from zmq.utils import z85
+
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS: Final = "inproc://zeromq.zap.01"
+_VERSION: Final = b"1.0"
+_REQUEST_FRAMES: Final = 7  # version, id, domain, address, identity, mechanism, the key
+
+
+class Locks:
+    """Answers ZeroMQ's question whether a client may come in. Belongs to the thread that decides.
+
+    Args:
+        context: whose sockets ask.
+        listed: the keys in Z85, and what they are called.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, str]) -> None:
+        self.refused = 0
+        self._names = {z85.decode(key): name for key, name in listed.items()}
+        self._throttle = Throttle()
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ADDRESS)
+
+    def answer(self) -> None:
+        """Answer the questions that wait."""
+        while self.socket.poll(0):
+            self.socket.send_multipart(self._judge(self.socket.recv_multipart()))
+
+    def close(self) -> None:
+        """Stop answering: nobody comes in any more."""
+        self.socket.close()
+
+    def _judge(self, question: Sequence[bytes]) -> list[bytes]:
+        if len(question) < 2:
+            return [_VERSION, b"", b"500", b"malformed", b"", b""]
+        request_id = question[1]
+        is_known = len(question) == _REQUEST_FRAMES and question[5] == b"CURVE" and question[6] in self._names
+        if is_known:
+            return [_VERSION, request_id, b"200", b"OK", self._names[question[6]].encode(), b""]
+        self.refused += 1
+        address = question[3].decode("ascii", "replace") if len(question) > 3 else "an unknown address"
+        if self._throttle.is_due(address):
+            logger.warning("refused a client from %s: its key is not on the list", address)
+        return [_VERSION, request_id, b"400", b"not on the list", b"", b""]

@@ -1,0 +1,126 @@
+"""How a server is configured, and what of it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvstore.admin import is_loopback
+from kvstore.errors import ConfigError
+from kvstore.keyfiles import KeyPair
+from kvstore.server.shelves import ShelfOptions
+
+MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
+
+
+@dataclass(frozen=True)
+class TcpDoor:
+    """An address for clients that do not map the pool; port 0 for any that is free."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """A server.
+
+    Attributes:
+        pool_bytes: of memory.
+        folder: where clients on the same host come in; None for none of them.
+        tcp: where others do.
+        keys: the server's own; None for no encryption.
+        listed: the keys of those who may come in, and their names.
+        disk: None for none.
+        policy: which chunks go first from memory.
+        disk_policy: the same for the disk.
+        quotas: bytes by model or namespace; see ``StockOptions``.
+        http_port: for /metrics and /healthz, on loopback; None for none.
+        drain_s: how long writes to disk may take at the end.
+        max_writes: chunks on their way to disk at once.
+    """
+
+    pool_bytes: int
+    folder: Path | None = None
+    tcp: TcpDoor | None = None
+    keys: KeyPair | None = None
+    listed: Mapping[bytes, str] = field(default_factory=dict)
+    disk: ShelfOptions | None = None
+    policy: str = "ADAPTIVE"
+    disk_policy: str = "ADAPTIVE"
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    http_port: int | None = None
+    drain_s: float = 30.0
+    max_writes: int = 64
+
+    def check(self) -> None:
+        """Turn down what is not safe, or cannot work.
+
+        Raises:
+            ConfigError: says what.
+        """
+        if self.folder is None and self.tcp is None:
+            raise ConfigError("a cache server needs an address: kvs+ipc:///run/kvstore, or kvs://127.0.0.1:5566")
+        if self.folder is not None and len(bytes(self.folder)) > MAX_SOCKET_PATH_BYTES - len("/control"):
+            raise ConfigError(f"the path {self.folder} is too long for a socket in it: name a shorter one")
+        if self.tcp is not None and not is_loopback(self.tcp.host) and (self.keys is None or not self.listed):
+            raise ConfigError(
+                f"{self.tcp} can be reached from other hosts, so it needs server_key_file and server_clients: make "
+                "keys with kvstore keygen, or listen on 127.0.0.1"
+            )
+
+
+def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpDoor | None]:
+    """The addresses of a server: at most one folder and one of the network.
+
+    Raises:
+        ConfigError: one of them is none, or there are two of a kind.
+    """
+    folder, tcp = None, None
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme == "kvs+ipc" and parts.path.startswith("/") and not parts.netloc and folder is None:
+            folder = Path(parts.path)
+        elif parts.scheme == "kvs" and not parts.path and tcp is None:
+            tcp = _tcp_door(url)
+        else:
+            raise ConfigError(
+                f"a cache server cannot listen on {url!r}: name at most one kvs+ipc:///folder and one kvs://host:port"
+            )
+    return folder, tcp
+
+
+def _tcp_door(url: str) -> TcpDoor:
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"a cache server cannot listen on {url!r}: {error}") from error
+    if not host or port is None:
+        raise ConfigError(f"a cache server cannot listen on {url!r}: name host and port, as in kvs://127.0.0.1:5566")
+    return TcpDoor(host, port)
+
+
+def parse_quotas(text: str) -> dict[str, int]:
+    """Quotas in bytes, from ``model=GiB, *=GiB``.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    quotas = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, size = part.rpartition("=")
+        try:
+            size_bytes = int(float(size) * (1 << 30))
+        except (ValueError, OverflowError):
+            size_bytes = -1
+        if not name.strip() or size_bytes <= 0:
+            raise ConfigError(f"server_quotas has {part!r}: it must be a model or an id, =, and a number of GiB")
+        quotas[name.strip()] = size_bytes
+    return quotas

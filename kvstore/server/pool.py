@@ -1,0 +1,134 @@
+"""The server's memory: pages in a memfd, which clients on the same host map, and which of them are free.
+
+A memfd belongs to no filesystem: a container's small ``/dev/shm`` does not bound it, and it is gone with the last
+process that has it. Chunks of all sizes share the pool. A chunk lies in one run of pages where there is one, otherwise
+in a few; so there is no waste but the end of its last page, and what is free can always be used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+
+from kvstore.errors import ConfigError
+from kvstore.mapped import map_bytes, populate
+from kvstore.runs import PAGE_BYTES, Run, extents
+from kvstore.tiers.base import ByteArray
+
+MAX_RUNS = 64  # of one chunk
+# From linux/fcntl.h; Python has them from 3.12 on only. Nobody who maps the pool can cut it off under the others.
+_F_ADD_SEALS = 1033
+_SEALS = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
+
+
+def pages_of(num_bytes: int) -> int:
+    """In how many pages so much lies."""
+    return -(-num_bytes // PAGE_BYTES)
+
+
+class FreePages:
+    """Which pages of a pool are free. Belongs to one thread."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_free = num_pages
+        self._lengths = {0: num_pages} if num_pages else {}  # of free runs, by their first page
+        self._firsts = {num_pages: 0} if num_pages else {}  # of free runs, by the page behind them
+
+    def take(self, num_pages: int) -> tuple[Run, ...] | None:
+        """The smallest free run that is long enough; if there is none, the longest ones. None: not so many are free."""
+        if num_pages > self.num_free:
+            return None
+        fitting = [(length, first) for first, length in self._lengths.items() if length >= num_pages]
+        if fitting:
+            return (self._cut(min(fitting)[1], num_pages),)
+        longest = sorted(((length, first) for first, length in self._lengths.items()), reverse=True)[:MAX_RUNS]
+        if sum(length for length, _ in longest) < num_pages:
+            return None
+        runs = []
+        for length, first in longest:
+            runs.append(self._cut(first, min(length, num_pages)))
+            num_pages -= runs[-1][1]
+            if not num_pages:
+                break
+        return tuple(runs)
+
+    def give(self, runs: Sequence[Run]) -> None:
+        """Take pages back."""
+        for first, length in runs:
+            self.num_free += length
+            self._add(first, length)
+
+    def _cut(self, first: int, num_pages: int) -> Run:
+        length = self._lengths.pop(first)
+        del self._firsts[first + length]
+        self.num_free -= num_pages
+        if length > num_pages:
+            self._lengths[first + num_pages] = length - num_pages
+            self._firsts[first + length] = first + num_pages
+        return first, num_pages
+
+    def _add(self, first: int, length: int) -> None:
+        """Join a run with its free neighbours."""
+        before = self._firsts.pop(first, None)
+        if before is not None:
+            length += self._lengths.pop(before)
+            first = before
+        behind = self._lengths.pop(first + length, None)
+        if behind is not None:
+            del self._firsts[first + length + behind]
+            length += behind
+        self._lengths[first] = length
+        self._firsts[first + length] = first
+
+
+class Pool:
+    """Memory of ``num_bytes``, rounded down to pages, populated in the background.
+
+    Any thread may read and write bytes; ``free`` belongs to the thread that decides.
+
+    Raises:
+        ConfigError: the system has no memfd of that size.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        num_pages = num_bytes // PAGE_BYTES
+        if num_pages < 1:
+            raise ConfigError(f"a pool of {num_bytes} bytes has no page of {PAGE_BYTES}: raise max_local_cpu_size")
+        self.num_bytes = num_pages * PAGE_BYTES
+        self.free = FreePages(num_pages)
+        try:
+            self.fd = os.memfd_create("kvstore-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self.num_bytes)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+            self.bytes = map_bytes(self.num_bytes, self.fd)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"cannot make a pool of {self.num_bytes / 2**30:.1f} GiB ({error}): lower max_local_cpu_size"
+            ) from error
+        self._closing = threading.Event()
+        work = (self.bytes, 0, self.num_bytes, self._closing.is_set)
+        self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate", daemon=True)
+        self._thread.start()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that are not free."""
+        return self.num_bytes - self.free.num_free * PAGE_BYTES
+
+    def parts(self, runs: Sequence[Run], offset_bytes: int, num_bytes: int) -> list[ByteArray]:
+        """Views of a part of what lies in some runs.
+
+        Raises:
+            ProtocolError: they do not reach so far.
+        """
+        return [self.bytes[begin : begin + size] for begin, size in extents(runs, offset_bytes, num_bytes)]
+
+    def close(self) -> None:
+        """Stop populating, and give up the memfd; the memory lives until its last user is gone."""
+        self._closing.set()
+        self._thread.join()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

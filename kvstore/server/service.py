@@ -1,0 +1,374 @@
+"""What each request does. Runs on the one thread that decides; copies, checksums and the disk are left to others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvstore import wire
+from kvstore.errors import ProtocolError
+from kvstore.runs import PAGE_BYTES
+from kvstore.server.freight import Freight, Ways
+from kvstore.server.pool import Pool, pages_of
+from kvstore.server.sessions import MAX_SESSIONS, Peer, Session, Sessions
+from kvstore.server.shelves import Shelves
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.server.stock import Stock
+from kvstore.tiers.base import ChunkRef, Outcome
+from kvstore.wire import Refusal
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; they are in memory, and beyond that stay there only
+_MAX_TOUCHES: Final = 256  # lookups that the policies are yet to hear of
+
+
+@dataclass
+class _Batch:
+    """Grants that are being collected, some of them after a read from disk."""
+
+    session: Session
+    serial: int
+    grants: list[wire.Grant] = field(default_factory=list)
+    num_waiting: int = 0
+
+
+class Service:
+    """Requests of all clients. Belongs to the thread that decides.
+
+    Args:
+        pool: the memory.
+        stock: what is where.
+        sessions: who is there.
+        shelves: the disk, or None.
+        ways: to the outside.
+        max_writes: chunks on their way to disk at once.
+    """
+
+    def __init__(
+        self, pool: Pool, stock: Stock, sessions: Sessions, shelves: Shelves | None, ways: Ways, *, max_writes: int
+    ) -> None:
+        self.is_closing = False
+        self.num_writing = 0
+        self._pool = pool
+        self._stock = stock
+        self._sessions = sessions
+        self._shelves = shelves
+        self._ways = ways
+        self._max_writes = max_writes
+        self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
+        self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
+        self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
+        self._freight = Freight(pool, sessions, ways)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Chunks on their way to disk, or waiting for it."""
+        return self.num_writing + len(self._unwritten)
+
+    def handle(self, peer: Peer, message: Sequence[Buffer]) -> None:
+        """Carry out a request: a frame, and behind it none or one of payload.
+
+        Raises:
+            ProtocolError: it is malformed: its sender is to lose the connection.
+        """
+        if not 1 <= len(message) <= 2:
+            raise ProtocolError(f"a message of {len(message)} frames")
+        request, frames = wire.decode_request(memoryview(message[0])), message[1:]
+        if isinstance(request, wire.Piece) != bool(frames):
+            raise ProtocolError("payload stands behind a piece, and behind nothing else")
+        answer = self._answer_anybody(peer, request)
+        if answer is not None:
+            self._ways.send(peer, answer, ())
+        elif (session := self._sessions.by_peer.get(peer)) is None:
+            refusal = wire.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
+            self._ways.send(peer, refusal, ())
+        else:
+            session.heard_s = self._ways.now()
+            self._serve(session, request, frames)
+        self._sweep()
+
+    @property
+    def has_leisure_work(self) -> bool:
+        """Whether something is left that can wait until nobody asks for anything."""
+        return bool(self._touches)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more of that waits than can be remembered."""
+        return len(self._touches) == _MAX_TOUCHES
+
+    def do_leisure_work(self) -> None:
+        """Do a little of that."""
+        if self._touches:
+            self._stock.touch(*self._touches.popleft())
+
+    def hang_up(self, token: bytes) -> None:
+        """A connection to the unix socket was closed: its client can no longer touch the pool."""
+        session = self._sessions.of_token(token)
+        if session is not None:
+            self.end(session)
+
+    def end(self, session: Session) -> None:
+        """A client is gone."""
+        self._sessions.end(session)
+        self._sweep()
+
+    def expire(self) -> None:
+        """End the clients of whom nothing was heard for too long."""
+        for session in self._sessions.expire(self._ways.now()):
+            self.end(session)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._freight.close()
+
+    def _answer_anybody(self, peer: Peer, request: wire.Request) -> wire.Answer | None:
+        """The answer to what may be asked without a session; None if it is something else."""
+        match request:
+            case wire.Hello():
+                return self._hello(peer, request)
+            case wire.Ping():
+                return _report(request, {"status": "closing" if self.is_closing else "ok"})
+            case wire.Stats():
+                return _report(request, self._ways.stats())
+            case wire.ClearSpaces():
+                return self._clear_spaces(request)
+            case wire.Pin():
+                return self._pin(request)
+            case wire.Explain():
+                return self._explain(request)
+        return None
+
+    def _serve(self, session: Session, request: wire.Request, frames: Sequence[Buffer]) -> None:
+        match request:
+            case wire.Piece():
+                self._freight.take(session, request, frames[0])
+            case wire.Fetch():
+                self._freight.hand_out(session, request)
+            case wire.Release():
+                self._release(session, request)
+            case _:
+                answer = self._answer(session, request)
+                if answer is not None:
+                    self._ways.send(session.peer, answer, ())
+
+    def _answer(self, session: Session, request: wire.Request) -> wire.Answer | None:
+        """The answer to a client; None if it will be sent later."""
+        match request:
+            case wire.Lookup():
+                return self._lookup(session, request)
+            case wire.Acquire():
+                return self._acquire(session, request)
+            case wire.Reserve():
+                return self._reserve(session, request)
+            case wire.Commit():
+                return self._commit(session, request)
+            case wire.Remove():
+                self._stock.remove(session.space, wire.unpack_refs(request.refs))
+            case wire.Clear():
+                self._stock.clear(session.space)
+            case wire.Scan():
+                return self._scan(session, request)
+        return self._done(session, request)
+
+    def _usage(self, space: Space) -> wire.Usage:
+        return wire.Usage(self._stock.stamp, space.used_bytes)
+
+    def _done(self, session: Session, request: wire.Request, outcomes: Sequence[Outcome] = ()) -> wire.Done:
+        return wire.Done(request.serial, wire.pack_outcomes(outcomes), self._usage(session.space))
+
+    # -- of anybody --------------------------------------------------------------------------------------------------
+
+    def _hello(self, peer: Peer, request: wire.Hello) -> wire.Answer:
+        if request.version != wire.PROTOCOL_VERSION:
+            message = f"this server speaks version {wire.PROTOCOL_VERSION} of the protocol, not {request.version}"
+            return wire.Refused(request.serial, Refusal.VERSION, message)
+        if self.is_closing:
+            return wire.Refused(request.serial, Refusal.CLOSING, "the server is closing")
+        if request.token and not self._ways.is_open(request.token):
+            return wire.Refused(request.serial, Refusal.TOKEN, "the connection to the unix socket is gone")
+        old = self._sessions.by_peer.get(peer) or (request.token and self._sessions.of_token(request.token))
+        if old:
+            raise ProtocolError("hello was said already")
+        if len(self._sessions.by_peer) >= MAX_SESSIONS:
+            return wire.Refused(request.serial, Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
+        space = self._stock.enter(wire.namespace_of(request.fields), request.geometry.layout())
+        if space is None:
+            return wire.Refused(request.serial, Refusal.LIMIT, "there are too many namespaces")
+        capacity_bytes = request.capacity_bytes or NO_QUOTA
+        self._stock.limit(space, capacity_bytes)
+        self._sessions.begin(peer, space, capacity_bytes, request.token, self._ways.now())
+        return wire.Welcome(request.serial, self._pool.num_bytes, self._usage(space))
+
+    def _clear_spaces(self, request: wire.ClearSpaces) -> wire.Answer:
+        spaces = [s for s in self._stock.spaces.values() if not request.space or s.id == request.space]
+        return _report(request, {"chunks": sum(self._stock.clear(space) for space in spaces)})
+
+    def _pin(self, request: wire.Pin) -> wire.Answer:
+        space = self._stock.spaces.get(request.space)
+        if space is None:
+            return wire.Refused(request.serial, Refusal.UNKNOWN, "there is no such namespace")
+        count = self._stock.pin(space, wire.unpack_refs(request.refs), is_wanted=request.is_wanted)
+        return _report(request, {"chunks": count})
+
+    def _explain(self, request: wire.Explain) -> wire.Answer:
+        space = self._stock.spaces.get(request.space)
+        if space is None:
+            return wire.Refused(request.serial, Refusal.UNKNOWN, "there is no such namespace")
+        return _report(request, {"chunks": [self._stock.why(space, ref) for ref in wire.unpack_refs(request.refs)]})
+
+    # -- of clients --------------------------------------------------------------------------------------------------
+
+    def _lookup(self, session: Session, request: wire.Lookup) -> wire.Answer:
+        refs = wire.unpack_pairs(request.refs)
+        found = self._stock.lookup(session.space, refs)
+        self._touches.append((session.space, refs))
+        return wire.Held(request.serial, found, self._usage(session.space))
+
+    def _reserve(self, session: Session, request: wire.Reserve) -> wire.Answer:
+        grants = [self._reserve_one(session, ref) for ref in self._refs(session, request.refs)]
+        return wire.Granted(request.serial, grants, self._usage(session.space))
+
+    def _reserve_one(self, session: Session, ref: ChunkRef) -> wire.Grant:
+        if self.is_closing or not self._may_lease(session, ref):
+            return _no_grant(Outcome.FAILED)
+        chunk = self._stock.reserve(session.space, ref, session.capacity_bytes)
+        if chunk is None:
+            return _no_grant(Outcome.FULL)
+        return self._grant(session, chunk, Outcome.STORED)
+
+    def _commit(self, session: Session, request: wire.Commit) -> wire.Answer:
+        outcomes = [self._commit_one(session, number, is_whole=request.is_whole) for number in request.leases]
+        return self._done(session, request, outcomes)
+
+    def _commit_one(self, session: Session, number: int, *, is_whole: bool) -> Outcome:
+        lease = session.leases.get(number)
+        if lease is None or not lease.is_write:
+            return Outcome.FAILED
+        is_here = bool(session.token) or lease.copied_bytes == lease.chunk.num_bytes
+        outcome = self._sessions.give_back(session, lease, is_whole=is_whole and is_here)
+        if outcome is Outcome.STORED:
+            self._write_behind(lease.chunk)
+        return outcome
+
+    def _acquire(self, session: Session, request: wire.Acquire) -> wire.Answer | None:
+        batch = _Batch(session, request.serial)
+        for number, ref in enumerate(self._refs(session, request.refs)):
+            batch.grants.append(_no_grant(Outcome.FAILED))
+            if not self._may_lease(session, ref):
+                continue
+            chunk = self._stock.acquire(session.space, ref)
+            if isinstance(chunk, Outcome):
+                batch.grants[number] = _no_grant(chunk)
+            elif chunk.is_whole:
+                batch.grants[number] = self._grant(session, chunk, Outcome.HIT)
+            else:
+                batch.num_waiting += 1
+                self._load(chunk, partial(self._arrived, batch, number, chunk))
+        return None if batch.num_waiting else self._granted(batch)
+
+    def _granted(self, batch: _Batch) -> wire.Granted:
+        return wire.Granted(batch.serial, batch.grants, self._usage(batch.session.space))
+
+    def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
+        """Bring a chunk, which is in use, from disk to its pages."""
+        waiting = self._loading.get(chunk)
+        if waiting is not None:
+            waiting.append(arrived)
+            return
+        self._loading[chunk] = [arrived]
+        assert self._shelves is not None
+        chunk.uses += 1  # the read's own
+
+        def done(outcome: Outcome) -> None:
+            self._stock.loaded(chunk, outcome)
+            for waiter in self._loading.pop(chunk):
+                waiter(outcome)
+            self._sweep()
+
+        self._shelves.read(
+            chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), done, lambda: self._stock.release(chunk)
+        )
+
+    def _arrived(self, batch: _Batch, number: int, chunk: Chunk, outcome: Outcome) -> None:
+        if outcome is Outcome.HIT and not batch.session.is_over:
+            batch.grants[number] = self._grant(batch.session, chunk, outcome)
+        else:
+            batch.grants[number] = _no_grant(outcome)
+            self._stock.release(chunk)
+        batch.num_waiting -= 1
+        if not batch.num_waiting and not batch.session.is_over:
+            self._ways.send(batch.session.peer, self._granted(batch), ())
+
+    def _release(self, session: Session, request: wire.Release) -> None:
+        for number in request.leases:
+            lease = session.leases.get(number)
+            if lease is not None and not lease.is_write:
+                self._sessions.give_back(session, lease, is_whole=True)
+
+    def _scan(self, session: Session, request: wire.Scan) -> wire.Answer:
+        refs = list(session.space.chunks)
+        part = refs[request.first : request.first + wire.MAX_REFS]
+        return wire.Listing(request.serial, wire.pack_refs(part), len(refs), self._usage(session.space))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _refs(self, session: Session, data: bytes) -> list[ChunkRef]:
+        refs = wire.unpack_refs(data)
+        if not all(map(session.space.has_size, refs)):
+            raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
+        return refs
+
+    def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
+        payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
+        return self._sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+
+    def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> wire.Grant:
+        lease = self._sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
+        if outcome is Outcome.HIT:
+            self._stock.note_read(chunk)
+        return wire.Grant(wire.number_of(outcome), lease.number, chunk.runs)
+
+    def _write_behind(self, chunk: Chunk) -> None:
+        if self._shelves is None:
+            return
+        if self.num_writing >= self._max_writes:
+            self._unwritten.append(chunk)
+            return
+        if not self._stock.prepare_write(chunk, self._shelves.size_of(chunk.space, chunk.ref)):
+            return
+        self._sweep()  # before it: what has given way must be gone first
+        self.num_writing += 1
+
+        def written(size_bytes: int | None) -> None:
+            self.num_writing -= 1
+            self._stock.written(chunk, size_bytes)
+            while self._unwritten and self.num_writing < self._max_writes:
+                self._write_behind(self._unwritten.popleft())
+            self._sweep()
+
+        self._shelves.write(chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), written)
+
+    def _sweep(self) -> None:
+        """Let the files go of chunks that have gone."""
+        removals = self._stock.take_removals()
+        if removals and self._shelves is not None:
+            self._shelves.remove(removals)
+
+
+def _no_grant(outcome: Outcome) -> wire.Grant:
+    return wire.Grant(wire.number_of(outcome))
+
+
+def _report(request: wire.Request, tree: object) -> wire.Report:
+    return wire.Report(request.serial, json.dumps(tree).encode())

@@ -1,0 +1,181 @@
+"""Clients, and the places in the pool that are theirs for a while.
+
+A *lease* is the right to read or write the pages of one chunk. Its number is never used again, so it is also the
+generation of those pages: whoever comes back late with an old number is told that there is no such lease.
+
+A client that maps the pool could write to it at any time until it is gone. So its leases end with the connection to
+the unix socket, which only the client or its death closes, and never with a timer. From other clients bytes come in
+messages, and the server itself puts them where they belong: their leases end, too, when nothing was heard of them for a
+while.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.stock import Stock
+from kvstore.tiers.base import Outcome
+
+SILENCE_S = 30.0  # after which the leases of a client that does not map the pool end
+FORGET_S = 600.0  # after which such a client is forgotten; it may say hello again
+MAX_SESSIONS = 4096
+MAX_PIECES = 16  # under way for one client
+
+
+@dataclass
+class Lease:
+    """The right to read, or write, the pages of a chunk.
+
+    Attributes:
+        number: names it.
+        chunk: which.
+        is_write: whether to write.
+        copies: of pieces, by the server, under way: the pages stay until they have ended.
+        copied_bytes: of the pieces that have arrived.
+        is_over: it was given back, and waits for these.
+        is_sound: every piece so far was what its sender said.
+    """
+
+    number: int
+    chunk: Chunk
+    is_write: bool
+    copies: int = 0
+    copied_bytes: int = 0
+    is_over: bool = False
+    is_sound: bool = True
+
+
+@dataclass
+class Session:
+    """A client after its hello.
+
+    Attributes:
+        peer: how the socket calls it.
+        space: the namespace that it uses.
+        capacity_bytes: what it wants the namespace to hold at most.
+        token: of its connection to the unix socket; empty without one.
+        heard_s: when it sent something last.
+        leases: by their numbers.
+        leased_bytes: of the pages of all of them.
+        num_pieces: pieces that are being copied for it.
+        is_over: it has ended.
+        fd: of its connection, where that is known.
+    """
+
+    peer: Peer
+    space: Space
+    capacity_bytes: int
+    token: bytes
+    heard_s: float
+    leases: dict[int, Lease] = field(default_factory=dict)
+    leased_bytes: int = 0
+    num_pieces: int = 0
+    is_over: bool = False
+    fd: int = -1
+
+
+class Peer(NamedTuple):
+    """A client as the sockets know it.
+
+    Attributes:
+        door: the number of the socket through which it comes.
+        name: the socket's name for it.
+    """
+
+    door: int
+    name: bytes
+
+
+class Sessions:
+    """All of them, and their leases. Belongs to the thread that decides.
+
+    Args:
+        stock: whose chunks are leased.
+        pool_bytes: of which all leases together may hold three quarters, and those of one client a quarter.
+    """
+
+    def __init__(self, stock: Stock, pool_bytes: int) -> None:
+        self.by_peer: dict[Peer, Session] = {}
+        self.leased_bytes = 0
+        self.num_leases = 0
+        self._by_token: dict[bytes, Session] = {}
+        self._stock = stock
+        self._max_bytes = pool_bytes * 3 // 4
+        self._max_session_bytes = max(pool_bytes // 4, 1)
+        self._numbers = itertools.count(1)
+
+    def begin(self, peer: Peer, space: Space, capacity_bytes: int, token: bytes, now_s: float) -> Session:
+        """A client said hello."""
+        session = Session(peer, space, capacity_bytes, token, now_s)
+        space.num_sessions += 1
+        self.by_peer[peer] = session
+        if token:
+            self._by_token[token] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """A client is gone: nothing is its any longer."""
+        if session.is_over:
+            return
+        session.is_over = True
+        session.space.num_sessions -= 1
+        self.by_peer.pop(session.peer, None)
+        self._by_token.pop(session.token, None)
+        for lease in list(session.leases.values()):
+            self.give_back(session, lease, is_whole=False)
+
+    def of_token(self, token: bytes) -> Session | None:
+        """The client of a connection to the unix socket, if it said hello."""
+        return self._by_token.get(token)
+
+    def may_lease(self, session: Session, num_bytes: int) -> bool:
+        """Whether a client may have so much more. The first lease always: a pool may be small."""
+        if not session.leases:
+            return self.leased_bytes + num_bytes <= self._max_bytes or not self.num_leases
+        is_fair = session.leased_bytes + num_bytes <= self._max_session_bytes
+        return is_fair and self.leased_bytes + num_bytes <= self._max_bytes
+
+    def lease(self, session: Session, chunk: Chunk, *, is_write: bool) -> Lease:
+        """Let a client read or write a chunk that is in use for it already."""
+        lease = Lease(next(self._numbers), chunk, is_write)
+        session.leases[lease.number] = lease
+        session.leased_bytes += chunk.size_bytes
+        self.leased_bytes += chunk.size_bytes
+        self.num_leases += 1
+        return lease
+
+    def give_back(self, session: Session, lease: Lease, *, is_whole: bool) -> Outcome:
+        """A client is done with a lease: what became of a write (``is_whole``: all of it is there)."""
+        del session.leases[lease.number]
+        session.leased_bytes -= lease.chunk.size_bytes
+        self.leased_bytes -= lease.chunk.size_bytes
+        self.num_leases -= 1
+        lease.is_over = True
+        if lease.copies:  # it cannot be whole while pieces of it are on their way
+            return Outcome.FAILED
+        return self.finish(lease, is_whole=is_whole)
+
+    def copied(self, lease: Lease, *, is_sound: bool) -> None:
+        """One piece of a lease was copied, or did not arrive as it was sent."""
+        lease.copies -= 1
+        lease.is_sound = lease.is_sound and is_sound
+        if lease.is_over and not lease.copies:
+            self.finish(lease, is_whole=False)
+
+    def finish(self, lease: Lease, *, is_whole: bool) -> Outcome:
+        """Tell the stock that a use of a chunk has ended."""
+        if lease.is_write:
+            return self._stock.complete(lease.chunk, is_whole=is_whole and lease.is_sound)
+        self._stock.release(lease.chunk)
+        return Outcome.HIT
+
+    def expire(self, now_s: float) -> list[Session]:
+        """Clients that do not map the pool, and of whom nothing was heard for too long."""
+        return [
+            session
+            for session in self.by_peer.values()
+            if not session.token and now_s - session.heard_s > (SILENCE_S if session.leases else FORGET_S)
+        ]

@@ -1,0 +1,127 @@
+"""One namespace at the server, and its chunks. Plain state: who changes it is ``stock.py``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
+from kvstore.layout import KVLayout
+from kvstore.runs import PAGE_BYTES, Run
+from kvstore.server.pool import pages_of
+from kvstore.tiers.base import ChunkRef
+from kvstore.wire import REF_BYTES, encode_geometry, pack_refs
+
+NO_QUOTA = 1 << 62
+
+
+class Chunk:
+    """One chunk of a namespace, in memory, on disk or both.
+
+    Attributes:
+        space: whose it is.
+        ref: its name there.
+        key: its name among those of all namespaces.
+        num_bytes: of its payload.
+        size_bytes: of the pages it takes in memory; also what it counts against a quota.
+        runs: where it is in memory; empty if it is not.
+        disk_bytes: what it takes on disk; 0 if it is not there.
+        uses: reads, loads and writes under way: its pages stay what they are.
+        is_pinned: somebody wants it to stay.
+        is_whole: all of it is in memory. Not so while it is written, or read from disk.
+        is_gone: it was removed; its pages go with the last use.
+        epoch: of its namespace, when it was begun.
+        sums: checksums of parts of its payload, by offset and length, as far as they are known.
+    """
+
+    __slots__ = (
+        "disk_bytes",
+        "epoch",
+        "is_gone",
+        "is_pinned",
+        "is_whole",
+        "key",
+        "num_bytes",
+        "ref",
+        "runs",
+        "size_bytes",
+        "space",
+        "sums",
+        "uses",
+    )
+
+    def __init__(self, space: Space, ref: ChunkRef) -> None:
+        self.space = space
+        self.ref = ref
+        self.key = space.key_of(ref)
+        self.num_bytes = space.layout.payload_bytes(ref.num_blocks)
+        self.size_bytes = pages_of(self.num_bytes) * PAGE_BYTES
+        self.runs: tuple[Run, ...] = ()
+        self.disk_bytes = 0
+        self.uses = 0
+        self.is_pinned = False
+        self.is_whole = False
+        self.is_gone = False
+        self.epoch = space.epoch
+        self.sums: dict[tuple[int, int], bytes] = {}
+
+
+@dataclass
+class SpaceCounters:
+    """What happened in a namespace since the server was started."""
+
+    lookups: int = 0
+    found_chunks: int = 0  # of those looked up
+    missing_chunks: int = 0
+    stored_chunks: int = 0
+    stored_bytes: int = 0
+    read_chunks: int = 0
+    read_bytes: int = 0
+    loaded_chunks: int = 0  # of those read, brought from disk
+    full: int = 0
+    failed: int = 0
+    evicted_chunks: int = 0
+
+
+@dataclass
+class Space:
+    """A namespace.
+
+    Attributes:
+        id: 8 bytes, which name it together with its geometry.
+        namespace: its fields.
+        layout: the geometry of its chunks.
+        quota_bytes: what it may hold, in memory and on disk together, each chunk counted once.
+        chunks: the longest untouched first.
+        used_bytes: of all chunks, and of those being written.
+        epoch: counts how often it was cleared.
+        num_sessions: clients that use it now.
+    """
+
+    namespace: Namespace
+    layout: KVLayout
+    quota_bytes: int = NO_QUOTA
+    chunks: OrderedDict[ChunkRef, Chunk] = field(default_factory=OrderedDict)
+    used_bytes: int = 0
+    epoch: int = 0
+    num_sessions: int = 0
+    counters: SpaceCounters = field(default_factory=SpaceCounters)
+
+    def __post_init__(self) -> None:
+        # Of another geometry, the same names would stand for other bytes.
+        self.id = hashlib.sha256(self.namespace.id + encode_geometry(self.layout)).digest()[:NAMESPACE_ID_BYTES]
+
+    def key_of(self, ref: ChunkRef) -> bytes:
+        """The name of a chunk among those of all namespaces."""
+        return self.id + pack_refs([ref])
+
+    def has_size(self, ref: ChunkRef) -> bool:
+        """Whether there can be a chunk of that many blocks."""
+        return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
+
+
+def split_key(key: bytes) -> tuple[bytes, ChunkRef]:
+    """The namespace's id and the chunk that a key stands for."""
+    space_id, rest = key[:-REF_BYTES], key[-REF_BYTES:]
+    return space_id, ChunkRef(rest[:-4], int.from_bytes(rest[-4:], "little"))

@@ -1,0 +1,380 @@
+"""What is where, and what goes: the state of the server, of all namespaces. Pure: no I/O, no lock, one thread.
+
+As with ``ChunkIndex``, everything is prepared, moved and completed. Pages that are being written belong to a chunk that
+nobody can find; completing it makes it the chunk. What is being read may be removed or replaced meanwhile: its pages go
+with the last use.
+
+Memory and disk have a policy each, over the chunks of all namespaces. A namespace that is at its quota gives up its own
+chunks first, the longest untouched before the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.departed import Departed
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.plans import MissReason
+from kvstore.policies import Policy, open_policy
+from kvstore.runs import PAGE_BYTES, Run
+from kvstore.server.pool import FreePages
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.tiers.base import ChunkRef, Outcome
+
+MAX_SPACES = 4096
+ANY_SPACE = "*"  # in quotas: those not named
+
+
+@dataclass(frozen=True)
+class StockOptions:
+    """Bounds and policies.
+
+    Attributes:
+        pool_bytes: of the memory.
+        disk_bytes: of the disk; 0 for none.
+        policy: of the memory.
+        disk_policy: of the disk.
+        quotas: bytes by a namespace's model or its id in hex; ``*`` for those not named.
+        first_stamp: where to begin to count; later than any that clients know of an earlier server.
+    """
+
+    pool_bytes: int
+    disk_bytes: int = 0
+    policy: str = "ADAPTIVE"
+    disk_policy: str = "ADAPTIVE"
+    quotas: Mapping[str, int] | None = None
+    first_stamp: int = 0
+
+
+class Stock:
+    """All chunks of the server.
+
+    Args:
+        options: bounds and policies.
+        free: the pages of the pool.
+    """
+
+    def __init__(self, options: StockOptions, free: FreePages) -> None:
+        self.spaces: dict[bytes, Space] = {}
+        self.departed = Departed()
+        self.stamp = options.first_stamp  # counts changes of what anybody is told about sizes
+        self.pinned_bytes = 0
+        self._options = options
+        self._free = free
+        self._memory = open_policy(options.policy, options.pool_bytes)
+        self._disk = open_policy(options.disk_policy, options.disk_bytes)
+        self._chunks: dict[bytes, Chunk] = {}  # all that can be found, by key
+        self._removals: list[tuple[Space, ChunkRef]] = []
+
+    @property
+    def num_in_memory(self) -> int:
+        """Chunks in memory."""
+        return len(self._memory)
+
+    @property
+    def num_on_disk(self) -> int:
+        """Chunks on disk."""
+        return len(self._disk)
+
+    # -- namespaces --------------------------------------------------------------------------------------------------
+
+    def enter(self, namespace: Namespace, layout: KVLayout) -> Space | None:
+        """The chunks of a namespace; None if there are too many namespaces."""
+        fresh = Space(namespace, layout)
+        fresh.quota_bytes = self._quota_of(fresh)
+        space = self.spaces.get(fresh.id)
+        if space is not None:
+            return space
+        self._forget_empty()
+        if len(self.spaces) >= MAX_SPACES:
+            return None
+        self.spaces[fresh.id] = fresh
+        return fresh
+
+    def _quota_of(self, space: Space) -> int:
+        quotas = self._options.quotas or {}
+        model = str(space.namespace.fields.get("model", ""))
+        names = (space.id.hex(), model, model.removeprefix("id "), ANY_SPACE)
+        return next((quotas[name] for name in names if name in quotas), NO_QUOTA)
+
+    def _forget_empty(self) -> None:
+        """Forget namespaces without chunks or clients, once there are many."""
+        if len(self.spaces) < MAX_SPACES:
+            return
+        for space_id in [i for i, s in self.spaces.items() if not (s.num_sessions or s.chunks or s.used_bytes)]:
+            del self.spaces[space_id]
+
+    def limit(self, space: Space, capacity_bytes: int) -> None:
+        """A client says what a namespace may hold at most: what is beyond that goes."""
+        self._shrink(space, capacity_bytes, None)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, space: Space, refs: Sequence[ChunkRef]) -> bytes:
+        """One byte a chunk: 1 if it can be read."""
+        chunks = space.chunks
+        found = bytes([ref in chunks for ref in refs])
+        counters = space.counters
+        counters.lookups += 1
+        num_found = sum(found)
+        counters.found_chunks += num_found
+        counters.missing_chunks += len(found) - num_found
+        return found
+
+    def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
+        """Let the policies know that somebody asked for chunks, in the order of a prompt."""
+        keys = [space.key_of(ref) for ref in refs]
+        self._memory.touch_chain(keys)
+        if self._options.disk_bytes:
+            self._disk.touch_chain(keys)
+
+    def why(self, space: Space, ref: ChunkRef) -> str:
+        """Where a chunk is, or why it is not there; for people."""
+        chunk = space.chunks.get(ref)
+        if chunk is None:
+            reason = self.departed.reason(space.key_of(ref))
+            return (reason or MissReason.NEVER_STORED).value
+        places = [name for name, there in (("memory", chunk.is_whole), ("disk", chunk.disk_bytes)) if there]
+        return "+".join(places) + (" pinned" if chunk.is_pinned else "")
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+        """Pages for a chunk that is to come; None: no room.
+
+        Args:
+            space: whose it is.
+            ref: its name. If there is one already, it stays until the new one is complete, or for want of room, goes.
+            capacity_bytes: what the client wants the namespace to hold at most.
+        """
+        chunk = Chunk(space, ref)
+        old = space.chunks.get(ref)
+        if old is not None and space.used_bytes + chunk.size_bytes > min(capacity_bytes, space.quota_bytes):
+            self._drop(old, MissReason.REMOVED)
+        fits = space.used_bytes + chunk.size_bytes <= capacity_bytes
+        fits = fits and self._shrink(space, space.quota_bytes - chunk.size_bytes, ref)
+        runs = self._take(chunk.size_bytes, chunk.key) if fits else None
+        if runs is None:
+            space.counters.full += 1
+            return None
+        chunk.runs = runs
+        chunk.uses = 1
+        space.used_bytes += chunk.size_bytes
+        self.stamp += 1
+        return chunk
+
+    def complete(self, chunk: Chunk, *, is_whole: bool) -> Outcome:
+        """A chunk that was reserved is all there, or never will be."""
+        space = chunk.space
+        chunk.uses -= 1
+        self.stamp += 1
+        if not is_whole or chunk.epoch != space.epoch:
+            space.used_bytes -= chunk.size_bytes
+            self._free.give(chunk.runs)
+            chunk.runs, chunk.is_gone = (), True
+            space.counters.failed += 1
+            return Outcome.FAILED
+        old = space.chunks.get(chunk.ref)
+        if old is not None:
+            self._drop(old, MissReason.REMOVED)
+        chunk.is_whole = True
+        self._admit(chunk)
+        space.counters.stored_chunks += 1
+        space.counters.stored_bytes += chunk.num_bytes
+        return Outcome.STORED
+
+    def _admit(self, chunk: Chunk) -> None:
+        chunk.space.chunks[chunk.ref] = chunk
+        self._chunks[chunk.key] = chunk
+        if chunk.runs:
+            self._memory.add(chunk.key, chunk.size_bytes)
+        if chunk.disk_bytes:
+            self._disk.add(chunk.key, chunk.disk_bytes)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def acquire(self, space: Space, ref: ChunkRef) -> Chunk | Outcome:
+        """A chunk, in use from now on: if it is not whole, it must be read from disk first. Or why there is none."""
+        chunk = space.chunks.get(ref)
+        if chunk is None:
+            return Outcome.MISS
+        if not chunk.runs:
+            runs = self._take(chunk.size_bytes, None, chunk)
+            if runs is None:
+                return Outcome.FAILED
+            chunk.runs = runs
+            self._memory.add(chunk.key, chunk.size_bytes)
+            space.counters.loaded_chunks += 1
+        chunk.uses += 1
+        space.chunks.move_to_end(ref)
+        self._memory.refresh_chain([chunk.key])
+        return chunk
+
+    def note_read(self, chunk: Chunk) -> None:
+        """Somebody was given a chunk to read."""
+        chunk.space.counters.read_chunks += 1
+        chunk.space.counters.read_bytes += chunk.num_bytes
+
+    def release(self, chunk: Chunk) -> None:
+        """A use has ended."""
+        chunk.uses -= 1
+        if not chunk.uses and (chunk.is_gone or not chunk.is_whole):
+            self._unmap(chunk)
+
+    def loaded(self, chunk: Chunk, outcome: Outcome) -> None:
+        """A read from disk has ended; uses are released separately."""
+        if outcome is Outcome.HIT:
+            chunk.is_whole = True
+        elif outcome in {Outcome.MISS, Outcome.CORRUPT} and not chunk.is_gone:
+            self._drop(chunk, MissReason.LOST)
+
+    # -- the disk ----------------------------------------------------------------------------------------------------
+
+    def found_on_disk(self, space: Space, ref: ChunkRef, size_bytes: int) -> None:
+        """A chunk of an earlier life of the server."""
+        chunk = Chunk(space, ref)
+        chunk.disk_bytes = size_bytes
+        space.used_bytes += chunk.size_bytes
+        self._admit(chunk)
+
+    def prepare_write(self, chunk: Chunk, size_bytes: int) -> bool:
+        """Make room on disk for a chunk that is in memory; False if it is not worth it. In use, if True."""
+        if chunk.disk_bytes or chunk.is_gone or not chunk.is_whole:
+            return False
+        missing = self._disk.used_bytes + size_bytes - self._options.disk_bytes
+        if missing > 0:
+            victims = self._disk.make_room(missing, self._may_leave_disk, chunk.key)
+            if victims is None:
+                return False
+            for key in victims:
+                self._leave_disk(self._chunks[key])
+        chunk.disk_bytes = size_bytes
+        self._disk.add(chunk.key, size_bytes)
+        chunk.uses += 1
+        return True
+
+    def written(self, chunk: Chunk, size_bytes: int | None) -> None:
+        """A write to disk has ended: with that size, or (None) without success."""
+        if not chunk.is_gone:  # otherwise its removal follows
+            if size_bytes is None:
+                self._disk.remove(chunk.key)
+            else:
+                self._disk.resize(chunk.key, size_bytes)
+            chunk.disk_bytes = size_bytes or 0
+        self.release(chunk)
+
+    def take_removals(self) -> list[tuple[Space, ChunkRef]]:
+        """Chunks whose files must go, before any that is written from now on under the same name."""
+        removals, self._removals = self._removals, []
+        return removals
+
+    def _leave_disk(self, chunk: Chunk) -> None:
+        self._disk.evict(chunk.key)
+        if chunk.is_whole:
+            self._removals.append((chunk.space, chunk.ref))
+            chunk.disk_bytes = 0
+        else:
+            self._drop(chunk, MissReason.EVICTED)
+
+    def _may_leave_disk(self, key: bytes) -> bool:
+        chunk = self._chunks[key]
+        return not chunk.uses and not (chunk.is_pinned and not chunk.is_whole)
+
+    # -- what goes ---------------------------------------------------------------------------------------------------
+
+    def remove(self, space: Space, refs: Iterable[ChunkRef]) -> int:
+        """Forget chunks; how many were there."""
+        found = [chunk for ref in dict.fromkeys(refs) if (chunk := space.chunks.get(ref)) is not None]
+        for chunk in found:
+            self._drop(chunk, MissReason.REMOVED)
+        return len(found)
+
+    def clear(self, space: Space) -> int:
+        """Forget all chunks of a namespace, and those just being written; how many there were."""
+        space.epoch += 1
+        return self.remove(space, list(space.chunks))
+
+    def pin(self, space: Space, refs: Iterable[ChunkRef], *, is_wanted: bool) -> int:
+        """Keep chunks from eviction, or no longer; of how many that was said. At most half of the memory is pinned."""
+        count = 0
+        for ref in refs:
+            chunk = space.chunks.get(ref)
+            if chunk is None or chunk.is_pinned == is_wanted:
+                continue
+            if is_wanted and self.pinned_bytes + chunk.size_bytes > self._options.pool_bytes // 2:
+                break
+            chunk.is_pinned = is_wanted
+            self.pinned_bytes += chunk.size_bytes if is_wanted else -chunk.size_bytes
+            count += 1
+        return count
+
+    def _drop(self, chunk: Chunk, reason: MissReason) -> None:
+        """Make a chunk unreachable, and free what nobody uses."""
+        space = chunk.space
+        del space.chunks[chunk.ref]
+        del self._chunks[chunk.key]
+        space.used_bytes -= chunk.size_bytes
+        self.stamp += 1
+        self.departed.note(chunk.key, reason)
+        if reason is MissReason.EVICTED:
+            space.counters.evicted_chunks += 1
+        self._forget_in(self._memory, chunk, reason)
+        if chunk.disk_bytes:
+            self._forget_in(self._disk, chunk, reason)
+            self._removals.append((space, chunk.ref))
+            chunk.disk_bytes = 0
+        if chunk.is_pinned:
+            self.pinned_bytes -= chunk.size_bytes
+        chunk.is_gone = True
+        if not chunk.uses:
+            self._unmap(chunk)
+
+    @staticmethod
+    def _forget_in(policy: Policy, chunk: Chunk, reason: MissReason) -> None:
+        if reason is MissReason.EVICTED:
+            policy.evict(chunk.key)
+        else:
+            policy.remove(chunk.key)
+
+    def _unmap(self, chunk: Chunk) -> None:
+        """Free the pages of a chunk that is gone, or only on disk."""
+        self._free.give(chunk.runs)
+        chunk.runs = ()
+        chunk.is_whole = False
+        if not chunk.is_gone:
+            self._memory.evict(chunk.key)
+
+    def _take(self, size_bytes: int, newcomer: bytes | None, keep: Chunk | None = None) -> tuple[Run, ...] | None:
+        """Pages, after others have gone if need be; None if none may."""
+
+        def may_go(key: bytes) -> bool:
+            chunk = self._chunks[key]
+            return not (chunk.uses or chunk.is_pinned) and chunk is not keep
+
+        while (runs := self._free.take(size_bytes // PAGE_BYTES)) is None:
+            missing = max(size_bytes - self._free.num_free * PAGE_BYTES, PAGE_BYTES)
+            victims = self._memory.make_room(missing, may_go, newcomer)
+            if not victims:
+                return None
+            for key in victims:
+                self._leave_memory(self._chunks[key])
+        return runs
+
+    def _leave_memory(self, chunk: Chunk) -> None:
+        if chunk.disk_bytes:
+            self._unmap(chunk)
+        else:
+            self._drop(chunk, MissReason.EVICTED)
+
+    def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
+        """Let the longest untouched chunks of a namespace go until it holds no more than that."""
+        if space.used_bytes <= limit_bytes:
+            return True
+        for chunk in list(space.chunks.values()):
+            if not (chunk.is_pinned or chunk.uses) and chunk.ref != keep:
+                self._drop(chunk, MissReason.EVICTED)
+                if space.used_bytes <= limit_bytes:
+                    return True
+        return False

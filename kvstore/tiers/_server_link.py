@@ -1,0 +1,250 @@
+"""One connection to a cache server: says hello, asks, and waits for answers within a deadline.
+
+A connection that failed in any way is closed and never used again: an answer that comes late would be taken for
+another. On the same host it consists of two: the socket that carries messages, and the unix socket that stands for this
+process's hold of the pool. The second is closed last, when nothing here can touch the pool for it any more.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from kvstore import wire
+from kvstore.errors import ProtocolError, TierError, TierSetupError
+from kvstore.tiers._server_url import ServerTarget
+from kvstore.wire import Refusal
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvstore.tiers.base import ByteArray
+
+SomeAnswer = TypeVar("SomeAnswer", bound=wire.Answer)
+
+_CONNECT_TIMEOUT_S = 2.0
+_SEND_QUEUE = 64
+_DOOR_NAME = "pool"
+
+
+class NoSessionError(TierError):
+    """The server was started anew, or has forgotten this connection: another one will do."""
+
+
+class Link:
+    """A connection. Belongs to one thread at a time.
+
+    Args:
+        context: of all connections of a tier.
+        target: where the server is.
+
+    Raises:
+        TierError: it cannot be reached.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], target: ServerTarget) -> None:
+        self._target = target
+        self._serials = itertools.count(1)
+        self.pool_fd = -1
+        self.memory: ByteArray | None = None  # the server's pool, once it is mapped
+        self.token = b""
+        door = None if target.folder is None else self._open_door(str(target.folder / _DOOR_NAME))
+        self._door = door
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.immediate = True  # what cannot be sent now is an error, not a message for the next server
+        self._socket.sndhwm = _SEND_QUEUE
+        self._socket.ipv6 = "[" in target.address
+        if target.keys is not None and target.server_key is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = target.keys
+            self._socket.curve_serverkey = target.server_key
+        self._socket.connect(target.address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if door is not None:
+            self._poller.register(door, zmq.POLLIN)
+            _links.add(self)
+        if not self._socket.poll(int(min(_CONNECT_TIMEOUT_S, target.timeout_s) * 1000), zmq.POLLOUT):
+            self.close()
+            raise TierError(f"the cache server at {target.address} cannot be reached{self._why()}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether, as far as is known, the server still has this connection."""
+        return self._door is None or not _is_over(self._door)
+
+    def hello(self, fields: dict[str, str | int], geometry: wire.Geometry, capacity_bytes: int) -> wire.Welcome:
+        """Say who is there.
+
+        Raises:
+            TierSetupError: the server does not speak this protocol, or has no room for more clients.
+            TierError: it does not answer.
+        """
+        serial = next(self._serials)
+        message = wire.Hello(serial, wire.PROTOCOL_VERSION, fields, geometry, capacity_bytes, self.token)
+        return self.ask(message, wire.Welcome)
+
+    def new_serial(self) -> int:
+        """A number for a request."""
+        return next(self._serials)
+
+    def ask(self, request: wire.Request, kind: type[SomeAnswer], frames: Sequence[Buffer] = ()) -> SomeAnswer:
+        """Send a request, and wait for its answer, which must be of a kind.
+
+        Raises:
+            NoSessionError: the server does not know this connection.
+            TierError: it does not answer in time, or otherwise.
+        """
+        self.send(request, frames)
+        answer = self.receive()
+        if not isinstance(answer, kind) or answer.serial != request.serial:
+            raise TierError(f"the cache server answered {type(answer).__name__} to {type(request).__name__}")
+        return answer
+
+    def send(self, request: wire.Request, frames: Sequence[Buffer] = ()) -> None:
+        """Send a request.
+
+        Raises:
+            TierError: the server does not take it.
+        """
+        try:
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+                self._wait_for_room()
+            self._socket.send(wire.encode(request), zmq.SNDMORE if frames else 0)
+            for number, frame in enumerate(frames, start=1):
+                self._socket.send(frame, zmq.SNDMORE if number < len(frames) else 0, copy=False)
+        except zmq.ZMQError as error:
+            raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+
+    def receive(self, place: Callable[[wire.Data], ByteArray | None] | None = None) -> wire.Answer:
+        """Wait for the next answer. Payload behind it goes to the place that ``place`` names for it.
+
+        Raises:
+            NoSessionError, TierError: as ``ask``.
+        """
+        self._wait()
+        try:
+            answer = wire.decode_answer(self._socket.recv())
+            if isinstance(answer, wire.Refused):
+                raise _refused(answer)
+            if self._socket.rcvmore:
+                target = place(answer) if place is not None and isinstance(answer, wire.Data) else None
+                if target is None:
+                    raise TierError("the cache server sent payload that nobody wanted")
+                self._fill(target)
+        except zmq.ZMQError as error:
+            raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+        except ProtocolError as error:
+            raise TierError(str(error)) from error
+        return answer
+
+    def close(self) -> None:
+        """Hang up. Idempotent. Nothing may touch the pool for this connection any more."""
+        self._socket.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """In a child of the process that has the connection: or the child would keep it, and what is its, alive."""
+        if self._door is not None:
+            self._door.close()
+        if self.pool_fd >= 0:
+            os.close(self.pool_fd)
+            self.pool_fd = -1
+
+    def _wait_for_room(self) -> None:
+        if not self._socket.poll(int(self._target.timeout_s * 1000), zmq.POLLOUT):
+            raise TierError(f"the cache server at {self._target.address} does not take a request")
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + self._target.timeout_s
+        while True:
+            ready = self._poller.poll(max(0, int((deadline_s - time.monotonic()) * 1000) + 1))
+            if any(source is self._socket for source, _ in ready):
+                return
+            if ready:
+                raise TierError(f"the cache server at {self._target.address} has gone")
+            if time.monotonic() >= deadline_s:
+                raise TierError(f"no answer of the cache server at {self._target.address}{self._why()}")
+
+    def _fill(self, target: ByteArray) -> None:
+        """Put the frames that have come, one after the other, to a place they must fill."""
+        begin = 0
+        while self._socket.rcvmore:
+            if begin >= len(target):
+                raise TierError("the cache server sent more than was wanted")
+            begin += self._socket.recv_into(target[begin:].data)
+        if begin != len(target):
+            raise TierError("the cache server sent less than was wanted")
+
+    def _open_door(self, path: str) -> socket.socket:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.settimeout(min(_CONNECT_TIMEOUT_S, self._target.timeout_s))
+        try:
+            door.connect(path)
+            self.token, self.pool_fd = _receive_pool(door)
+        except OSError as error:
+            door.close()
+            raise TierError(f"the cache server at {path} cannot be reached: {error.strerror or error}") from error
+        return door
+
+    def _why(self) -> str:
+        return " (or does not know this client's key)" if self._target.keys is not None else ""
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _drop_links_in_child() -> None:
+    for link in list(_links):
+        link.drop()
+
+
+os.register_at_fork(after_in_child=_drop_links_in_child)
+
+
+def _receive_pool(door: socket.socket) -> tuple[bytes, int]:
+    """The token and the memfd that the server hands out.
+
+    Raises:
+        OSError: it does not.
+    """
+    fds = array.array("i")
+    token, ancillary, _, _ = door.recvmsg(wire.TOKEN_BYTES, socket.CMSG_SPACE(fds.itemsize))
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if len(token) != wire.TOKEN_BYTES or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise OSError("it hands out no memory")
+    os.set_inheritable(fds[0], False)
+    return token, fds[0]
+
+
+def _is_over(door: socket.socket) -> bool:
+    """Whether the other end has closed."""
+    door.setblocking(False)
+    with suppress(BlockingIOError):
+        try:
+            return not door.recv(1)
+        except ConnectionError:
+            return True
+    return False
+
+
+def _refused(answer: wire.Refused) -> TierError:
+    message = f"the cache server refuses: {answer.message[:300]}"
+    if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
+        return NoSessionError(message)
+    if answer.reason in {Refusal.VERSION, Refusal.LIMIT}:
+        return TierSetupError(message)
+    return TierError(message)

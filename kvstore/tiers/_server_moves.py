@@ -1,0 +1,182 @@
+"""How payload gets to a cache server and back: through pages that both have mapped, or in messages.
+
+The first is a copy each way. In messages a payload goes in pieces of 2 MiB, a few of them under way at once, each with
+its checksum, straight from the caller's memory and straight to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore import wire
+from kvstore.errors import ProtocolError, TierError
+from kvstore.mapped import map_bytes, populate
+from kvstore.runs import Extent, extents
+from kvstore.tiers._server_link import Link
+from kvstore.tiers.base import ByteArray, Outcome
+
+
+class Move(NamedTuple):
+    """One payload, and its place at the server."""
+
+    payload: ByteArray
+    grant: wire.Grant
+
+
+class Mover(ABC):
+    """Moves payloads for one tier. Thread-safe; a connection belongs to one thread."""
+
+    @abstractmethod
+    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Bring payloads to their places; for each, whether all of it is there.
+
+        Raises:
+            TierError: the server failed.
+        """
+
+    @abstractmethod
+    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Fetch payloads from their places; for each, whether all of it is here.
+
+        Raises:
+            TierError: the server failed.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End what runs in the background."""
+
+
+class Mapped(Mover):
+    """Through the server's memory, which is mapped here too. A server started anew has another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inode = -1
+        self._memory: ByteArray | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Copy."""
+        memory = self._memory_of(link)
+        for payload, grant in moves:
+            begin = 0
+            for part in self._parts(memory, payload, grant):
+                memory[part.begin : part.begin + part.num_bytes] = payload[begin : begin + part.num_bytes]
+                begin += part.num_bytes
+        return [True] * len(moves)
+
+    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Copy."""
+        memory = self._memory_of(link)
+        for payload, grant in moves:
+            begin = 0
+            for part in self._parts(memory, payload, grant):
+                payload[begin : begin + part.num_bytes] = memory[part.begin : part.begin + part.num_bytes]
+                begin += part.num_bytes
+        return [True] * len(moves)
+
+    def close(self) -> None:
+        """Stop touching pages, and let go of the memory."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._memory = None
+
+    def _memory_of(self, link: Link) -> ByteArray:
+        """The memory of the server that a connection leads to."""
+        if link.memory is None:
+            with self._lock:
+                link.memory = self._map(link.pool_fd)
+        return link.memory
+
+    def _map(self, fd: int) -> ByteArray:
+        try:
+            status = os.fstat(fd)
+            if self._memory is None or status.st_ino != self._inode:
+                self._memory = map_bytes(status.st_size, fd)
+                self._inode = status.st_ino
+                self._populate(self._memory)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TierError(f"the memory of the cache server cannot be mapped: {error}") from error
+        return self._memory
+
+    def _populate(self, memory: ByteArray) -> None:
+        """Let this process's page tables be filled before they are needed."""
+        if self._thread is not None:
+            self._closing.set()  # that server is gone
+            self._thread.join()
+            self._closing.clear()
+        work = (memory, 0, len(memory), self._closing.is_set)
+        self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate-server", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _parts(memory: ByteArray, payload: ByteArray, grant: wire.Grant) -> list[Extent]:
+        try:
+            parts = extents(grant.runs, 0, len(payload))
+        except ProtocolError as error:
+            raise TierError(str(error)) from error
+        if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
+            raise TierError("the cache server named pages that it does not have")
+        return parts
+
+
+class Framed(Mover):
+    """In messages."""
+
+    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Send pieces, a few of them before the first is confirmed."""
+        arrived = [True] * len(moves)
+        under_way: dict[int, int] = {}
+        for number, offset, part in _pieces(moves):
+            if len(under_way) >= wire.WINDOW:
+                _confirm(link, under_way, arrived)
+            serial = link.new_serial()
+            link.send(wire.Piece(serial, moves[number].grant.lease, offset, wire.checksum([part.data])), [part.data])
+            under_way[serial] = number
+        while under_way:
+            _confirm(link, under_way, arrived)
+        return arrived
+
+    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Ask for pieces, a few of them ahead."""
+        arrived = [True] * len(moves)
+        under_way: dict[int, tuple[int, ByteArray]] = {}
+        waiting = deque(_pieces(moves))
+        while waiting or under_way:
+            while waiting and len(under_way) < wire.WINDOW:
+                number, offset, part = waiting.popleft()
+                serial = link.new_serial()
+                link.send(wire.Fetch(serial, moves[number].grant.lease, offset, len(part)))
+                under_way[serial] = number, part
+            answer = link.receive(lambda data: under_way[data.serial][1] if data.serial in under_way else None)
+            found = under_way.pop(answer.serial, None)
+            if found is None:
+                raise TierError("the cache server answered what was not asked")
+            number, part = found
+            is_sound = isinstance(answer, wire.Data) and wire.checksum([part.data]) == answer.checksum
+            arrived[number] = arrived[number] and is_sound
+        return arrived
+
+
+def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, ByteArray]]:
+    """For each piece of all payloads: the number of the payload, the offset in it, and the bytes."""
+    for number, (payload, _) in enumerate(moves):
+        for offset in range(0, len(payload), wire.PIECE_BYTES):
+            yield number, offset, payload[offset : offset + wire.PIECE_BYTES]
+
+
+def _confirm(link: Link, under_way: dict[int, int], arrived: list[bool]) -> None:
+    """Take the next confirmation of a piece that was sent."""
+    answer = link.receive()
+    number = under_way.pop(answer.serial, None)
+    if number is None or not isinstance(answer, wire.Done):
+        raise TierError("the cache server answered what was not asked")
+    stored = bytes([wire.number_of(Outcome.STORED)])
+    arrived[number] = arrived[number] and answer.outcomes == stored

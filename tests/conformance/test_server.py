@@ -1,0 +1,131 @@
+"""The server tier keeps the contract: through the server's memory, and in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
+
+from kvstore.runs import PAGE_BYTES
+from kvstore.server.options import ServerOptions, TcpDoor
+from kvstore.server.shelves import ShelfOptions
+from kvstore.server.spaces import Space
+from kvstore.testing import MINE, TierConformance
+from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.server import ServerTier
+from kvstore.wrappers import GuardOptions, guarded, layers
+
+HANG_GUARD_S = 60.0
+
+
+class Served(TierConformance):
+    """What they have in common: raw access into the server, which runs in a thread."""
+
+    persistent = True
+    pause_s = 0.01
+    server: ClassVar[ServerThread]
+    _last_folder: Path | None = None
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        if self.folder != self._last_folder:  # a new harness begins with an empty storage
+            self._clear_all()
+            self._last_folder = self.folder
+        return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
+
+    def _clear_all(self) -> None:
+        stock = self.server.hub.stock
+        for space in stock.spaces.values():
+            stock.clear(space)
+        stock.spaces.clear()
+
+    def _spaces(self) -> list[Space]:
+        return list(self.server.hub.stock.spaces.values())
+
+    def raw_read(self, ref: ChunkRef) -> bytes | None:
+        for space in self._spaces():
+            if space.namespace.id == MINE.id and space.layout == self.layout and ref in space.chunks:
+                chunk = space.chunks[ref]
+                return b"".join(part.tobytes() for part in self.server.hub.pool.parts(chunk.runs, 0, chunk.num_bytes))
+        return None
+
+    def raw_used_bytes(self) -> int:
+        """Of the namespace that the tier is in: after a reset that is another one."""
+        *_, tier = layers(self.tier)
+        assert isinstance(tier, ServerTier)
+        here = (tier._links.home.namespace.id, self.layout)
+        chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
+        return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
+
+
+class TestMapped(Served):
+    """Through the memory."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls) -> Iterator[None]:
+        with serving_ipc() as cls.server:
+            yield
+
+
+class TestFramed(Served):
+    """In messages."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls) -> Iterator[None]:
+        with serving_tcp() as cls.server:
+            yield
+
+
+class TestRestarted(Served):
+    """With a disk, and a server that is started anew whenever the tier is opened."""
+
+    pause_s = 1.1
+    running: ClassVar[list[ServerThread]] = []
+
+    @pytest.fixture(autouse=True)
+    def _end_server(self) -> Iterator[None]:
+        yield
+        self._stop_server()
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        self._stop_server()
+        disk = ShelfOptions(self.folder / "disk", 64 << 20)
+        type(self).server = ServerThread(ServerOptions(POOL_BYTES, tcp=TcpDoor("127.0.0.1", 0), disk=disk))
+        self.running.append(self.server)
+        return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
+
+    def _stop_server(self) -> None:
+        while self.running:
+            server = self.running.pop()
+            server.close()
+            assert server.drained
+
+    def raw_read(self, ref: ChunkRef) -> bytes | None:
+        """Whether it is there: in memory, or in a file that will be used."""
+        found = [space for space in self._spaces() if space.namespace.id == MINE.id and ref in space.chunks]
+        return b"there" if found else None
+
+    def raw_used_bytes(self) -> int:
+        *_, tier = layers(self.tier)
+        assert isinstance(tier, ServerTier)
+        here = (tier._links.home.namespace.id, self.layout)
+        chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
+        return sum(chunk.size_bytes for chunk in chunks)
+
+    def test_scan_names_the_longest_untouched_first(self) -> None:
+        """What is read from memory does not touch the file, so a restart knows less."""
+
+
+class TestGuarded(Served):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls) -> Iterator[None]:
+        with serving_ipc() as cls.server:
+            yield
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        return guarded(super().open_tier(setup), GuardOptions(timeout_s=HANG_GUARD_S))

@@ -1,0 +1,121 @@
+"""Cache servers for tests: in a thread, to look inside; and as processes, to be frozen and killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from kvstore.server.doors import is_alive
+from kvstore.server.hub import Hub
+from kvstore.server.options import ServerOptions, TcpDoor
+from support.redis_server import wait_for
+
+POOL_BYTES = 64 << 20
+
+
+class ServerThread:
+    """A server in this process, whose state may be looked at while nobody calls it."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.hub = Hub(options)
+        self.drained: bool | None = None
+        self._thread = threading.Thread(target=self._run, name="test-server")
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.drained = self.hub.run()
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        if self.hub.options.folder is not None:
+            return f"kvs+ipc://{self.hub.options.folder}"
+        assert self.hub.options.tcp is not None
+        return f"kvs://{self.hub.options.tcp.host}:{self.hub.tcp_port}"
+
+    def close(self) -> None:
+        self.hub.stop()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket in it."""
+    path = Path(tempfile.mkdtemp(prefix="kvs-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def serving(options: ServerOptions) -> Iterator[ServerThread]:
+    server = ServerThread(options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def serving_ipc(**options: object) -> Iterator[ServerThread]:
+    with short_folder() as folder, serving(replace(ServerOptions(POOL_BYTES, folder=folder), **options)) as server:  # type: ignore[arg-type]
+        yield server
+
+
+@contextmanager
+def serving_tcp(**options: object) -> Iterator[ServerThread]:
+    given = replace(ServerOptions(POOL_BYTES, tcp=TcpDoor("127.0.0.1", 0)), **options)  # type: ignore[arg-type]
+    with serving(given) as server:
+        yield server
+
+
+class ServerProcess:
+    """``kvstore serve`` over a folder."""
+
+    def __init__(self, folder: Path, lines: str = "") -> None:
+        self.folder = folder
+        self.url = f"kvs+ipc://{folder}"
+        self.config = folder / "cache.yaml"
+        self.config.write_text(f"max_local_cpu_size: 0.25\nserver_listen: {self.url}\n{lines}")
+        self.log = folder / "server.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> ServerProcess:
+        command = [sys.executable, "-m", "kvstore.tools.cli", "serve", "--config", str(self.config)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_for("the server listens", lambda: is_alive(self.folder / "pool"))
+        return self
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.thaw()
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        code = self.process.wait(60)
+        self.process = None
+        return code
+
+    def freeze(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, signal.SIGCONT)

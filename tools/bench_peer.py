@@ -1,0 +1,37 @@
+"""The other side of the limits of the cache server's lines: plain pyzmq, and nothing else.
+
+    python -m kvstore.tools.bench_peer IPC_ADDRESS CHUNK_BYTES PIECE_BYTES
+
+Prints the TCP address that it listens on. A message of one frame is answered with itself; ``get`` with a chunk, in
+pieces; anything longer, which is a chunk, with one empty frame.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import zmq
+
+
+def main() -> None:
+    """Answer until killed."""
+    ipc_address, chunk_bytes, piece_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    chunk = np.ones(chunk_bytes, np.uint8)
+    pieces = [chunk[begin : begin + piece_bytes].data for begin in range(0, chunk_bytes, piece_bytes)]
+    socket = zmq.Context(io_threads=2).socket(zmq.ROUTER)
+    socket.bind(ipc_address)
+    socket.bind("tcp://127.0.0.1:*")
+    print(socket.get_string(zmq.LAST_ENDPOINT), flush=True)
+    while True:
+        name, *frames = socket.recv_multipart(copy=False)
+        if len(frames) > 1:
+            socket.send_multipart([name, b""])
+        elif frames[0].bytes == b"get":
+            socket.send_multipart([name, *pieces], copy=False)
+        else:
+            socket.send_multipart([name, *frames])
+
+
+if __name__ == "__main__":
+    main()
