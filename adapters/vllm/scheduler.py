@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -19,16 +18,17 @@ from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
 from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
 from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
-from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.adapters.vllm.saves import SavePlanner
+from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
-from kvstore.engine import new_epoch, pin_name, superseded_tails
+from kvstore.engine import new_epoch, pin_name
 from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
-from kvstore.keys import KeyExtras, Namespace, PrefixHasher, PrefixKey
+from kvstore.keys import KeyExtras, Namespace, PrefixHasher
 from kvstore.metrics import Tally, Totals
-from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.movers import LoadJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
-from kvstore.plans import LoadStep, Match, Place, StoreStep
+from kvstore.plans import LoadStep, Match
 from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
@@ -60,35 +60,14 @@ class SchedulerOptions:
 
 
 @dataclass
-class _Save:
-    """Stores of one request in a step."""
-
-    req_id: str
-    hasher: PrefixHasher
-    steps: list[StoreStep]
-
-
-@dataclass
 class _Step:
     """A plan under way."""
 
     acked: int
     verifies: list[LoadStep] = field(default_factory=list)
-    saves: list[_Save] = field(default_factory=list)
     result: StepResult = field(default_factory=StepResult)
     is_loaded: bool = False
     distrusted: bool = False  # it may have computed on what another step failed to load
-
-
-@dataclass
-class _Write:
-    """A write behind that some ranks have not reported yet."""
-
-    ranks_left: int
-    stored: bool = True
-    in_vain: bool = False  # its chunk failed on another rank: until this ends, it cannot be stored anew
-    left_behind: bool = False  # stored by one rank at least
-    size_bytes: int = 0  # on the rank where it takes most
 
 
 class StoreScheduler:
@@ -106,11 +85,10 @@ class StoreScheduler:
         self._num_running = 0  # requests in the last step
         self._last_hit = ("", NO_HIT)  # of the request last allocated
         self._loads: LoadPlanner | None = None  # with the index
-        self._ready: dict[str, ReqMeta] = {}  # stores for the next plan
-        self._storing: Counter[str] = Counter()  # plans with stores of a request that have not been completed
+        self._saves: SavePlanner | None = None
+        self._verifies: list[ReqMeta] = []  # for the next plan
         self._step = _Step(acked=0)  # what the next plan will hold
         self._in_flight: dict[int, _Step] = {}
-        self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
         self._remote: RemoteLookup | None = None
         self._namespaces: list[Namespace] = []  # one for each shard
         trace = options.record_trace
@@ -121,7 +99,6 @@ class StoreScheduler:
         self._epoch = ""  # to be entered with the next plan
         self._canary = Canary(options.verify_fraction, options.rules.block_tokens) if options.verify_fraction else None
         self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
-        self._stray: list[ChunkRef] = []  # chunks that only some ranks hold
         rules = options.rules
         self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
@@ -162,10 +139,11 @@ class StoreScheduler:
             tracks_changes=self._options.announces,
         )
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
-        self._stray = list(set.union(*held) - complete)
         self._index = index
         self._num_ranks = len(facts)
         self._loads = LoadPlanner(index, self._rules, self._choice, self._num_ranks)
+        self._saves = SavePlanner(index, self._num_ranks)
+        self._saves.strays = list(set.union(*held) - complete)
         ranks = len(facts)
         logger.info(
             "%d chunks known from disk; CPU pool %.2f GiB in all (%.2f GiB x %d workers), disk %.2f GiB in all%s",
@@ -366,23 +344,24 @@ class StoreScheduler:
             return False
         if self._recorder is not None:
             self._record(self._recorder, tracker.hasher)
-        keeps_blocks = self._save_rest(tracker, block_ids)
-        if keeps_blocks:
-            self._ready.setdefault(request_id, ReqMeta(request_id)).finished = True
-        if tracker.params.pin and self._index is not None:
-            self._pins[tracker.pin_name] = (tracker.hasher, self._number + bool(self._step.saves))
+        keeps_blocks = self._saves is not None and self._save_rest(self._saves, tracker, block_ids)
+        if tracker.params.pin and self._index is not None and self._saves is not None:
+            self._pins[tracker.pin_name] = (tracker.hasher, self._number + self._saves.has_coming)
             self._hold_pins(self._index)
         self._accounts.close(request_id)
         return keeps_blocks
 
-    def _save_rest(self, tracker: RequestTracker, block_ids: Sequence[int]) -> bool:
+    def _save_rest(self, saves: SavePlanner, tracker: RequestTracker, block_ids: Sequence[int]) -> bool:
         """Store what is left of a request that has ended. Whether a worker has yet to read its blocks."""
         request_id = tracker.request.request_id
         if not block_ids or (self._loads is not None and self._loads.is_fetching(request_id)):
             return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
         if self._enabled and (save := tracker.take_final_save()):
             self._plan_save(request_id, tracker, save, block_ids)
-        return request_id in self._ready or (self._options.saves_beside and self._storing[request_id] > 0)
+        if not saves.is_coming(request_id) and not (self._options.saves_beside and saves.is_storing(request_id)):
+            return False
+        saves.end_with(request_id)
+        return True
 
     def _hold_pins(self, index: ChunkIndex) -> None:
         """Pin what ended requests used, once all that they, and others with the same prompt, stored is reported."""
@@ -446,56 +425,40 @@ class StoreScheduler:
         for ref, begin in canary.take_due(request.request_id, written_tokens):
             for step in index.prepare_load([] if index.is_loading(ref.prefix_key) else [ref]):
                 block_ids = as_block_ids(block_ids_of(request.request_id)[begin : begin + ref.num_blocks])
-                meta = self._ready.setdefault(request.request_id, ReqMeta(request.request_id))
-                meta.verifies.append(LoadJob(step, block_ids, 0))
+                self._verifies.append(ReqMeta(request.request_id, verifies=[LoadJob(step, block_ids, 0)]))
                 self._step.verifies.append(step)
 
     def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
-        removals = self._stray + ([] if self._index is None else self._index.take_removals())
-        loads = [] if self._loads is None else self._loads.take_step(self._number)
-        plan = StepPlan(
-            self._number,
-            self._acked,
-            [*loads, *self._ready.values()],
-            [] if self._loads is None else self._loads.take_fetches(),
-            preempts,
-            removals,
-            self._recalls,
-            self._epoch,
-        )
+        plan = StepPlan(self._number, self._acked, preempts=preempts, recalls=self._recalls, epoch=self._epoch)
+        if self._index is not None and self._loads is not None and self._saves is not None:
+            plan.removals = self._saves.take_strays() + self._index.take_removals()
+            plan.requests = [
+                *self._loads.take_step(self._number),
+                *self._verifies,
+                *self._saves.take_step(self._number),
+            ]
+            plan.fetches = self._loads.take_fetches()
         self._step.acked = self._acked
         if plan.requests:
             self._in_flight[plan.number] = self._step
         self._step = _Step(acked=0)
-        self._ready, self._stray, self._recalls, self._epoch = {}, [], [], ""
+        self._verifies, self._recalls, self._epoch = [], [], ""
         return plan
 
-    def _plan_save(self, req_id: str, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> bool:
-        """Add a request's new chunks to the next plan; False if all are known or there is no room."""
-        if self._index is None:
-            return False
+    def _plan_save(self, req_id: str, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> None:
+        """Add a request's new chunks to the next plan."""
+        if self._index is None or self._saves is None:
+            return
         self._index.advance(time.monotonic())  # a time to live begins here
-        steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s)
-        begins = save.first_blocks()
-        self._describe(self._index, tracker, begins.items())
-        if not steps:
-            return False
-        meta = self._ready.setdefault(req_id, ReqMeta(req_id))
-        for step in steps:
-            begin = begins[step.ref]
-            meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
-            for target in step.targets:
-                self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
-        self._step.saves.append(_Save(req_id, tracker.hasher, steps))
-        self._storing[req_id] += 1
-        self._accounts.stored(req_id, len(steps))
-        return True
+        planned = self._saves.plan(req_id, tracker.hasher, save, block_ids, tracker.params.ttl_s)
+        self._describe(self._index, tracker, save.first_blocks().items())
+        self._accounts.stored(req_id, planned)
 
     def complete(self, report: StepReport) -> None:
         """Take in what the workers, all ranks merged, did."""
         self._accounts.add(report.tally)
-        if self._index is None:
+        if self._index is None or self._saves is None:
             return
         self._index.set_disk_answers(answers=report.disk_answers)
         self._index.set_remote_answers(answers=report.remote_answers)
@@ -506,28 +469,13 @@ class StoreScheduler:
                 self._complete_loads(number, step)
             if step.result.ranks_ended == self._num_ranks:
                 del self._in_flight[number]
-                self._complete_saves(self._index, step)
+                self._complete_saves(self._index, self._saves, number, step)
         for number, fetched in report.fetches.items():
             self._complete_fetch(number, fetched)
-        for written in report.writes:
-            self._complete_write(self._index, written)
-        self._hold_pins(self._index)
-
-    def _complete_write(self, index: ChunkIndex, written: Written) -> None:
-        target, ref, stored, size_bytes = written
-        write = self._writes[target, ref.prefix_key]
-        write.ranks_left -= 1
-        write.stored &= stored
-        write.left_behind |= stored
-        write.size_bytes = max(write.size_bytes, size_bytes or 0)
-        if write.ranks_left:
-            return
-        del self._writes[target, ref.prefix_key]
-        index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
-        if target is Place.DISK and write.left_behind and not write.stored:
-            self._stray.append(ref)
-        if write.in_vain:
+        may_save_again = [self._saves.complete_write(written) for written in report.writes]
+        if any(may_save_again):
             self._restart_saving()
+        self._hold_pins(self._index)
 
     def _complete_loads(self, number: int, step: _Step) -> None:
         step.is_loaded = True
@@ -545,25 +493,11 @@ class StoreScheduler:
         if failed_id in self._trackers:
             self._trackers[failed_id].load_failed = True
 
-    def _complete_saves(self, index: ChunkIndex, step: _Step) -> None:
+    def _complete_saves(self, index: ChunkIndex, saves: SavePlanner, number: int, step: _Step) -> None:
         wrong = self._complete_verifies(index, step)
-        for save in step.saves:
-            keys = {store.ref.prefix_key for store in save.steps}
-            failed = keys if step.distrusted else keys & step.result.failed_stores
-            index.complete_store(save.steps, failed)
-            self._note_in_vain(save.steps, failed)
-            for key, tails in superseded_tails(save.hasher, keys - failed).items():
-                index.supersede(key, tails)
-            self._end_storing(save.req_id)
+        saves.complete_step(number, step.result.failed_stores, distrusted=step.distrusted)
         if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
-
-    def _note_in_vain(self, steps: Sequence[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
-        """Some ranks still write chunks that failed on another."""
-        for step in steps:
-            for target in step.targets if step.ref.prefix_key in failed else ():
-                if write := self._writes.get((target, step.ref.prefix_key)):
-                    write.in_vain = True
 
     def _complete_verifies(self, index: ChunkIndex, step: _Step) -> list[ChunkRef]:
         """Let go of what was compared, and have chunks with wrong bytes removed everywhere."""
@@ -575,11 +509,6 @@ class StoreScheduler:
         self._recalls += wrong
         return wrong
 
-    def _end_storing(self, req_id: str) -> None:
-        self._storing[req_id] -= 1
-        if not self._storing[req_id]:
-            del self._storing[req_id]
-
     def _restart_saving(self) -> None:
         for tracker in self._trackers.values():
             tracker.restart_saving()
@@ -590,8 +519,8 @@ class StoreScheduler:
         The namespace names the weights that vLLM was started with, so what comes is kept under a new epoch of it.
         Requests that have computed something hold KV of the old weights until they end, and are tracked no longer.
         """
-        if self._index is not None:
-            self._cancel_ready_stores(self._index)
+        if self._index is not None and self._saves is not None:
+            self._saves.cancel_coming()
             self._index.clear()
             self._pins.clear()
         self._epoch = new_epoch()
@@ -611,16 +540,3 @@ class StoreScheduler:
             self._remote.close()
         if self._recorder is not None:
             self._recorder.close()
-
-    def _cancel_ready_stores(self, index: ChunkIndex) -> None:
-        """Fail what ended requests were about to store: the workers would do it after they have cleared."""
-        for meta in self._ready.values():
-            meta.stores.clear()
-        saves, self._step.saves = self._step.saves, []
-        for save in saves:
-            self._end_storing(save.req_id)
-        for step in (step for save in saves for step in save.steps):
-            index.complete_store([step], {step.ref.prefix_key})
-            for target in step.targets:
-                del self._writes[target, step.ref.prefix_key]
-                index.complete_write(step.ref.prefix_key, target, stored=False)

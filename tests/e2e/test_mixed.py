@@ -83,8 +83,16 @@ class Clients:
         self._llm.add_request(str(number), prompt, params)
 
 
-@pytest.mark.parametrize("mode", ["as it is chosen", "layer by layer"])
-def test_three_hundred_requests(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param({}, id="as it is chosen"),
+        pytest.param(MODES["layer by layer"], id="layer by layer", marks=pytest.mark.soak),
+    ],
+)
+def test_three_hundred_requests(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
     from kvstore.tiers.disk import DiskTier
 
     rng = random.Random(6)
@@ -98,7 +106,7 @@ def test_three_hundred_requests(tiny_model: Path, tmp_path: Path, monkeypatch: p
         tmp_path / "disk",
         cpu_gib=6.5 * CHUNK_GIB,
         disk_gib=48 * CHUNK_GIB,
-        extra=MODES[mode] | {"kvstore.save_decode_cache": True, "kvstore.cache_policy": "LRU"},
+        extra=mode | {"kvstore.save_decode_cache": True, "kvstore.cache_policy": "LRU"},
     )
     few_blocks = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
     with Engine(tiny_model, store, **few_blocks) as engine:

@@ -762,14 +762,12 @@ class FakeVllm:
         scheduler = self.scheduler
         assert self.index.uses == 0
         assert not scheduler._in_flight
-        assert not scheduler._writes
-        assert not scheduler._ready
-        assert not scheduler._storing
+        assert scheduler._saves is not None
+        assert scheduler._saves.is_idle
         assert scheduler._loads is not None
         assert scheduler._loads.is_idle
         assert not +scheduler._loads._fetched_keys
         assert not scheduler._trackers
-        assert not [*scheduler._step.saves, *scheduler._stray]
         chunks = self.index._chunks.values()
         slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
         assert len(slots) == len(set(slots)) == self.index.slots_in_use

@@ -75,7 +75,6 @@ MODES: dict[str, dict[str, Any]] = {
     "within a step": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
     "layer by layer": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
     "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
-    "as it is chosen": {},
 }
 
 
@@ -186,10 +185,9 @@ class Engine:
         scheduler = self.store_scheduler
         assert scheduler.index.uses == 0
         assert not scheduler._in_flight
-        assert not scheduler._storing
+        assert scheduler._saves.is_idle
         assert scheduler._loads.is_idle
         assert not scheduler._trackers
-        assert not scheduler._writes
         pool = self.core_scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
 
