@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.vllm_engine import MODES, Completion, Engine, Prompt, make_prompts, prepare_environment
+from support.modes import MODES
+from support.vllm_engine import Completion, Engine, Prompt, make_prompts, prepare_environment
 
 
 @pytest.fixture(scope="session", autouse=True)

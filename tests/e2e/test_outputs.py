@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.modes import ONE_MODE_AND_SOAK
 from support.runner import run_elsewhere
 from support.vllm_engine import (
     Completion,
@@ -69,6 +70,7 @@ def test_two_processes_and_a_restart(
     assert_all_from_store(prompts, from_disk)
 
 
+@ONE_MODE_AND_SOAK
 def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]) -> None:
     """Too few blocks for all requests: preempted ones come back, partly from the store."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -97,6 +99,7 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             engine.assert_idle()
 
 
+@ONE_MODE_AND_SOAK
 def test_aborted_requests(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
@@ -122,6 +125,7 @@ def test_aborted_requests(
             engine.assert_idle()
 
 
+@ONE_MODE_AND_SOAK
 def test_without_vllms_prefix_cache(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
@@ -167,6 +171,7 @@ def test_memory_as_passage_only(
         engine.assert_idle()
 
 
+@ONE_MODE_AND_SOAK
 def test_three_turns_of_many_chats(tiny_model: Path, tmp_path: Path, mode: dict[str, Any]) -> None:
     """``save_decode_cache``: every turn finds the answers before it, for 16 chats at once that begin alike."""
     system = make_prompts()[19][:300]

@@ -71,13 +71,6 @@ class StoreSetup:
         return config
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "within a step": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
-    "layer by layer": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
-    "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
-}
-
-
 class Engine:
     """A context manager around ``vllm.LLM``; leaves nothing behind in the process."""
 

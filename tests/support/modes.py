@@ -1,0 +1,19 @@
+"""The ways to move KV under vLLM: keys of the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+MODES: dict[str, dict[str, Any]] = {
+    "within a step": {"kvstore.enable_async_loading": False, "kvstore.enable_async_saving": False},
+    "layer by layer": {"kvstore.enable_async_loading": False, "kvstore.use_layerwise": True},
+    "beside": {"kvstore.enable_async_loading": True, "kvstore.enable_async_saving": True},
+}
+
+# Where each takes long, continuous integration tries the one that differs most from a step of vLLM's, a soak the others.
+ONE_MODE_AND_SOAK = pytest.mark.parametrize(
+    "mode",
+    [pytest.param(keys, id=name, marks=() if name == "beside" else pytest.mark.soak) for name, keys in MODES.items()],
+)
