@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.modes import ONE_MODE_AND_SOAK
 from support.vllm_engine import (
     Completion,
     Engine,
@@ -104,6 +105,7 @@ def test_the_whole_folder_disappears(
         engine.assert_idle()
 
 
+@ONE_MODE_AND_SOAK
 def test_every_third_load_fails(
     tiny_model: Path,
     prompts: list[Prompt],

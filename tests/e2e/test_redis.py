@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.modes import ONE_MODE_AND_SOAK
 from support.redis_server import RedisServer, running
 from support.runner import run_elsewhere
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs, whole_blocks
@@ -72,6 +73,7 @@ def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
     pytest.fail("no hits, although the server is back")
 
 
+@ONE_MODE_AND_SOAK
 def test_every_way_to_move_kv(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: RedisServer, mode: dict[str, Any]
 ) -> None:

@@ -40,6 +40,7 @@ def setup_of(server: ServerProcess) -> StoreSetup:
     )
 
 
+@pytest.mark.soak
 def test_two_processes_share_a_server_that_dies_and_comes_back(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: ServerProcess
 ) -> None:
