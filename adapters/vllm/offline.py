@@ -102,9 +102,10 @@ class OfflineEngine:
         self._lora = LoRARequest(lora[0], 1, str(lora[1])) if lora else None
         arguments: dict[str, Any] = {"async_scheduling": False, "enable_lora": lora is not None, **(engine_args or {})}
         with ExitStack() as opened:
+            opened.callback(_forget_vllm)
             with _environment(config):
                 self._llm = LLM(model=model, kv_transfer_config=_transfer_config(), **arguments)
-            opened.callback(self._close_vllm)
+            opened.callback(self._llm.llm_engine.engine_core.shutdown)
             self._facts = self._connector().facts
             if not self._facts:
                 raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
@@ -189,7 +190,8 @@ class OfflineEngine:
         """Let what is on its way arrive, and end vLLM."""
         if self._directory is not None:
             self._directory.close()
-        self._close_vllm()
+        self._llm.llm_engine.engine_core.shutdown()
+        _forget_vllm()
 
     def __enter__(self) -> Self:
         return self
@@ -222,13 +224,14 @@ class OfflineEngine:
         shards = {facts.namespace.id: (facts.namespace, facts.layout) for facts in self._facts}
         return open_directory(shards.values(), options)
 
-    def _close_vllm(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
 
-        self._llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
+def _forget_vllm() -> None:
+    """Free vLLM's state of this process, which a start that failed leaves behind, too."""
+    from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:

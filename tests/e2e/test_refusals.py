@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs
+from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs, forget_failed_start
 
 from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 
@@ -19,16 +19,8 @@ def refusal(model: Path, store: StoreSetup, **overrides: Any) -> str:
     """The message with which an engine refuses to start."""
     with pytest.raises(KVStoreError) as caught, Engine(model, store, **overrides):
         pass
-    _forget_the_attempt()
+    forget_failed_start()
     return str(caught.value)
-
-
-def _forget_the_attempt() -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-    ensure_kv_transfer_shutdown()
-    cleanup_dist_env_and_memory()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +62,7 @@ def test_owned_folder(
     store = StoreSetup(tmp_path / "disk")
     with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, store):
         pass
-    _forget_the_attempt()
+    forget_failed_start()
     # So that it does not join vLLM's, which caplog cannot see.
     logging.getLogger("kvstore").addHandler(logging.NullHandler())
     with Engine(tiny_model, replace(store, extra={"kvstore.required": False})) as engine:

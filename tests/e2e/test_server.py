@@ -55,7 +55,7 @@ def test_two_processes_share_a_server_that_dies_and_comes_back(
         shared = engine.generate(prompts)
         assert_same_outputs(plain_outputs, shared)
         assert all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, shared, strict=True))
-        assert engine.store_worker._mover.counters.chunks_loaded_from_remote > 50
+        assert engine.moved.chunks_loaded_from_remote > 50
         engine.assert_idle()
 
         for delay_s in (0.05, 0.5):

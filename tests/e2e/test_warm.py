@@ -22,6 +22,7 @@ from support.vllm_engine import (
     Prompt,
     StoreSetup,
     assert_same_outputs,
+    forget_failed_start,
     whole_blocks,
 )
 
@@ -133,6 +134,7 @@ def test_fifty_prompts_from_one_machine_to_another(tiny_model: Path, tmp_path: P
     assert_same_outputs(plain, from_pack)
     with pytest.raises(Exception, match=r"differs in.* layout"):
         Engine(tiny_model, in_place, block_size=64)
+    forget_failed_start()
 
     # Served.
     with VllmServer(tiny_model, config_file(tmp_path, target), tmp_path / "serve.log", drains=False) as server:

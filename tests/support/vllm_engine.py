@@ -185,6 +185,15 @@ class Engine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
 
 
+def forget_failed_start() -> None:
+    """Free the process-wide state of an engine that was refused."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
 def _ours(connector: Any) -> Any:
     """Our connector, also where it is the first of several."""
     return getattr(connector, "_connectors", [connector])[0]
