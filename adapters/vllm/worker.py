@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch.profiler import record_function
 
@@ -64,6 +65,7 @@ class StoreWorker:
         lanes = self._tiers.open_lanes(engine, self._on_written)
         self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
         self._courier = Courier(self._mover)
+        self._counters = partial(_moved, self._mover, self._courier)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
         self._said_answers = (True, True)
@@ -77,9 +79,6 @@ class StoreWorker:
         self._loads_began = self._loads_ended = False  # those of the plan
         self._layered_load: LayeredLoad | None = None
         self._layered_store: LayeredStore | None = None
-
-    def _counters(self) -> MoverCounters:
-        return MoverCounters.sum([self._mover.counters, self._courier.counters()])
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
@@ -312,6 +311,11 @@ class StoreWorker:
                 "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
                 self._engine.io_timeout_s,
             )
+
+
+def _moved(mover: Mover, courier: Courier) -> MoverCounters:
+    """What was moved within steps and beside them."""
+    return MoverCounters.sum([mover.counters, courier.counters()])
 
 
 def _blocks_of(jobs: list[LoadJob], failed: set[PrefixKey]) -> set[int]:
