@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,15 @@ import pytest
 from support.modes import ONE_MODE_AND_SOAK
 from support.redis_server import RedisServer, running
 from support.runner import run_elsewhere
-from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs, whole_blocks
+from support.vllm_engine import (
+    Completion,
+    Engine,
+    Prompt,
+    assert_same_outputs,
+    hits_again,
+    through_memory,
+    whole_blocks,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -23,23 +30,10 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def setup_of(server: RedisServer) -> StoreSetup:
-    """Memory is a mere passage, so that all hits come from Redis."""
-    return StoreSetup(
-        extra={
-            "kvstore.remote_url": f"redis://127.0.0.1:{server.port}",
-            "kvstore.local_cpu": False,
-            "kvstore.max_remote_queue": 100_000,
-            "kvstore.lookup_timeout_ms": 5000,
-            "kvstore.remote_lookup_cache_secs": 0.5,
-        }
-    )
-
-
 def test_two_processes_share_a_redis_that_dies_and_comes_back(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: RedisServer
 ) -> None:
-    store = setup_of(server)
+    store = through_memory(f"redis://127.0.0.1:{server.port}")
     job = {"model": str(tiny_model), "two_processes": True, "max_tokens": 12}
     first = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
     ((cold,),) = run_elsewhere(job | {"engines": [first]})
@@ -61,23 +55,11 @@ def test_two_processes_share_a_redis_that_dies_and_comes_back(
         engine.assert_idle()
 
 
-def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
-    """Ask until the answers come from the store: first it must be found to be back, and filled."""
-    deadline_s = time.monotonic() + 120
-    while time.monotonic() < deadline_s:
-        engine.forget_local()
-        outputs = engine.generate(prompts)
-        if all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True)):
-            return outputs
-        engine.settle()
-    pytest.fail("no hits, although the server is back")
-
-
 @ONE_MODE_AND_SOAK
 def test_every_way_to_move_kv(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: RedisServer, mode: dict[str, Any]
 ) -> None:
-    store = setup_of(server)
+    store = through_memory(f"redis://127.0.0.1:{server.port}")
     store.extra.update(mode)
     with Engine(tiny_model, store) as engine:
         assert_same_outputs(plain_outputs, engine.generate(prompts))

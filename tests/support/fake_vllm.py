@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -800,3 +801,19 @@ class FakeVllm:
             held = max((number for number, key in enumerate(keys, 1) if self.index.holds(key, place)), default=0)
             for block in range(chunk * blocks, chunk * blocks + held):
                 yield request.block_hashes[block], tuple(request.all_token_ids[block * BLOCK : (block + 1) * BLOCK])
+
+
+@contextmanager
+def one_after_the_other(plain: Setup) -> Iterator[Callable[..., FakeVllm]]:
+    """Makes engines like ``plain`` but for the fields named; a new one ends the one before."""
+    engines: list[FakeVllm] = []
+
+    def build(**changes: Any) -> FakeVllm:
+        if engines:
+            engines[-1].close()
+        engines.append(FakeVllm(replace(plain, **changes)))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()

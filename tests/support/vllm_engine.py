@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,6 +184,31 @@ class Engine:
         assert not scheduler._trackers
         pool = self.core_scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
+
+
+def through_memory(remote_url: str) -> StoreSetup:
+    """Memory is a mere passage, so that all hits come from the remote tier."""
+    return StoreSetup(
+        extra={
+            "kvstore.remote_url": remote_url,
+            "kvstore.local_cpu": False,
+            "kvstore.max_remote_queue": 100_000,
+            "kvstore.lookup_timeout_ms": 5000,
+            "kvstore.remote_lookup_cache_secs": 0.5,
+        }
+    )
+
+
+def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
+    """Ask until the answers come from the store: first it must be found to be back, and filled."""
+    deadline_s = time.monotonic() + 120
+    while time.monotonic() < deadline_s:
+        engine.forget_local()
+        outputs = engine.generate(prompts)
+        if all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True)):
+            return outputs
+        engine.settle()
+    raise AssertionError("no hits, although the server is back")
 
 
 def forget_failed_start() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
+from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup, one_after_the_other
 
 from kvstore.adapters.vllm.announcer import Removed, Stored
 from kvstore.adapters.vllm.params import RequestParams
@@ -22,17 +21,8 @@ Build = Callable[..., FakeVllm]
 @pytest.fixture
 def build() -> Iterator[Build]:
     """Makes engines, one after the other."""
-    engines: list[FakeVllm] = []
-
-    def build_(**changes: object) -> FakeVllm:
-        if engines:
-            engines[-1].close()
-        engines.append(FakeVllm(replace(Setup(), **changes)))  # type: ignore[arg-type] # checked by the dataclass
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
+    with one_after_the_other(Setup()) as build:
+        yield build
 
 
 def events_of(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> list[Stored | Removed]:

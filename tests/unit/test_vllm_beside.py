@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
 from support.gate import HANG_GUARD_S, Gate
 
 from kvstore import metrics
@@ -29,18 +28,9 @@ Build = Callable[..., FakeVllm]
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
     """Makes engines over one folder, whose hits all come from disk and beside the steps."""
-    engines: list[FakeVllm] = []
     plain = Setup(folder=tmp_path, local_cpu=False, beside=True, saves_beside=True)
-
-    def build_(**changes: Any) -> FakeVllm:
-        if engines:
-            engines[-1].close()
-        engines.append(FakeVllm(replace(plain, **changes)))
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
+    with one_after_the_other(plain) as build:
+        yield build
 
 
 @pytest.fixture

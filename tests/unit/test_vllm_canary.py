@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore import metrics
@@ -24,17 +23,8 @@ Build = Callable[..., FakeVllm]
 @pytest.fixture
 def build() -> Iterator[Build]:
     """Makes engines, one after the other."""
-    engines: list[FakeVllm] = []
-
-    def build_(**changes: object) -> FakeVllm:
-        if engines:
-            engines[-1].close()
-        engines.append(FakeVllm(replace(Setup(), **changes)))  # type: ignore[arg-type] # checked by the dataclass
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
+    with one_after_the_other(Setup()) as build:
+        yield build
 
 
 def loaded_again(vllm: FakeVllm, name: str = "again", prompt: list[int] = PROMPT) -> int:
