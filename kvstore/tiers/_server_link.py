@@ -150,6 +150,7 @@ class Link:
     def close(self) -> None:
         """Hang up. Idempotent. Nothing may touch the pool for this connection any more."""
         self._socket.close()
+        self.memory = None  # an error may keep this connection for as long as it is kept itself
         self.drop()
 
     def drop(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore import wire
-from kvstore.errors import ProtocolError, TierError
+from kvstore.errors import ClosedError, ProtocolError, TierError
 from kvstore.mapped import map_bytes, populate
 from kvstore.runs import Extent, extents
 from kvstore.tiers._server_link import Link
@@ -58,7 +58,8 @@ class Mapped(Mover):
         self._lock = threading.Lock()
         self._inode = -1
         self._memory: ByteArray | None = None
-        self._closing = threading.Event()
+        self._is_closed = False
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
@@ -83,10 +84,10 @@ class Mapped(Mover):
 
     def close(self) -> None:
         """Stop touching pages, and let go of the memory."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._memory = None
+        with self._lock:
+            self._is_closed = True
+            self._stop_populating()
+            self._memory = None
 
     def _memory_of(self, link: Link) -> ByteArray:
         """The memory of the server that a connection leads to."""
@@ -96,6 +97,8 @@ class Mapped(Mover):
         return link.memory
 
     def _map(self, fd: int) -> ByteArray:
+        if self._is_closed:  # a call that ``close`` did not wait for
+            raise ClosedError("the server tier was closed during the call")
         try:
             status = os.fstat(fd)
             if self._memory is None or status.st_ino != self._inode:
@@ -108,13 +111,16 @@ class Mapped(Mover):
 
     def _populate(self, memory: ByteArray) -> None:
         """Let this process's page tables be filled before they are needed."""
-        if self._thread is not None:
-            self._closing.set()  # that server is gone
-            self._thread.join()
-            self._closing.clear()
-        work = (memory, 0, len(memory), self._closing.is_set)
+        self._stop_populating()  # that server is gone
+        self._stopping.clear()
+        work = (memory, 0, len(memory), self._stopping.is_set)
         self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate-server", daemon=True)
         self._thread.start()
+
+    def _stop_populating(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
 
     @staticmethod
     def _parts(memory: ByteArray, payload: ByteArray, grant: wire.Grant) -> list[Extent]:

@@ -78,7 +78,7 @@ class _Passage:
 
     is_probe: bool
     verdict: _Verdict = _Verdict.UNKNOWN
-    error: TierError | None = None
+    reason: str = ""
 
     def judge(self, outcomes: Sequence[Outcome]) -> None:
         if not _REACHED.isdisjoint(outcomes):
@@ -278,7 +278,7 @@ class CircuitBreaker(TierWrapper):
         try:
             yield
         except TierError as error:
-            passage.verdict, passage.error = _Verdict.FAILURE, error
+            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
             raise
         finally:  # also after exceptions that prove nothing, or a probe would never end
             self._conclude(passage)
@@ -306,7 +306,7 @@ class CircuitBreaker(TierWrapper):
                 self._remove_with_owed()
                 passage.verdict = _Verdict.SUCCESS
         except TierError as error:  # the probe's own result stands; the breaker stays open
-            passage.verdict, passage.error = _Verdict.FAILURE, error
+            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
         finally:
             with self._lock:
                 line = self._after_probe(passage) if passage.is_probe else self._after_call(passage)
@@ -329,7 +329,7 @@ class CircuitBreaker(TierWrapper):
         self._openings += 1
         return logging.WARNING, (
             f"the {self.name} tier failed {self._failures_in_a_row} times in a row and is left out; it is tried again "
-            f"every {self._probe_interval_s:g} s ({passage.error or 'every chunk of the last call failed'})"
+            f"every {self._probe_interval_s:g} s ({passage.reason or 'every chunk of the last call failed'})"
         )
 
     def _after_probe(self, passage: _Passage) -> tuple[int, str] | None:

@@ -179,6 +179,8 @@ class Deadline(TierWrapper):
             self._give_up(future)
             message = f"{operation} of the {self.name} tier took longer than {timeout_s} s"
             raise TierTimeoutError(message, future) from error
+        finally:
+            del future  # or what it raised would keep this frame alive, and this frame what it raised
 
     def _aside(self, operation: str, action: Callable[[], None]) -> Future[None]:
         """Start a call on a thread of its own: the others may all be stuck."""
@@ -237,3 +239,5 @@ def _carry_out(future: Future[Any], action: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+    finally:
+        del future  # as in ``_call``

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cache_server import ServerProcess, short_folder
+from support.cache_server import ServerProcess, is_pool_mapped, short_folder
 from support.runner import run_elsewhere
 from support.vllm_engine import (
     Completion,
@@ -20,8 +20,6 @@ from support.vllm_engine import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
-
-POOL_NAME = "memfd:kvstore-pool"
 
 
 @pytest.fixture
@@ -66,4 +64,4 @@ def test_two_processes_share_a_server_that_dies_and_comes_back(
             assert_same_outputs(plain_outputs, hits_again(engine, prompts))
             engine.assert_idle()
         server.kill()
-    assert POOL_NAME not in Path("/proc/self/maps").read_text()
+    assert not is_pool_mapped()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp, short_folder
+from support.cache_server import ServerProcess, ServerThread, is_pool_mapped, serving_ipc, serving_tcp, short_folder
 from support.redis_server import free_port, wait_for
 
 from kvstore import wire
-from kvstore.errors import ConfigError, TierError
+from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.keyfiles import make_keys, read_list, read_pair
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -34,9 +36,11 @@ from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.shelves import ShelfOptions
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers._server_link import Link, NoSessionError
+from kvstore.tiers._server_moves import Mapped
 from kvstore.tiers._server_url import parse_server
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.server import ServerTier
+from kvstore.wrappers import GuardOptions, guarded
 
 A, B = make_ref(1), make_ref(2)
 BIG = KVLayout(page_bytes=(1 << 20,), planes=1, block_tokens=16, chunk_tokens=64)
@@ -61,6 +65,13 @@ def check_read(tier: ServerTier, ref: ChunkRef, layout: KVLayout = EVEN, version
         payload = make_payload(layout, ref, version)
         assert buffer[: len(payload)].tobytes() == payload
     return outcome
+
+
+def works(tier: Tier) -> bool:
+    try:
+        return tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
+    except TierError:
+        return False
 
 
 def check_quiet(server: ServerThread) -> None:
@@ -122,6 +133,39 @@ class TestServerGoesAway:
         process.thaw()
         wait_for("the tier works again", lambda: check_read(tier, A) is Outcome.HIT)
         tier.close()
+
+    def test_nothing_of_it_stays_mapped(self, process: ServerProcess) -> None:
+        """Whatever holds on to errors of calls that it did not survive, and without a garbage collector."""
+        gc.collect()
+        gc.disable()
+        try:
+            tier = guarded(open_tier(process.url, timeout_s=0.5), GuardOptions())
+            for deadly in (process.freeze, process.kill):
+                wait_for("the tier works again", partial(works, tier))
+                assert is_pool_mapped()
+                deadly()
+                with pytest.raises(TierError) as caught:
+                    tier.put([make_transfer(EVEN, B)])
+                process.thaw()
+                if process.process is None:
+                    process.start()
+            wait_for("the tier works again", partial(works, tier))
+            process.kill()
+            tier.close()
+            assert not is_pool_mapped()
+            assert caught.value
+        finally:
+            gc.enable()
+
+    def test_a_call_that_comes_back_after_close_maps_nothing(self, process: ServerProcess) -> None:
+        mover = Mapped()
+        context, link = open_link(process.url)
+        mover.close()
+        with pytest.raises(ClosedError):
+            mover.read(link, [])
+        assert not is_pool_mapped()
+        link.close()
+        context.term()
 
     def test_a_second_server_in_the_folder_is_refused(self, process: ServerProcess) -> None:
         with pytest.raises(ConfigError, match="another cache server"):

@@ -22,6 +22,11 @@ from support.redis_server import wait_for
 POOL_BYTES = 64 << 20
 
 
+def is_pool_mapped() -> bool:
+    """Whether this process still has the memory of any cache server."""
+    return "memfd:kvstore-pool" in Path("/proc/self/maps").read_text()
+
+
 class ServerThread:
     """A server in this process, whose state may be looked at while nobody calls it."""
 
