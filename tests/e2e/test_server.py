@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cache_server import ServerProcess, is_pool_mapped, short_folder
+from support.live_engine import LiveEngine
 from support.runner import run_elsewhere
 from support.vllm_engine import (
     Completion,
@@ -32,6 +34,10 @@ def server() -> Iterator[ServerProcess]:
             server.kill()
 
 
+def is_all_cached(prompts: list[Prompt], outputs: list[Completion]) -> bool:
+    return all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True))
+
+
 @pytest.mark.soak
 def test_two_processes_share_a_server_that_dies_and_comes_back(
     tiny_model: Path,
@@ -49,7 +55,7 @@ def test_two_processes_share_a_server_that_dies_and_comes_back(
     with Engine(tiny_model, store) as engine:
         shared = engine.generate(prompts)
         assert_same_outputs(plain_outputs, shared)
-        assert all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, shared, strict=True))
+        assert is_all_cached(prompts, shared)
         assert engine.moved.chunks_loaded_from_remote > 50
         engine.assert_idle()
 
@@ -65,3 +71,61 @@ def test_two_processes_share_a_server_that_dies_and_comes_back(
             engine.assert_idle()
         server.kill()
     assert not is_pool_mapped()
+
+
+@pytest.mark.soak
+def test_a_server_that_is_killed_while_two_vllms_generate(
+    tmp_path: Path,
+    tiny_model: Path,
+    prompts: list[Prompt],
+    plain_outputs: list[Completion],
+    server: ServerProcess,
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names are all that is wanted
+    store = through_memory(server.url)
+    cores = sorted(os.sched_getaffinity(0))
+    with (
+        LiveEngine(tiny_model, store, tmp_path / "first.log", core=cores[0]) as first,
+        LiveEngine(tiny_model, store, tmp_path / "second.log", core=cores[-1]) as second,
+    ):
+        both = first, second
+        first.order(rounds=1, prompts=prompts)
+        assert_same_outputs(plain_outputs, first.completions())
+        first.order(idle=True)
+        first.answer()
+        second.order(rounds=1, prompts=prompts)
+        shared = second.completions()
+        assert_same_outputs(plain_outputs, shared)
+        assert is_all_cached(prompts, shared)
+        second.order(idle=True)
+        assert second.answer() > 50
+
+        for engine in both:
+            engine.order(rounds=3, prompts=prompts)
+        for engine in both:
+            loaded = engine.completions()
+            assert_same_outputs(plain_outputs, loaded)
+            assert is_all_cached(prompts, loaded)
+        server.kill()
+        for engine in both:
+            assert_same_outputs(plain_outputs, engine.completions())
+            computed = engine.completions()
+            assert_same_outputs(plain_outputs, computed)
+            assert not is_all_cached(prompts, computed)  # it was killed before the last round had ended
+            engine.order(idle=True)
+        for engine in both:
+            engine.answer()
+
+        server.start()
+        for engine in both:
+            engine.order(hits=prompts)
+        for engine in both:
+            assert_same_outputs(plain_outputs, engine.completions())
+        for engine in both:
+            engine.order(idle=True)
+            engine.answer()
+            engine.order(close=True)
+            was_mapped, is_mapped = engine.answer()
+            assert was_mapped
+            assert not is_mapped
+    assert set(os.listdir("/dev/shm")) <= shared_memory  # noqa: PTH208

@@ -1,0 +1,107 @@
+"""A vLLM engine in a process of its own that lives beside others, and does what it is told meanwhile.
+
+Orders are lines of JSON on its standard input, answers are marked lines of JSON on its standard output:
+
+    {"rounds": 3, "prompts": [[1, 2], ...]}   each round from vLLM's own cache emptied; an answer after each round
+    {"hits": [[1, 2], ...]}                   rounds until all answers come from the store
+    {"idle": true}                            nothing of ours is under way
+    {"close": true}                           ends; whether the memory of a cache server was mapped before, and is still
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from support.cache_server import is_pool_mapped
+from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, hits_again, prepare_environment
+
+_MARK = "LIVE ENGINE "
+
+
+class LiveEngine:
+    """The other end of it: a context manager. Orders may be given to several of them before any has answered."""
+
+    def __init__(self, model: Path, store: StoreSetup, log: Path, *, core: int) -> None:
+        tests = str(Path(__file__).parent.parent)
+        setup = json.dumps({"model": str(model), "store": vars(store) | {"disk": None}, "core": core})
+        self._log = log
+        with log.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.live_engine", setup],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def order(self, **what: Any) -> None:
+        """Tell it what to do."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Wait for the next answer."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                return json.loads(line[len(_MARK) :])
+        raise AssertionError(f"the engine ended:\n{self._log.read_text(errors='replace')[-8000:]}")
+
+    def completions(self) -> list[Completion]:
+        """Wait for the next answer, which is that of a round."""
+        return [Completion(*completion) for completion in self.answer()]
+
+
+def main() -> None:
+    """Obey."""
+    setup = json.loads(sys.argv[1])
+    os.sched_setaffinity(0, {setup["core"]})
+    prepare_environment(two_processes=False)
+    store = StoreSetup(**setup["store"])
+    was_mapped = False
+    with Engine(Path(setup["model"]), store) as engine:
+        for line in sys.stdin:
+            order = json.loads(line)
+            if "close" in order:
+                was_mapped = is_pool_mapped()
+                break
+            _obey(engine, order)
+    _say([was_mapped, is_pool_mapped()])
+
+
+def _obey(engine: Engine, order: dict[str, Any]) -> None:
+    if "idle" in order:
+        engine.assert_idle()
+        _say(engine.moved.chunks_loaded_from_remote)
+    elif "hits" in order:
+        _say(hits_again(engine, order["hits"]))
+    else:
+        prompts: list[Prompt] = order["prompts"]
+        for _ in range(order["rounds"]):
+            engine.forget_local()
+            _say(engine.generate(prompts))
+
+
+def _say(what: Any) -> None:
+    print(_MARK + json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()
