@@ -14,23 +14,18 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 try:
     import msgspec
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
-import xxhash
-
 from kvstore.errors import LayoutError, ProtocolError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.runs import Run
 from kvstore.tiers.base import ChunkRef, Outcome
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 PROTOCOL_VERSION: Final = 1
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
@@ -419,11 +414,3 @@ def number_of(outcome: Outcome) -> int:
 def namespace_of(fields: dict[str, str | int]) -> Namespace:
     """The namespace that was sent."""
     return Namespace(dict(fields))
-
-
-def checksum(parts: Iterable[Buffer]) -> bytes:
-    """The xxh3_64 of some bytes in a row."""
-    running = xxhash.xxh3_64()
-    for part in parts:
-        running.update(part)
-    return running.digest()

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from kvstore import wire
 from kvstore.errors import ProtocolError
+from kvstore.pieces import Placing, checksum
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import MAX_PIECES, Lease, Peer, Session, Sessions
 from kvstore.tiers.base import ByteArray, Outcome
@@ -77,7 +76,7 @@ class Freight:
             self._say(session, request.serial, Outcome.STORED if is_sound else Outcome.FAILED)
 
         def copy() -> None:
-            is_sound = _fill(parts, source) == request.checksum
+            is_sound = _place(source, parts) == request.checksum
             self._ways.report(lambda: copied(is_sound=is_sound))
 
         self._begin(session, lease)
@@ -96,25 +95,25 @@ class Freight:
         parts = self._parts(lease, request.offset_bytes, request.num_bytes)
         sums, part_of_chunk = lease.chunk.sums, (request.offset_bytes, request.num_bytes)
 
-        def send(checksum: bytes) -> None:
-            self._ways.send(session.peer, wire.Data(request.serial, checksum), [part.data for part in parts])
+        def send(added_up: bytes) -> None:
+            self._ways.send(session.peer, wire.Data(request.serial, added_up), [part.data for part in parts])
 
         if part_of_chunk in sums:
             send(sums[part_of_chunk])
             return
 
-        def summed(checksum: bytes) -> None:
+        def summed(added_up: bytes) -> None:
             if lease.is_over:
                 self._say(session, request.serial, Outcome.FAILED)
             else:
                 if len(sums) < _MAX_SUMS:
-                    sums[part_of_chunk] = checksum
-                send(checksum)
+                    sums[part_of_chunk] = added_up
+                send(added_up)
             self._end(session, lease, is_sound=True)
 
         def add_up() -> None:
-            checksum = wire.checksum(part.data for part in parts)
-            self._ways.report(lambda: summed(checksum))
+            added_up = checksum(part.data for part in parts)
+            self._ways.report(lambda: summed(added_up))
 
         self._begin(session, lease)
         self._copiers.submit(add_up)
@@ -143,11 +142,11 @@ class Freight:
         return self._pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
 
 
-def _fill(parts: Sequence[ByteArray], source: memoryview) -> bytes:
-    """Copy bytes to their places; returns the checksum of what is there then."""
-    arrived = np.frombuffer(source, np.uint8)
+def _place(source: memoryview, parts: Sequence[ByteArray]) -> bytes:
+    """Copy bytes to the places that take exactly as many; returns the checksum of what is there then."""
+    placing = Placing()
     begin = 0
     for part in parts:
-        part[:] = arrived[begin : begin + len(part)]
+        placing.copy(source[begin : begin + len(part)], part)
         begin += len(part)
-    return wire.checksum(part.data for part in parts)
+    return placing.checksum

@@ -21,6 +21,7 @@ import zmq
 
 from kvstore import wire
 from kvstore.errors import ProtocolError, TierError, TierSetupError
+from kvstore.pieces import Placing
 from kvstore.tiers._server_url import ServerTarget
 from kvstore.wire import Refusal
 
@@ -125,27 +126,35 @@ class Link:
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
 
-    def receive(self, place: Callable[[wire.Data], ByteArray | None] | None = None) -> wire.Answer:
-        """Wait for the next answer. Payload behind it goes to the place that ``place`` names for it.
+    def receive(self) -> wire.Answer:
+        """Wait for the next answer.
 
         Raises:
             NoSessionError, TierError: as ``ask``.
         """
+        return self.receive_into(lambda _: None)[0]
+
+    def receive_into(self, place: Callable[[wire.Data], ByteArray | None]) -> tuple[wire.Answer, bool]:
+        """Wait for the next answer, and bring the payload behind it to its place; whether all of it arrived as it was.
+
+        Raises:
+            NoSessionError, TierError: as ``ask``; or no place is named for the payload, or one of another size.
+        """
         self._wait()
+        is_sound = False
         try:
             answer = wire.decode_answer(self._socket.recv())
             if isinstance(answer, wire.Refused):
                 raise _refused(answer)
             if self._socket.rcvmore:
-                target = place(answer) if place is not None and isinstance(answer, wire.Data) else None
-                if target is None:
+                if not isinstance(answer, wire.Data) or (target := place(answer)) is None:
                     raise TierError("the cache server sent payload that nobody wanted")
-                self._fill(target)
+                is_sound = self._fill(target) == answer.checksum
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
         except ProtocolError as error:
             raise TierError(str(error)) from error
-        return answer
+        return answer, is_sound
 
     def close(self) -> None:
         """Hang up. Idempotent. Nothing may touch the pool for this connection any more."""
@@ -176,15 +185,20 @@ class Link:
             if time.monotonic() >= deadline_s:
                 raise TierError(f"no answer of the cache server at {self._target.address}{self._why()}")
 
-    def _fill(self, target: ByteArray) -> None:
-        """Put the frames that have come, one after the other, to a place they must fill."""
+    def _fill(self, target: ByteArray) -> bytes:
+        """Put the frames that have come, one after the other, to a place they must fill; the checksum of it."""
+        placing = Placing()
         begin = 0
         while self._socket.rcvmore:
-            if begin >= len(target):
+            arrived = self._socket.recv(copy=False).buffer
+            end = begin + len(arrived)
+            if end > len(target):
                 raise TierError("the cache server sent more than was wanted")
-            begin += self._socket.recv_into(target[begin:].data)
+            placing.copy(arrived, target[begin:end])
+            begin = end
         if begin != len(target):
             raise TierError("the cache server sent less than was wanted")
+        return placing.checksum
 
     def _open_door(self, path: str) -> socket.socket:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

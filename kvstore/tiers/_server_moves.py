@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvstore import wire
 from kvstore.errors import ClosedError, ProtocolError, TierError
 from kvstore.mapped import map_bytes, populate
+from kvstore.pieces import checksum
 from kvstore.runs import Extent, extents
 from kvstore.tiers._server_link import Link
 from kvstore.tiers.base import ByteArray, Outcome
@@ -144,7 +145,7 @@ class Framed(Mover):
             if len(under_way) >= wire.WINDOW:
                 _confirm(link, under_way, arrived)
             serial = link.new_serial()
-            link.send(wire.Piece(serial, moves[number].grant.lease, offset, wire.checksum([part.data])), [part.data])
+            link.send(wire.Piece(serial, moves[number].grant.lease, offset, checksum([part.data])), [part.data])
             under_way[serial] = number
         while under_way:
             _confirm(link, under_way, arrived)
@@ -161,13 +162,13 @@ class Framed(Mover):
                 serial = link.new_serial()
                 link.send(wire.Fetch(serial, moves[number].grant.lease, offset, len(part)))
                 under_way[serial] = number, part
-            answer = link.receive(lambda data: under_way[data.serial][1] if data.serial in under_way else None)
+            answer, is_sound = link.receive_into(
+                lambda data: under_way[data.serial][1] if data.serial in under_way else None
+            )
             found = under_way.pop(answer.serial, None)
             if found is None:
                 raise TierError("the cache server answered what was not asked")
-            number, part = found
-            is_sound = isinstance(answer, wire.Data) and wire.checksum([part.data]) == answer.checksum
-            arrived[number] = arrived[number] and is_sound
+            arrived[found[0]] = arrived[found[0]] and is_sound
         return arrived
 
 

@@ -29,6 +29,7 @@ from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.keyfiles import make_keys, read_list, read_pair
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.pieces import checksum
 from kvstore.runs import PAGE_BYTES
 from kvstore.server import sessions
 from kvstore.server.hub import Hub
@@ -401,7 +402,7 @@ class TestMalformed:
             granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([A])), wire.Granted)
             lease = granted.grants[0].lease
             part = make_payload(EVEN, A)[:4096]
-            link.ask(wire.Piece(link.new_serial(), lease, 0, wire.checksum([part])), wire.Done, [part])
+            link.ask(wire.Piece(link.new_serial(), lease, 0, checksum([part])), wire.Done, [part])
             done = link.ask(wire.Commit(link.new_serial(), [lease], True), wire.Done)
             assert done.outcomes == wire.pack_outcomes([Outcome.FAILED])
             link.close()

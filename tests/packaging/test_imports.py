@@ -47,6 +47,7 @@ LEVELS = {
     "kvstore.tiers": 3,
     "kvstore.mapped": 1,
     "kvstore.keyfiles": 1,
+    "kvstore.pieces": 1,
     "kvstore.runs": 1,
     "kvstore.wire": 3,
     "kvstore.tiers._server_url": 3,

@@ -1,0 +1,48 @@
+"""Pieces of payload in messages: their checksums, and their way to where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from typing_extensions import Buffer
+
+    ByteArray = npt.NDArray[np.uint8]
+
+_STEP_BYTES: Final = 256 << 10  # what a processor's own cache holds
+
+
+def checksum(parts: Iterable[Buffer]) -> bytes:
+    """The xxh3_64 of some bytes in a row."""
+    running = xxhash.xxh3_64()
+    for part in parts:
+        running.update(part)
+    return running.digest()
+
+
+class Placing:
+    """Copies bytes to their places, in a row, and adds up what is there then.
+
+    In steps, each of which is added up while the processor still has it: memory is read once.
+    """
+
+    def __init__(self) -> None:
+        self._running = xxhash.xxh3_64()
+
+    def copy(self, source: Buffer, target: ByteArray) -> None:
+        """Copy the next bytes; both have as many."""
+        arrived = np.frombuffer(source, np.uint8)
+        for begin in range(0, len(target), _STEP_BYTES):
+            step = target[begin : begin + _STEP_BYTES]
+            step[:] = arrived[begin : begin + _STEP_BYTES]
+            self._running.update(step.data)
+
+    @property
+    def checksum(self) -> bytes:
+        """The xxh3_64 of all places so far."""
+        return self._running.digest()
