@@ -88,7 +88,7 @@ class CacheEngine:
         )
         self._index.adopt(self._tiers.survivors)
         lanes = self._tiers.open_lanes(options, self._on_written)
-        self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
+        self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot, is_passage=not options.local_cpu)
         self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvstore.errors import ClosedError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,15 @@ class Lane:
     def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
         """Start to bring a chunk, or some layers of it, to a slot."""
         return self._readers.submit(self._read, ref, slot, layers)
+
+    @property
+    def lends(self) -> bool:
+        """Whether chunks can be read from where they are in the tier's memory."""
+        return self._tier.lends
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
+        """Start to borrow chunks; a tier that is broken lends none. Whoever gets the loan ends it."""
+        return self._readers.submit(self._borrow, refs)
 
     def write(self, ref: ChunkRef, slot: int) -> None:
         """Start to write what a slot holds; the slot must not change before it has ended."""
@@ -132,6 +141,13 @@ class Lane:
         except TierError as error:
             self._log("cannot read from the %s tier: %s", error)
             return Arrival(Outcome.FAILED)
+
+    def _borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        try:
+            return self._tier.borrow(refs)
+        except TierError as error:
+            self._log("cannot read from the %s tier: %s", error)
+            return Loan.refused(len(refs))
 
     def _write(self, ref: ChunkRef, slot: int) -> Sequence[Outcome]:
         source = self._cpu.read(slot, ref)

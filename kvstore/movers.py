@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.borrowing import use_borrowed
 from kvstore.deviation import deviation
 from kvstore.hot import HotChunks
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.lanes import Arrival, Lane
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import LoadStep, Place, StoreStep
-from kvstore.tiers.base import ChunkRef, Outcome
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Mover:
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
         hot: copies on the device of what is loaded often; ``close`` closes it.
         stuck: slots that reads given up may still write to, as far as another mover knows them.
+        is_passage: nothing stays in the pool. What a remote tier lends is then scattered from there.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class Mover:
         lanes: Mapping[Place, Lane],
         hot: HotChunks | None = None,
         stuck: dict[int, list[Future[Any]]] | None = None,
+        *,
+        is_passage: bool = False,
     ) -> None:
         self.counters = MoverCounters()
         self.paged = paged
@@ -102,19 +106,57 @@ class Mover:
         self._hot = hot
         self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
         self._stuck = {} if stuck is None else stuck
+        self._is_passage = is_passage
+        remote = self._lanes.get(Place.REMOTE)
+        may_borrow = is_passage and Place.DISK not in self._lanes and paged.device.type == "cpu"
+        self._lender = remote if may_borrow and remote is not None and remote.lends else None
 
     def beside(self) -> Mover:
         """One over the same tiers for another thread, to move blocks that the model does not use meanwhile.
 
         It counts for itself, knows nothing of copies on the device, and must be at rest when this one is closed.
         """
-        return Mover(self.paged.beside(), self.cpu, self._lanes, stuck=self._stuck)
+        return Mover(self.paged.beside(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
 
         A job without blocks brings its chunk only to its slot.
         """
+        borrowing = [job for job in jobs if self._is_borrowed(job)]
+        result = self._load_through_slots([job for job in jobs if not self._is_borrowed(job)] if borrowing else jobs)
+        if self._lender is not None and borrowing:
+            borrowed = self._load_borrowed(self._lender, borrowing)
+            result = LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
+        return result
+
+    def _is_borrowed(self, job: LoadJob) -> bool:
+        """Whether a chunk is read from where it is lent: also one that another load was to bring to its slot."""
+        if self._lender is None or not len(job.block_ids):
+            return False
+        ref, slot, source = job.step
+        return source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
+
+    def _load_borrowed(self, lender: Lane, jobs: Sequence[LoadJob]) -> LoadResult:
+        def scatter(number: int, payload: ByteArray) -> None:
+            job = jobs[number]
+            self.paged.scatter(job.block_ids, payload, job.step.ref.num_blocks, job.first_block)
+            self.counters.chunks_loaded_from_remote += 1
+            self.note_load(job, is_hot=False)
+
+        result = LoadResult(set(), set())
+        for job, outcome in zip(jobs, use_borrowed(lender, [job.step.ref for job in jobs], scatter), strict=True):
+            self._note_failure(result, job.step.ref, outcome)
+        return result
+
+    @staticmethod
+    def _note_failure(result: LoadResult, ref: ChunkRef, outcome: Outcome) -> None:
+        if outcome is not Outcome.HIT:
+            result.failed.add(ref.prefix_key)
+        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+            result.lost.add(ref.prefix_key)
+
+    def _load_through_slots(self, jobs: Sequence[LoadJob]) -> LoadResult:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
@@ -141,9 +183,7 @@ class Mover:
             source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
                 self.counters.mislabelled_slots += outcome is Outcome.HIT
-                result.failed.add(ref.prefix_key)
-                if outcome in {Outcome.MISS, Outcome.CORRUPT}:
-                    result.lost.add(ref.prefix_key)
+                self._note_failure(result, ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
                 continue
             is_hot = self.scatter_hot(job)
             if len(job.block_ids) and not is_hot:

@@ -34,7 +34,7 @@ class Placing:
     def __init__(self) -> None:
         self._running = xxhash.xxh3_64()
 
-    def copy(self, source: Buffer, target: ByteArray) -> None:
+    def copy(self, source: memoryview, target: ByteArray) -> None:
         """Copy the next bytes; both have as many."""
         arrived = np.frombuffer(source, np.uint8)
         for begin in range(0, len(target), _STEP_BYTES):

@@ -63,7 +63,9 @@ class StoreWorker:
         self._tiers = open_tiers(paged, namespace, engine)
         self._written: deque[Written] = deque()
         lanes = self._tiers.open_lanes(engine, self._on_written)
-        self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot)
+        self._mover = Mover(
+            paged, self._tiers.cpu, lanes, self._tiers.hot, is_passage=not (engine.local_cpu or options.layer_names)
+        )
         self._courier = Courier(self._mover)
         self._counters = partial(_moved, self._mover, self._courier)
         self._meter = WorkerMeter(self._tiers, self._counters)

@@ -26,6 +26,8 @@ _PARTS = (
     "contents",
     "damage",
     "harness",
+    "layers",
+    "lending",
     "machine",
     "policies",
     "policy_machine",
@@ -37,8 +39,17 @@ pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 # After the line above, or a failed assertion would not show its values.
 from kvstore.testing.conformance import TierConformance  # noqa: E402
 from kvstore.testing.harness import MINE, TierHarness  # noqa: E402
+from kvstore.testing.lending import LendingTests  # noqa: E402
 from kvstore.testing.machine import TierMachine  # noqa: E402
 from kvstore.testing.policies import PolicyConformance  # noqa: E402
 from kvstore.testing.policy_machine import PolicyMachine  # noqa: E402
 
-__all__ = ["MINE", "PolicyConformance", "PolicyMachine", "TierConformance", "TierHarness", "TierMachine"]
+__all__ = [
+    "MINE",
+    "LendingTests",
+    "PolicyConformance",
+    "PolicyMachine",
+    "TierConformance",
+    "TierHarness",
+    "TierMachine",
+]

@@ -7,12 +7,21 @@ from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.layers import LayerTests
+from kvstore.testing.lending import LendsOrSaysSo
 from kvstore.testing.machine import MachineTests
 from kvstore.testing.restart import RestartTests
 from kvstore.testing.threads import ThreadTests
 
 
 class TierConformance(
-    ContentTests, BufferTests, LayerTests, BoundsTests, DamageTests, RestartTests, ThreadTests, MachineTests
+    ContentTests,
+    BufferTests,
+    LayerTests,
+    LendsOrSaysSo,
+    BoundsTests,
+    DamageTests,
+    RestartTests,
+    ThreadTests,
+    MachineTests,
 ):
     """What every tier must pass. Subclass it under a name that begins with ``Test``, and fill in the hooks."""

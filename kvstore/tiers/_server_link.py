@@ -126,6 +126,16 @@ class Link:
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
 
+    def tell(self, request: wire.Request) -> bool:
+        """Send a request that has no answer, without waiting; False if the server has gone or does not take it."""
+        if not self.is_alive or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+            return False
+        try:
+            self._socket.send(wire.encode(request), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
     def receive(self) -> wire.Answer:
         """Wait for the next answer.
 

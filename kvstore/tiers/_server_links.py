@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -31,6 +32,29 @@ class Home:
         """Take in what the server said; what was true later counts."""
         if usage.stamp >= self.usage.stamp:
             self.usage = usage
+
+
+class Hold:
+    """A connection in use beyond a call. Belongs to one thread at a time.
+
+    Args:
+        link: the connection.
+        give: takes it back.
+        turn: that of the use.
+    """
+
+    def __init__(self, link: Link, give: Callable[[], None], turn: ExitStack) -> None:
+        self._link = link
+        self._give = give
+        self._turn = turn
+
+    def end(self, last_words: wire.Request) -> None:
+        """End the use, and what is the connection's with it, be it that the server cannot be told any more."""
+        with self._turn:
+            if self._link.tell(last_words):
+                self._give()
+            else:
+                self._link.close()
 
 
 class Links:
@@ -67,6 +91,20 @@ class Links:
             except NoSessionError:
                 return self._use_once(action)
 
+    def hold(self, action: Callable[[Link, Home], Result]) -> tuple[Result, Hold]:
+        """As ``use``, but the connection stays the caller's until the hold ends, in whatever thread.
+
+        Raises:
+            ClosedError, TierError: as ``use``.
+        """
+        with ExitStack() as begun:
+            begun.enter_context(self._turn())
+            try:
+                home, link, result = self._act(action)
+            except NoSessionError:
+                home, link, result = self._act(action)
+            return result, Hold(link, partial(self._give, home, link), begun.pop_all())
+
     def require_open(self) -> None:
         """For calls that need no connection.
 
@@ -95,15 +133,18 @@ class Links:
             self._context.term()
 
     def _use_once(self, action: Callable[[Link, Home], Result]) -> Result:
+        home, link, result = self._act(action)
+        self._give(home, link)
+        return result
+
+    def _act(self, action: Callable[[Link, Home], Result]) -> tuple[Home, Link, Result]:
         home, link = self._take()
         try:
-            result = action(link, home)
+            return home, link, action(link, home)
         except BaseException:
             link.close()
             self._hang_up_idle()  # the others are likely to be no better
             raise
-        self._give(home, link)
-        return result
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

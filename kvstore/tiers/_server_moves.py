@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore import wire
-from kvstore.errors import ClosedError, ProtocolError, TierError
+from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
 from kvstore.mapped import map_bytes, populate
 from kvstore.pieces import checksum
 from kvstore.runs import Extent, extents
@@ -48,6 +50,20 @@ class Mover(ABC):
             TierError: the server failed.
         """
 
+    @property
+    def lends(self) -> bool:
+        """Whether payloads can be read from where they are."""
+        return False
+
+    def lend(self, link: Link, grant: wire.Grant, num_bytes: int) -> ByteArray:  # noqa: ARG002 - see above
+        """A payload in its place, read-only; a copy of one that lies in several.
+
+        Raises:
+            InvalidCallError: there is no way to it.
+            TierError: the server failed.
+        """
+        raise InvalidCallError("a cache server on another host does not lend its memory")
+
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End what runs in the background."""
 
@@ -68,7 +84,7 @@ class Mapped(Mover):
         memory = self._memory_of(link)
         for payload, grant in moves:
             begin = 0
-            for part in self._parts(memory, payload, grant):
+            for part in self._parts(memory, len(payload), grant):
                 memory[part.begin : part.begin + part.num_bytes] = payload[begin : begin + part.num_bytes]
                 begin += part.num_bytes
         return [True] * len(moves)
@@ -78,10 +94,23 @@ class Mapped(Mover):
         memory = self._memory_of(link)
         for payload, grant in moves:
             begin = 0
-            for part in self._parts(memory, payload, grant):
+            for part in self._parts(memory, len(payload), grant):
                 payload[begin : begin + part.num_bytes] = memory[part.begin : part.begin + part.num_bytes]
                 begin += part.num_bytes
         return [True] * len(moves)
+
+    @property
+    def lends(self) -> bool:
+        """As its pages are mapped here."""
+        return True
+
+    def lend(self, link: Link, grant: wire.Grant, num_bytes: int) -> ByteArray:
+        """A view."""
+        memory = self._memory_of(link)
+        parts = [memory[part.begin : part.begin + part.num_bytes] for part in self._parts(memory, num_bytes, grant)]
+        payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        payload.flags.writeable = False
+        return payload
 
     def close(self) -> None:
         """Stop touching pages, and let go of the memory."""
@@ -124,9 +153,9 @@ class Mapped(Mover):
             self._thread.join()
 
     @staticmethod
-    def _parts(memory: ByteArray, payload: ByteArray, grant: wire.Grant) -> list[Extent]:
+    def _parts(memory: ByteArray, num_bytes: int, grant: wire.Grant) -> list[Extent]:
         try:
-            parts = extents(grant.runs, 0, len(payload))
+            parts = extents(grant.runs, 0, num_bytes)
         except ProtocolError as error:
             raise TierError(str(error)) from error
         if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):

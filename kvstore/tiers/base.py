@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: whatever the storage holds
+MAX_LENT = 64
 ByteArray = npt.NDArray[np.uint8]
 
 
@@ -96,6 +98,42 @@ _COUNTER_OF = {
 }
 
 
+class Loan:
+    """Memory of a tier, lent for reading: a context manager, whose end gives it back. Any thread may end it.
+
+    Attributes:
+        outcomes: of each chunk: HIT, MISS, CORRUPT or FAILED.
+        payloads: of each chunk, read-only; None if it is no HIT. Nobody may look at one after the end.
+    """
+
+    def __init__(
+        self, outcomes: list[Outcome], payloads: list[ByteArray | None], give_back: Callable[[], None] | None = None
+    ) -> None:
+        self.outcomes = outcomes
+        self.payloads = payloads
+        self._give_back = give_back
+
+    @classmethod
+    def refused(cls, num_chunks: int) -> Loan:
+        """One in which every chunk ``FAILED``."""
+        return cls([Outcome.FAILED] * num_chunks, [None] * num_chunks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give the memory back. Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        self.payloads = [None] * len(self.outcomes)
+        if give_back is not None:
+            give_back()
+
+
 @dataclass(frozen=True)
 class TierSetup:
     """What a tier is opened with: the arguments of every factory in the registry ``kvstore.tiers``.
@@ -130,11 +168,7 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
         InvalidCallError: the chunk has no such key or length, or the buffer does not hold it.
     """
     ref, buffer = transfer
-    if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks <= layout.blocks_per_chunk:
-        raise InvalidCallError(
-            f"a chunk has a key of {PREFIX_KEY_BYTES} bytes and 1 to {layout.blocks_per_chunk} blocks, "
-            f"not {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
-        )
+    check_ref(layout, ref)
     payload_bytes = layout.payload_bytes(ref.num_blocks)
     need_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or len(buffer) < need_bytes:
@@ -143,6 +177,19 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
             f"not {buffer.dtype}{list(buffer.shape)}"
         )
     return buffer[:payload_bytes]
+
+
+def check_ref(layout: KVLayout, ref: ChunkRef) -> None:
+    """Turn down a chunk that cannot be.
+
+    Raises:
+        InvalidCallError: it has no such key or length.
+    """
+    if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks <= layout.blocks_per_chunk:
+        raise InvalidCallError(
+            f"a chunk has a key of {PREFIX_KEY_BYTES} bytes and 1 to {layout.blocks_per_chunk} blocks, "
+            f"not {len(ref.prefix_key)} bytes and {ref.num_blocks} blocks"
+        )
 
 
 def check_layers(layout: KVLayout, layers: range) -> None:
@@ -213,6 +260,23 @@ class Tier(ABC):
     def layer_bytes(self, num_blocks: int, layers: range) -> int:  # noqa: ARG002 - reads all of them
         """What ``get_layers`` reads of a chunk of that many blocks, headers aside."""
         return self.stored_bytes(num_blocks)
+
+    @property
+    def lends(self) -> bool:
+        """Whether ``borrow`` is there."""
+        return False
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Lend the memory in which chunks lie, to be read from where they are: a ``get`` without the copy.
+
+        What is lent stays what it is until the loan ends, even if the chunk is replaced or removed, or the storage
+        goes away. At most ``MAX_LENT`` chunks; those for which the borrower holds too much already have ``FAILED``.
+
+        Raises:
+            InvalidCallError: the tier does not lend, or not so many, or there are no chunks like these.
+            TierError: the tier as a whole is broken.
+        """
+        raise InvalidCallError(f"the {self.name} tier does not lend the memory of {len(refs)} chunks: call get")
 
     @abstractmethod
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:

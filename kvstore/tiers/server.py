@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvstore import wire
-from kvstore.errors import ConfigError, TierError
+from kvstore.errors import ConfigError, InvalidCallError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
 from kvstore.runs import PAGE_BYTES
@@ -29,14 +29,17 @@ from kvstore.tiers._server_links import Home, Links
 from kvstore.tiers._server_moves import Framed, Mapped, Move, Mover
 from kvstore.tiers._server_url import OPTIONS, ServerTarget, parse_server
 from kvstore.tiers.base import (
+    MAX_LENT,
     UNBOUNDED_BYTES,
     ByteArray,
     ChunkRef,
+    Loan,
     Outcome,
     Tier,
     TierCounters,
     TierSetup,
     Transfer,
+    check_ref,
     payload_view,
 )
 
@@ -145,6 +148,26 @@ class ServerTier(Tier):
         """Read chunks into their buffers; call from several threads to overlap them."""
         return self._move(transfers, self._get)
 
+    @property
+    def lends(self) -> bool:
+        """Whether the server's memory is mapped here."""
+        return self._mover.lends
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Lend chunks in the server's own pages. Each loan has a connection of its own until it ends."""
+        if not self.lends or len(refs) > MAX_LENT:
+            raise InvalidCallError(f"at most {MAX_LENT} chunks are lent, and only on this host, not {len(refs)}")
+        for ref in refs:
+            check_ref(self._layout, ref)
+        self._links.require_open()
+        if not refs:
+            return Loan([], [])
+        (outcomes, payloads, leases), hold = self._links.hold(partial(self._lend, refs=refs))
+        with self._lock:
+            for outcome, ref in zip(outcomes, refs, strict=True):
+                self.counters.count(outcome, self._layout.payload_bytes(ref.num_blocks))
+        return Loan(outcomes, payloads, lambda: hold.end(wire.Release(0, leases)))
+
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers; call from several threads to overlap them."""
         return self._move(transfers, self._put)
@@ -226,6 +249,20 @@ class ServerTier(Tier):
             link.send(wire.Release(link.new_serial(), [move.grant.lease for _, move in moves]))
         home.note(granted.usage)
         return outcomes
+
+    def _lend(
+        self, link: Link, home: Home, refs: Sequence[ChunkRef]
+    ) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
+        granted = link.ask(wire.Acquire(link.new_serial(), wire.pack_refs(refs)), wire.Granted)
+        if len(granted.grants) != len(refs):
+            raise TierError("the cache server did not answer about every chunk")
+        home.note(granted.usage)
+        outcomes = [wire.outcome_of(grant.outcome) for grant in granted.grants]
+        payloads = [
+            self._mover.lend(link, grant, self._layout.payload_bytes(ref.num_blocks)) if grant.lease else None
+            for grant, ref in zip(granted.grants, refs, strict=True)
+        ]
+        return outcomes, payloads, [grant.lease for grant in granted.grants if grant.lease]
 
     def _put(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
         packed = wire.pack_refs(ref for ref, _ in batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -55,6 +55,15 @@ class TierWrapper(Tier):
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
         """Forward."""
         return self.inner.layer_bytes(num_blocks, layers)
+
+    @property
+    def lends(self) -> bool:
+        """Forward."""
+        return self.inner.lends
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Forward."""
+        return self.inner.borrow(refs)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward."""

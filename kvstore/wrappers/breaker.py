@@ -24,7 +24,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidCallError, TierError
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers.base import TierWrapper
 
 if TYPE_CHECKING:
@@ -188,6 +188,19 @@ class CircuitBreaker(TierWrapper):
             outcomes = action()
             passage.judge(outcomes)
             return outcomes
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Forward; all ``FAILED`` while open.
+
+        Raises:
+            TierError: the tier is broken, and this call went through.
+        """
+        with self._passage() as passage:
+            if passage is None:
+                return Loan.refused(len(refs))
+            loan = self.inner.borrow(refs)
+            passage.judge(loan.outcomes)
+            return loan
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward; all ``FAILED`` while open.

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers.base import TierWrapper
 
 if TYPE_CHECKING:
@@ -112,6 +112,20 @@ class Deadline(TierWrapper):
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Forward like ``get``."""
         return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers), self._timeout_s)
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Forward within the deadline. What is lent too late is given back at once.
+
+        Raises:
+            TierTimeoutError: timed out.
+            TierError: no thread is left, or the tier is broken.
+        """
+        fixed = tuple(refs)
+        try:
+            return self._call("borrow", lambda: self.inner.borrow(fixed), self._timeout_s)
+        except TierTimeoutError as error:
+            error.pending.add_done_callback(_end_late_loan)
+            raise
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward within the deadline.
@@ -217,6 +231,11 @@ class Deadline(TierWrapper):
     def _come_back(self, future: Future[Any]) -> None:
         with self._lock:
             self._stuck.discard(future)
+
+
+def _end_late_loan(lending: Future[Loan]) -> None:
+    if not lending.cancelled() and lending.exception() is None:
+        lending.result().end()
 
 
 def _start(name: str, work: SimpleQueue[Work | None]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers.base import TierWrapper
 
 if TYPE_CHECKING:
@@ -224,6 +224,16 @@ class Statistics(TierWrapper):
             tally.chunks = len(transfers)
             outcomes = self.inner.get_layers(transfers, layers)
             return self._enter(tally, transfers, outcomes, lambda ref: self.layer_bytes(ref.num_blocks, layers))
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Forward and count as ``get``."""
+        with self._recorders["get"].call() as tally:
+            tally.chunks = len(refs)
+            loan = self.inner.borrow(refs)
+            tally.outcomes.update(loan.outcomes)
+            lent = (ref for ref, outcome in zip(refs, loan.outcomes, strict=True) if outcome is Outcome.HIT)
+            tally.moved_bytes = sum(map(self.size_of, lent))
+            return loan
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward and count."""

@@ -13,7 +13,7 @@ from kvstore.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.shelves import ShelfOptions
 from kvstore.server.spaces import Space
-from kvstore.testing import MINE, TierConformance
+from kvstore.testing import MINE, LendingTests, TierConformance
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
 from kvstore.tiers.server import ServerTier
 from kvstore.wrappers import GuardOptions, guarded, layers
@@ -60,7 +60,7 @@ class Served(TierConformance):
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
 
-class TestMapped(Served):
+class TestMapped(Served, LendingTests):
     """Through the memory."""
 
     @pytest.fixture(scope="class", autouse=True)
@@ -120,7 +120,7 @@ class TestRestarted(Served):
         """What is read from memory does not touch the file, so a restart knows less."""
 
 
-class TestGuarded(Served):
+class TestGuarded(Served, LendingTests):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _server(cls) -> Iterator[None]:

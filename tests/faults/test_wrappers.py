@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers import (
     BreakerState,
     CircuitBreaker,
@@ -37,7 +38,7 @@ from kvstore.wrappers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 HANG_GUARD_S = 30.0
 BRIEF_S = 0.02
@@ -887,3 +888,70 @@ def test_a_guarded_tier_survives_a_disk_that_hangs(caplog: pytest.LogCaptureFixt
     assert (seen.calls, seen.timeouts, seen.outcomes) == (3, 2, {HIT: 1})
     disk.close()
     assert tier.is_closed
+
+
+# -- lending -----------------------------------------------------------------------------------------------------------
+
+
+class Lender(FakeTier):
+    """Lends what it holds, and counts what was not given back."""
+
+    lends = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put([transfer(n) for n in range(4)])
+        self.calls = self.lent = 0
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        self.before_get()
+        self.calls += 1
+        held = [self.chunks.get(ref) for ref in refs]
+        self.lent += 1
+        return Loan(
+            [MISS if payload is None else HIT for payload in held],
+            [None if payload is None else np.frombuffer(payload, np.uint8) for payload in held],
+            self._take_back,
+        )
+
+    def _take_back(self) -> None:
+        self.lent -= 1
+
+
+def test_what_is_lent_too_late_is_given_back() -> None:
+    tier, gate = Lender(), threading.Event()
+    deadline = Deadline(tier, BRIEF_S, threads=1)
+    tier.before_get = lambda: gate.wait(HANG_GUARD_S)
+    with pytest.raises(TierTimeoutError) as caught:
+        deadline.borrow([ref_of(1)])
+    gate.set()
+    late = caught.value.pending.result(HANG_GUARD_S)
+    wait_for("it is given back", lambda: tier.lent == 0)
+    assert (tier.calls, late.outcomes) == (1, [HIT])
+    deadline.close()
+    assert late.payloads == [None]
+
+
+def test_an_open_breaker_lends_nothing() -> None:
+    tier, clock = Lender(), Clock()
+    tier_around = CircuitBreaker(tier, failures=2, probe_interval_s=5.0, clock=clock)
+    break_down(tier)
+    for _ in range(2):
+        with pytest.raises(TierError):
+            tier_around.borrow([ref_of(1)])
+    repair(tier)
+    refused = tier_around.borrow([ref_of(1), ref_of(9)])
+    assert (refused.outcomes, refused.payloads, tier.calls) == ([FAILED, FAILED], [None, None], 0)
+    clock.now_s += 5.0
+    with tier_around.borrow([ref_of(1), ref_of(9)]) as loan:  # a probe, like any call
+        assert loan.outcomes == [HIT, MISS]
+    assert not tier_around.is_open
+    assert tier.lent == 0
+
+
+def test_loans_are_counted_as_reads() -> None:
+    statistics = Statistics(Lender())
+    statistics.borrow([ref_of(1), ref_of(9)]).end()
+    read = statistics.snapshot().get
+    assert (read.calls, read.chunks, read.moved_bytes) == (1, 2, FILE_BYTES)
+    assert read.outcomes == {HIT: 1, MISS: 1}

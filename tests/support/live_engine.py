@@ -5,7 +5,7 @@ Orders are lines of JSON on its standard input, answers are marked lines of JSON
     {"rounds": 3, "prompts": [[1, 2], ...]}   each round from vLLM's own cache emptied; an answer after each round
     {"hits": [[1, 2], ...]}                   rounds until all answers come from the store
     {"idle": true}                            nothing of ours is under way
-    {"close": true}                           ends; whether the memory of a cache server was mapped before, and is still
+    {"close": true}                           ends; how many memories of cache servers were mapped before, and are still
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from support.cache_server import is_pool_mapped
+from support.cache_server import mapped_pools
 from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, hits_again, prepare_environment
 
 _MARK = "LIVE ENGINE "
@@ -75,15 +75,15 @@ def main() -> None:
     os.sched_setaffinity(0, {setup["core"]})
     prepare_environment(two_processes=False)
     store = StoreSetup(**setup["store"])
-    was_mapped = False
+    mapped = 0
     with Engine(Path(setup["model"]), store) as engine:
         for line in sys.stdin:
             order = json.loads(line)
             if "close" in order:
-                was_mapped = is_pool_mapped()
+                mapped = mapped_pools()
                 break
             _obey(engine, order)
-    _say([was_mapped, is_pool_mapped()])
+    _say([mapped, mapped_pools()])
 
 
 def _obey(engine: Engine, order: dict[str, Any]) -> None:
