@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from kvstore.pieces import checksum
 from kvstore.runs import Extent, extents
 from kvstore.tiers._server_link import Link
 from kvstore.tiers.base import ByteArray, Outcome
+
+_READ_WINDOW: Final = 4  # pieces; with more, the C library gives memory back and takes fresh pages for the next ones
 
 
 class Move(NamedTuple):
@@ -186,7 +188,7 @@ class Framed(Mover):
         under_way: dict[int, tuple[int, ByteArray]] = {}
         waiting = deque(_pieces(moves))
         while waiting or under_way:
-            while waiting and len(under_way) < wire.WINDOW:
+            while waiting and len(under_way) < _READ_WINDOW:
                 number, offset, part = waiting.popleft()
                 serial = link.new_serial()
                 link.send(wire.Fetch(serial, moves[number].grant.lease, offset, len(part)))
