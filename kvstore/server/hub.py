@@ -305,7 +305,7 @@ class Hub:
         self._rouse()
 
     def _rouse(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError, ValueError):  # closed
             os.eventfd_write(self._wake, 1)
 
     def _close_wake(self) -> None:
@@ -313,10 +313,10 @@ class Hub:
         os.close(wake)
 
     def _drain(self) -> bool:
-        """Let writes to disk end, while lookups and reads are still answered."""
+        """Let writes to disk and deletions end, while lookups and reads are still answered."""
         self.service.is_closing = True
         deadline_s = time.monotonic() + self.options.drain_s
-        while self.service.num_unwritten and time.monotonic() < deadline_s and not self._hurry.is_set():
+        while self.service.is_changing_files and time.monotonic() < deadline_s and not self._hurry.is_set():
             self._turn(0.1)
         left = self.service.num_unwritten
         if left:

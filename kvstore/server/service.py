@@ -75,6 +75,11 @@ class Service:
         """Chunks on their way to disk, or waiting for it."""
         return self.num_writing + len(self._unwritten)
 
+    @property
+    def is_changing_files(self) -> bool:
+        """Whether chunks are on their way to disk, or files of those that have gone are still there."""
+        return bool(self.num_unwritten) or (self._shelves is not None and self._shelves.is_busy)
+
     def handle(self, peer: Peer, message: Sequence[Buffer]) -> None:
         """Carry out a request: a frame, and behind it none or one of payload.
 

@@ -120,6 +120,11 @@ class Shelves:
         """Bytes of all files of chunks."""
         return sum(shelf.raw.used_bytes for shelf in list(self._shelves.values()))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether files are being written or deleted."""
+        return bool(self._turns)
+
     def open_all(self) -> list[Found]:
         """What an earlier server has left. Namespaces of past epochs, and what cannot be read, are deleted.
 

@@ -98,6 +98,11 @@ class TestRestarted(Served):
         self.running.append(self.server)
         return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
+    def stop(self) -> None:
+        """The server too: it might still write to a folder that is about to be deleted."""
+        super().stop()
+        self._stop_server()
+
     def _stop_server(self) -> None:
         while self.running:
             server = self.running.pop()

@@ -11,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ from kvstore.runs import PAGE_BYTES
 from kvstore.server import sessions
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.shelves import ShelfOptions
+from kvstore.server.shelves import ShelfOptions, Shelves
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers._server_link import Link, NoSessionError
 from kvstore.tiers._server_moves import Mapped
 from kvstore.tiers._server_url import parse_server
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.server import ServerTier
 from kvstore.wrappers import GuardOptions, guarded
 
@@ -314,6 +316,37 @@ class TestEnd:
         wait_for("it is closing", lambda: server.hub.service.is_closing)
         server.close()
         assert server.drained is False
+
+    def test_what_was_cleared_while_it_was_written_stays_away(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its file is deleted before the server ends."""
+        disk, gate, put = ShelfOptions(tmp_path, 1 << 20), threading.Event(), DiskTier.put
+
+        def put_late(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
+            gate.wait(WAIT_S)
+            return put(tier, transfers)
+
+        def end_turn_late(shelves: Shelves, key: bytes) -> None:
+            time.sleep(0.3)  # the server knows by now that the write has ended, and might think that this was all
+            end_turn(shelves, key)
+
+        end_turn = Shelves._end_turn
+        monkeypatch.setattr(Shelves, "_end_turn", end_turn_late)
+        monkeypatch.setattr(DiskTier, "put", put_late)
+        with serving_tcp(disk=disk) as server:
+            tier = open_tier(server.url)
+            assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
+            tier.clear()
+            tier.close()
+            server.hub.stop()
+            wait_for("it is closing", lambda: server.hub.service.is_closing)
+            gate.set()
+            wait_for("it has ended", lambda: server.drained is not None)
+        with serving_tcp(disk=disk) as server:
+            tier = open_tier(server.url)
+            assert tier.contains([A]) == [False]
+            tier.close()
 
     def test_nothing_new_while_it_ends(self) -> None:
         server = ServerThread(ServerOptions(1 << 20, tcp=TcpDoor("127.0.0.1", 0), drain_s=600.0))

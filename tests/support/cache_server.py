@@ -117,6 +117,11 @@ class ServerProcess:
         self.process = None
         return code
 
+    def files_in_shared_memory(self) -> int:
+        """Files of ``/dev/shm`` that it has mapped."""
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}/maps").read_text().count("/dev/shm/")
+
     def freeze(self) -> None:
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGSTOP)

@@ -5,7 +5,7 @@ Orders are lines of JSON on its standard input, answers are marked lines of JSON
     {"rounds": 3, "prompts": [[1, 2], ...]}   each round from vLLM's own cache emptied; an answer after each round
     {"hits": [[1, 2], ...]}                   rounds until all answers come from the store
     {"idle": true}                            nothing of ours is under way
-    {"close": true}                           ends; how many memories of cache servers were mapped before, and are still
+    {"close": true}                           ends; how many memories of cache servers were mapped, and are still
 """
 
 from __future__ import annotations
