@@ -21,6 +21,7 @@ from kvstore.mapped import map_bytes, populate
 from kvstore.pieces import checksum
 from kvstore.runs import Extent, extents
 from kvstore.tiers._server_link import Link
+from kvstore.tiers._server_links import Home
 from kvstore.tiers.base import ByteArray, Outcome
 
 _READ_WINDOW: Final = 4  # pieces; with more, the C library gives memory back and takes fresh pages for the next ones
@@ -170,17 +171,11 @@ class Framed(Mover):
 
     def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
         """Send pieces, a few of them before the first is confirmed."""
-        arrived = [True] * len(moves)
-        under_way: dict[int, int] = {}
-        for number, offset, part in _pieces(moves):
-            if len(under_way) >= wire.WINDOW:
-                _confirm(link, under_way, arrived)
-            serial = link.new_serial()
-            link.send(wire.Piece(serial, moves[number].grant.lease, offset, checksum([part.data])), [part.data])
-            under_way[serial] = number
-        while under_way:
-            _confirm(link, under_way, arrived)
-        return arrived
+        sender = PieceSender(link)
+        for number, (payload, grant) in enumerate(moves):
+            sender.send(number, grant.lease, payload, range(len(payload)))
+        failed = sender.finish()
+        return [number not in failed for number in range(len(moves))]
 
     def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
         """Ask for pieces, a few of them ahead."""
@@ -210,11 +205,55 @@ def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, ByteArray]]:
             yield number, offset, payload[offset : offset + wire.PIECE_BYTES]
 
 
-def _confirm(link: Link, under_way: dict[int, int], arrived: list[bool]) -> None:
-    """Take the next confirmation of a piece that was sent."""
-    answer = link.receive()
-    number = under_way.pop(answer.serial, None)
-    if number is None or not isinstance(answer, wire.Done):
-        raise TierError("the cache server answered what was not asked")
-    stored = bytes([wire.number_of(Outcome.STORED)])
-    arrived[number] = arrived[number] and answer.outcomes == stored
+class PieceSender:
+    """Sends payload in pieces, a few of them before the first is confirmed.
+
+    Raises:
+        TierError: from each method, if the server fails.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._under_way: dict[int, int] = {}  # the numbers of payloads, by serials
+        self._failed: set[int] = set()
+
+    def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
+        """Send some bytes of a payload, which goes by a number, to a place. They must not change before ``finish``."""
+        for offset in range(part.start, part.stop, wire.PIECE_BYTES):
+            if len(self._under_way) >= wire.WINDOW:
+                self._confirm()
+            piece = payload[offset : min(offset + wire.PIECE_BYTES, part.stop)]
+            serial = self._link.new_serial()
+            self._link.send(wire.Piece(serial, lease, offset, checksum([piece.data])), [piece.data])
+            self._under_way[serial] = number
+
+    def finish(self) -> set[int]:
+        """Wait until all has arrived; tells the payloads of which something has not."""
+        while self._under_way:
+            self._confirm()
+        return self._failed
+
+    def _confirm(self) -> None:
+        answer = self._link.receive()
+        number = self._under_way.pop(answer.serial, None)
+        if number is None or not isinstance(answer, wire.Done):
+            raise TierError("the cache server answered what was not asked")
+        if answer.outcomes != bytes([wire.number_of(Outcome.STORED)]):
+            self._failed.add(number)
+
+
+def commit(link: Link, home: Home, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
+    """Tell the server that what was written to places is whole, or will never be; what became of each.
+
+    Raises:
+        TierError: the server failed.
+    """
+    outcomes = []
+    for begin in range(0, len(leases), wire.MAX_MOVES):
+        batch = list(leases[begin : begin + wire.MAX_MOVES])
+        done = link.ask(wire.Commit(link.new_serial(), batch, is_whole), wire.Done)
+        if len(done.outcomes) != len(batch):
+            raise TierError("the cache server did not answer about every chunk")
+        home.note(done.usage)
+        outcomes += [wire.outcome_of(outcome) for outcome in done.outcomes]
+    return outcomes

@@ -26,7 +26,7 @@ from kvstore.layout import KVLayout, round_up
 from kvstore.runs import PAGE_BYTES
 from kvstore.tiers._server_link import Link
 from kvstore.tiers._server_links import Home, Links
-from kvstore.tiers._server_moves import Framed, Mapped, Move, Mover
+from kvstore.tiers._server_moves import Framed, Mapped, Move, Mover, commit
 from kvstore.tiers._server_url import OPTIONS, ServerTarget, parse_server
 from kvstore.tiers.base import (
     MAX_LENT,
@@ -268,20 +268,14 @@ class ServerTier(Tier):
         packed = wire.pack_refs(ref for ref, _ in batch)
         granted = link.ask(wire.Reserve(link.new_serial(), packed), wire.Granted)
         outcomes, moves = _granted(batch, granted)
-        usage = granted.usage
+        home.note(granted.usage)
         if moves:
             arrived = self._mover.write(link, [move for _, move in moves])
             for is_whole in (True, False):
                 ended = [item for item, is_there in zip(moves, arrived, strict=True) if is_there is is_whole]
-                if ended:
-                    leases = [move.grant.lease for _, move in ended]
-                    done = link.ask(wire.Commit(link.new_serial(), leases, is_whole), wire.Done)
-                    usage = done.usage
-                    if len(done.outcomes) != len(ended):
-                        raise TierError("the cache server did not answer about every chunk")
-                    for (number, _), outcome in zip(ended, done.outcomes, strict=True):
-                        outcomes[number] = wire.outcome_of(outcome)
-        home.note(usage)
+                committed = commit(link, home, [move.grant.lease for _, move in ended], is_whole=is_whole)
+                for (number, _), outcome in zip(ended, committed, strict=True):
+                    outcomes[number] = outcome
         return outcomes
 
 

@@ -1,0 +1,119 @@
+"""Over TCP, to the cache server that a receiver embeds, or to one that several engines share.
+
+The receiver's server lends a place for each chunk, takes the layers in pieces, each with its checksum, and lets the
+chunk be found when it is told that all of them were right. What a connection has not completed ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from kvstore import wire
+from kvstore.errors import TierError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.tiers._server_link import Link, NoSessionError
+from kvstore.tiers._server_links import Home, Links
+from kvstore.tiers._server_moves import PieceSender, commit
+from kvstore.tiers._server_url import ServerTarget, parse_server
+from kvstore.tiers.base import ChunkRef, Outcome
+from kvstore.transports.base import Parcel, Transport
+
+
+class TcpTransport(Transport):
+    """The way to one server.
+
+    Args:
+        target: where it is, and with which keys it is reached.
+        namespace: whose chunks are handed over.
+        layout: their geometry.
+    """
+
+    def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
+        self._layout = layout
+        self._links = Links(target, namespace, wire.Geometry.of(layout), bound_bytes=0)
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        """See ``Transport``."""
+        return self._links.use(partial(self._deliver, parcels=parcels, ready=ready))
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        self._links.close()
+
+    def _deliver(self, link: Link, home: Home, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        """Send while layers come; then, each by itself, what had no room beside the others."""
+        missing = _missing(link, [parcel.ref for parcel in parcels])
+        outcomes = [Outcome.FAILED if is_missing else Outcome.STORED for is_missing in missing]
+        places = self._reserve(link, parcels, [number for number, is_missing in enumerate(missing) if is_missing])
+        try:
+            is_whole = self._send_layers(link, parcels, places, ready)
+            committed = commit(link, home, list(places.values()), is_whole=is_whole)
+            if is_whole:
+                for number, outcome in zip(places, committed, strict=True):
+                    outcomes[number] = outcome
+                for number, is_missing in enumerate(missing):
+                    if is_missing and number not in places:
+                        outcomes[number] = self._send_whole(link, home, parcels, number)
+        except NoSessionError as error:  # it would be tried again from the start, and the layers come only once
+            raise TierError(str(error)) from error
+        return outcomes
+
+    def _reserve(self, link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
+        """Leases of places to write to, by the numbers of the parcels that got one."""
+        places = {}
+        for begin in range(0, len(numbers), wire.MAX_MOVES):
+            batch = numbers[begin : begin + wire.MAX_MOVES]
+            packed = wire.pack_refs(parcels[number].ref for number in batch)
+            granted = link.ask(wire.Reserve(link.new_serial(), packed), wire.Granted)
+            if len(granted.grants) != len(batch):
+                raise TierError("the cache server did not answer about every chunk")
+            places.update(
+                {number: grant.lease for number, grant in zip(batch, granted.grants, strict=True) if grant.lease}
+            )
+        return places
+
+    def _send_layers(
+        self, link: Link, parcels: Sequence[Parcel], places: dict[int, int], ready: Iterator[range]
+    ) -> bool:
+        """Whether all layers came. Which pieces arrived decides the server, at the end."""
+        sender = PieceSender(link)
+        done_layers = 0
+        for layers in ready:
+            for number, lease in places.items():
+                ref, payload = parcels[number]
+                begin = self._layout.layer_range(layers.start, ref.num_blocks)[0]
+                end = self._layout.layer_range(layers.stop - 1, ref.num_blocks)[1]
+                sender.send(number, lease, payload, range(begin, end))
+            done_layers = layers.stop
+        sender.finish()
+        return done_layers == self._layout.num_layers
+
+    def _send_whole(self, link: Link, home: Home, parcels: Sequence[Parcel], number: int) -> Outcome:
+        places = self._reserve(link, parcels, [number])
+        if not places:
+            return Outcome.FULL
+        self._send_layers(link, parcels, places, iter([range(self._layout.num_layers)]))
+        (outcome,) = commit(link, home, list(places.values()), is_whole=True)
+        return outcome
+
+
+def _missing(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
+    """Which chunks the server does not have."""
+    missing: list[bool] = []
+    for begin in range(0, len(refs), wire.MAX_REFS):
+        packed = wire.pack_refs(refs[begin : begin + wire.MAX_REFS])
+        missing += [byte != 1 for byte in link.ask(wire.Lookup(link.new_serial(), packed), wire.Held).found]
+    if len(missing) != len(refs):
+        raise TierError("the cache server did not answer about every chunk")
+    return missing
+
+
+def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:
+    """The way to the server at ``kvs://host:port``; does not connect yet. The settings are those of a cache server.
+
+    Raises:
+        ConfigError: the URL or a setting is wrong.
+    """
+    return TcpTransport(parse_server(url, settings), namespace, layout)
