@@ -137,7 +137,10 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
             f"{where}: remote_serde: there is no {config.remote_serde!r} here: 'none' is used, so chunks are stored as "
             "they are"
         )
-    if config.local_disk is None and config.shared_url is None and not config.local_cpu:
+    if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
+        where = origins["pd_peer_init_port"]
+        lines.append(f"{where}: pd_peer_init_port: ignored: enable_pd is not set, so this engine does not listen")
+    if config.local_disk is None and not config.has_remote and not config.local_cpu:
         where = origins["local_cpu"]
         lines.append(f"{where}: local_cpu: false without local_disk and remote_url: nothing will be kept")
     return lines

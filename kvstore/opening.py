@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.directory import RemoteDirectory
 from kvstore.errors import ConfigError, TierError
@@ -24,8 +25,9 @@ from kvstore.tiers._survey import describe_foreign
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.tiers.striped import open_folders
-from kvstore.wrappers import GuardOptions, answers, guarded
+from kvstore.wrappers import GuardOptions, Statistics, answers, find, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class RemoteOptions:
     """A tier that several engines share.
 
     Attributes:
-        url: where it is; its scheme says what it is.
+        url: where it is; its scheme says what it is. None for none: chunks come from peers only.
         settings: what only this kind of tier has.
         required: refuse to start without it, instead of a warning and another try later.
         io_threads: reads in flight at once.
@@ -46,9 +48,12 @@ class RemoteOptions:
         hold_s: how long such an answer counts.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False where another worker holds the same KV and sends it.
+        peers: servers of other engines' first workers, which are only read; None if none may be added, either.
+        peer_settings: what a tier at a peer has.
+        rank: of this worker, whose peers are at ports that much higher.
     """
 
-    url: str
+    url: str | None
     settings: Mapping[str, object] = field(default_factory=dict)
     required: bool = False
     io_threads: int = 4
@@ -56,6 +61,9 @@ class RemoteOptions:
     hold_s: float = 3.0
     max_queue: int | None = None
     sends: bool = True
+    peers: tuple[str, ...] | None = None
+    peer_settings: Mapping[str, object] = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,14 @@ class EngineOptions:
     max_local_gpu_bytes: int = 0
 
 
+class Shard(NamedTuple):
+    """A part of every chunk that one worker holds, or several that hold the same, and where others have it."""
+
+    namespace: Namespace
+    layout: KVLayout
+    remote: RemoteOptions
+
+
 @dataclass(frozen=True)
 class OpenTiers:
     """The tiers of one worker.
@@ -125,12 +141,13 @@ class OpenTiers:
             lanes[Place.DISK] = Lane(self.cpu, self.disk, report, read_threads=options.disk_io_threads)
         if self.remote is not None and options.remote is not None:
             report = partial(on_written, Place.REMOTE)
+            with_peers = find(self.remote, PeersTier)
             lanes[Place.REMOTE] = Lane(
                 self.cpu,
                 self.remote,
                 report,
                 read_threads=options.remote.io_threads,
-                writes_absent_only=True,
+                asks_before_write=with_peers.own if with_peers else self.remote,
                 leaves_writes=not options.remote.sends,
             )
         return lanes
@@ -138,6 +155,16 @@ class OpenTiers:
     def size_on_disk(self, ref: ChunkRef) -> int | None:
         """The bytes that a chunk takes on disk; None if it is not there."""
         return None if self.disk is None else self.disk.size_of(ref)
+
+    def add_peer(self, url: str) -> None:
+        """Read from the server of one more engine, if peers may be added.
+
+        Raises:
+            ConfigError: there is no such address.
+        """
+        with_peers = find(self.remote, PeersTier) if self.remote is not None else None
+        if with_peers is not None:
+            with_peers.add(url)
 
     @property
     def disk_answers(self) -> bool:
@@ -224,8 +251,26 @@ def open_remote(
         ConfigError: the URL or a setting is wrong.
         TierError: it is required, and cannot be used now.
     """
-    settings = {**options.settings, "url": options.url}
-    tier = open_tier(tier_behind(options.url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+    if options.peers is None:
+        if options.url is None:
+            raise ConfigError("a remote tier needs an address, or peers")
+        return _open_own(namespace, layout, options.url, options, io_timeout_s, check=check)
+    with ExitStack() as opened:
+        own = None
+        if options.url is not None:
+            own = _open_own(namespace, layout, options.url, options, io_timeout_s, check=check)
+            opened.callback(own.close)
+        open_peer = partial(_open_peer, layout, options, io_timeout_s)
+        with_peers = PeersTier(own, options.peers, open_peer, namespace, layout)
+        opened.pop_all()
+    return Statistics(with_peers)
+
+
+def _open_own(
+    namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, io_timeout_s: float, *, check: bool
+) -> Tier:
+    settings = {**options.settings, "url": url}
+    tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     try:
         if check:
             tier.check()
@@ -237,7 +282,14 @@ def open_remote(
     return guarded(tier, _guard_options(io_timeout_s, options.io_threads, asks_storage=True))
 
 
-def open_directory(shards: Iterable[tuple[Namespace, KVLayout]], options: RemoteOptions) -> RemoteDirectory:
+def _open_peer(layout: KVLayout, options: RemoteOptions, io_timeout_s: float, url: str, namespace: Namespace) -> Tier:
+    """The server of another engine's worker of the same rank, left out after a single failure."""
+    settings = {**options.peer_settings, "url": at_rank(url, options.rank)}
+    tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+    return guarded(tier, replace(_guard_options(io_timeout_s, options.io_threads, asks_storage=True), failures=1))
+
+
+def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
     """Open a remote tier for questions only, once for each shard that must hold its part of a chunk.
 
     Raises:
@@ -245,7 +297,7 @@ def open_directory(shards: Iterable[tuple[Namespace, KVLayout]], options: Remote
     """
     with ExitStack() as opened:
         tiers = []
-        for namespace, layout in shards:
+        for namespace, layout, options in shards:
             tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s))
             opened.callback(tiers[-1].close)
         opened.pop_all()

@@ -98,6 +98,6 @@ class SchedulerControls:
         there = {
             Place.MEMORY: self._config.local_cpu,
             Place.DISK: bool(self._config.local_disk),
-            Place.REMOTE: self._config.shared_url is not None,
+            Place.REMOTE: self._config.has_remote,
         }
         return [place.value for place, is_there in there.items() if is_there]

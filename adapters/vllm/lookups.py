@@ -78,6 +78,14 @@ class RemoteLookup:
         if asking is not None and asking.question is not None:
             asking.question.answers.cancel()
 
+    def add_peer(self, url: str) -> None:
+        """Ask one more engine from now on.
+
+        Raises:
+            ConfigError: there is no such address.
+        """
+        self._directory.add_peer(url)
+
     def reset(self, namespaces: Sequence[Namespace]) -> None:
         """Ask about other namespaces, one for each shard, from now on."""
         self._requests.clear()

@@ -19,7 +19,15 @@ from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
 from kvstore.adapters.vllm.lookups import RemoteLookup
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.saves import SavePlanner
-from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.steps import (
+    FetchResult,
+    ReqMeta,
+    StepPlan,
+    StepReport,
+    StepResult,
+    WorkerFacts,
+    shards_of,
+)
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import new_epoch, pin_name
 from kvstore.errors import InvalidCallError
@@ -32,6 +40,7 @@ from kvstore.plans import LoadStep, Match
 from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.peers import MAX_NAMED
 from kvstore.traces import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -97,6 +106,7 @@ class StoreScheduler:
         self._acked = 0
         self._last_poisoned = 0
         self._epoch = ""  # to be entered with the next plan
+        self._peers: dict[str, None] = {}  # named since the last plan, in order
         self._canary = Canary(options.verify_fraction, options.rules.block_tokens) if options.verify_fraction else None
         self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         rules = options.rules
@@ -122,9 +132,9 @@ class StoreScheduler:
 
         remote = self._options.remote
         if remote is not None:
-            shards = {rank.namespace.id: (rank.namespace, rank.layout) for rank in facts}
-            self._namespaces = [namespace for namespace, _ in shards.values()]
-            directory = open_directory(shards.values(), remote)
+            shards = shards_of(facts, remote)
+            self._namespaces = [shard.namespace for shard in shards]
+            directory = open_directory(shards)
             self._remote = RemoteLookup(directory, RemoteView(remote.hold_s), remote.lookup_timeout_s)
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
@@ -254,6 +264,21 @@ class StoreScheduler:
         """Whether the request is to wait for what was just promised to it, and no step."""
         tracker = self._trackers.get(request_id)
         return tracker is not None and tracker.load is not None and tracker.load.beside
+
+    def note_peer(self, url: str) -> None:
+        """Look for chunks at one more engine, ``kvs://host:port`` of its first worker, from now on.
+
+        Of those that requests have named, the ones named last are kept. Without effect unless the configuration has
+        ``enable_pd`` or ``peers``. Whether the host may be named is the caller's business.
+
+        Raises:
+            ConfigError: there is no such address.
+        """
+        if self._remote is not None:
+            self._remote.add_peer(url)
+            self._peers[url] = None
+            if len(self._peers) > MAX_NAMED:
+                del self._peers[next(iter(self._peers))]
 
     def _usable_tokens(self, num_tokens: int, match: Match, num_local_tokens: int) -> int:
         """How many tokens of a match are to be loaded."""
@@ -431,6 +456,8 @@ class StoreScheduler:
     def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
         plan = StepPlan(self._number, self._acked, preempts=preempts, recalls=self._recalls, epoch=self._epoch)
+        plan.peers = tuple(self._peers)
+        self._peers.clear()
         if self._index is not None and self._loads is not None and self._saves is not None:
             plan.removals = self._saves.take_strays() + self._index.take_removals()
             plan.requests = [

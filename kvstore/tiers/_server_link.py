@@ -245,6 +245,6 @@ def _refused(answer: wire.Refused) -> TierError:
     message = f"the cache server refuses: {answer.message[:300]}"
     if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
         return NoSessionError(message)
-    if answer.reason in {Refusal.VERSION, Refusal.LIMIT}:
+    if answer.reason in {Refusal.VERSION, Refusal.LIMIT, Refusal.FOREIGN}:
         return TierSetupError(message)
     return TierError(message)
