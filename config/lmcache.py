@@ -48,8 +48,7 @@ FAMILIES: Final[dict[str, str]] = {
         "nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port"
     ): "older names: `enable_pd` and the keys that begin with `pd_` have taken their place",
     "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports peer_init_ports peer_lookup_ports": (
-        "nobody tells engines of each other: `peers` names those that are read, and `enable_pd` with "
-        "`pd_peer_init_port` lets others read this one"
+        "engines do not look for each other: `peers` names those that are read"
     ),
     (
         "enable_controller lmcache_instance_id controller_url controller_pull_url controller_reply_url "

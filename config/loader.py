@@ -60,6 +60,7 @@ def load_config(
     """
     findings = Findings()
     chosen = _choose(extra or {}, path or sources.named_file(environ), environ, findings)
+    _give_pool(chosen, findings)
     config = _validate(chosen, findings)
     if findings.problems or config is None:
         raise ConfigError("\n- ".join(["the configuration cannot be used:", *findings.sorted_problems()]))
@@ -88,6 +89,16 @@ def _choose(
             else:
                 findings.unknown_key(entry)
     return chosen
+
+
+def _give_pool(chosen: dict[str, Entry], findings: Findings) -> None:
+    """LMCache's files for prefill and decode engines have no memory; here KV passes through it."""
+    pool, enabled = chosen.get("max_local_cpu_size"), chosen.get("enable_pd")
+    if pool is None or type(pool.value) not in {int, float} or pool.value or enabled is None or not enabled.value:
+        return
+    del chosen[pool.key]
+    size_gib = StoreConfig.model_fields[pool.key].default
+    findings.warnings.append(f"{pool.where}: {pool.key}: {size_gib} GiB instead of 0: what is handed over passes there")
 
 
 def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | None:

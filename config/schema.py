@@ -330,7 +330,8 @@ class StoreConfig(BaseModel):
     )
     pd_role: str | None = Field(
         default=None,
-        description="LMCache's `sender`, `receiver` or `both`. vLLM's `kv_role` decides; another one gets a warning.",
+        description="LMCache's `sender`, `receiver` or `both`. A `sender` does not listen, unless `pd_bidirectional` "
+        "is set. Who stores and who loads vLLM's `kv_role` decides; a warning tells if they differ.",
     )
     pd_bidirectional: bool = Field(
         default=False,
@@ -409,7 +410,12 @@ class StoreConfig(BaseModel):
     @property
     def listens(self) -> bool:
         """Whether workers open a server of their own, for others to send to and read from."""
-        return self.enable_pd and self.pd_peer_init_port is not None
+        return self.pd_peer_init_port is not None and _takes(self.enable_pd, self.pd_role, self.pd_bidirectional)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What each worker reserves in host memory."""
+        return self.max_local_cpu_bytes + (self.pd_buffer_size if self.listens else 0)
 
     @property
     def has_remote(self) -> bool:
@@ -524,7 +530,8 @@ class StoreConfig(BaseModel):
         ports = () if value is None else (value,) if isinstance(value, int) else value
         if value is not None and (not ports or not all(0 < port < _END_PORT for port in ports)):
             raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
-        if not ports or not info.data.get("enable_pd"):
+        given = info.data
+        if not ports or not _takes(given.get("enable_pd"), given.get("pd_role"), given.get("pd_bidirectional")):
             return value
         if (info.data.get("remote_url") or "").partition("://")[0] in SCHEMES:
             message = "cannot be set together with remote_url: chunks go to this engine's own server; leave one out"
@@ -583,6 +590,11 @@ class StoreConfig(BaseModel):
             message = "must be greater than 0 because local_disk is set: say how many GiB of disk each worker may fill"
             raise PydanticCustomError("size_with_folder", message, {"because_of": "local_disk"})
         return value
+
+
+def _takes(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:
+    """Whether an engine takes KV from others. A sender does not: LMCache's files name the receiver's port there."""
+    return bool(enable_pd) and (pd_role != "sender" or bool(pd_bidirectional))
 
 
 def _absolute_folder(text: object) -> str:
