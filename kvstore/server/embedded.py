@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -17,6 +19,7 @@ from kvstore.errors import ConfigError
 from kvstore.keyfiles import KeyPair
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.server.doors import DOOR_NAME, is_alive
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.owner import Owner
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _POLICY: Final = "LRU"  # takes whatever is sent: what is handed over is read once, and soon
 _END_WAIT_S: Final = 10.0
+_FOLDER_PREFIX: Final = "kvstore-server-"
+_YOUNG_S: Final = 60.0  # a server that has just made its folder may not listen there yet
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class EmbeddedServer:
                 f"pd_buffer_size of {options.pool_bytes} bytes does not hold one chunk of {layout.slot_bytes}: raise it"
             )
         with ExitStack() as opened:
-            self._folder = Path(tempfile.mkdtemp(prefix="kvstore-"))  # of mode 0700
+            _sweep()
+            self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._hub = Hub(_server_options(options, self._folder), Owner(namespace, layout))
             self._opened = opened.pop_all()
@@ -98,6 +104,16 @@ class EmbeddedServer:
         if self._thread.is_alive():
             logger.warning("the server of this worker does not end within %s s; it is left behind", _END_WAIT_S)
         self._opened.close()
+
+
+def _sweep() -> None:
+    """Delete the folders of servers that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or gone
+            status = folder.stat()
+            is_old = time.time() - status.st_mtime > _YOUNG_S
+            if is_old and status.st_uid == os.geteuid() and not is_alive(folder / DOOR_NAME):
+                shutil.rmtree(folder)
 
 
 def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:

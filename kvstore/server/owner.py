@@ -42,6 +42,6 @@ class Owner:
             return ""
         known = differing & {*self.namespace.fields, EPOCH_FIELD, _LAYOUT}
         names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
-        if self._throttle.is_due(names):
+        if self._throttle.is_due("stranger"):  # and not its fields, which anybody may choose
             logger.warning("refused an engine whose KV cannot be used here: it differs in %s", names)
         return f"it belongs to an engine with other KV: they differ in {names}"

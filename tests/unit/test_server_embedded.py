@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from kvstore.errors import ConfigError, TierError, TierSetupError
 from kvstore.keyfiles import make_keys, read_list, read_pair
@@ -19,6 +23,7 @@ from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup, Transfer
 from kvstore.tiers.server import ServerTier
+from kvstore.tools.cli import app
 
 MINE = Namespace({"model": "files 0a", "dtype": "bf16", "shard": "pp 0/1 tp 0/2", "layout": EVEN.fingerprint})
 POOL = EmbeddedOptions(64 * EVEN.slot_bytes + (1 << 20), "127.0.0.1", 0)
@@ -188,3 +193,27 @@ def test_its_end_hangs_up_and_leaves_nothing_behind() -> None:
                 tier.contains([make_ref(1)])
     assert not folder.exists()
     assert {thread.name for thread in threading.enumerate()} == before
+
+
+def test_the_next_one_sweeps_what_killed_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, young = tmp_path / "kvstore-server-killed", tmp_path / "kvstore-server-young"
+    for folder in (killed, young):
+        folder.mkdir()
+        (folder / "pool").touch()
+    with embedded() as alive:
+        living = Path(alive.url.removeprefix("kvs+ipc://"))
+        for folder in (killed, living):
+            os.utime(folder, (0, 0))
+        with embedded():
+            assert not killed.exists()
+            assert young.exists()
+            assert living.exists()
+
+
+def test_operators_see_what_it_holds() -> None:
+    with embedded() as server, client(server.url) as own:
+        own.put([make_transfer(EVEN, make_ref(1))])
+        result = CliRunner().invoke(app, ["stats", "--url", at_tcp(server), "--json"])
+        assert result.exit_code == 0
+        assert json.loads(result.output)["tiers"]["memory"]["chunks"] == 1
