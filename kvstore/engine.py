@@ -82,7 +82,7 @@ class CacheEngine:
             stored_bytes=disk.stored_bytes if disk else None,
             max_writes=options.max_write_queue,
             remote=self._view,
-            max_sends=remote.max_queue if remote else None,
+            max_sends=remote.max_queue if remote and remote.url else 0,
             cache_policy=options.cache_policy,
             disk_policy=options.disk_policy,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from kvstore.directory import RemoteDirectory
 from kvstore.errors import ConfigError, TierError
@@ -32,6 +33,7 @@ from kvstore.wrappers import GuardOptions, Statistics, answers, find, guarded
 logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 10.0  # how often a tier that is left out is tried again
+_ASKING_THREADS = 3  # one asks; the others are for questions that hang
 _SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
 
 
@@ -198,7 +200,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
         cpu = CpuTier(SlabPool(num_slots, slot_bytes))
         opened.callback(cpu.close)
         if options.remote is not None:
-            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s, check=True)
+            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)
             opened.callback(remote.close)
         if folders:
             disk = open_folders(
@@ -236,7 +238,7 @@ def _open_hot(paged: PagedKV, namespace: Namespace, max_bytes: int) -> HotChunks
 
 
 def open_remote(
-    namespace: Namespace, layout: KVLayout, options: RemoteOptions, io_timeout_s: float, *, check: bool = False
+    namespace: Namespace, layout: KVLayout, options: RemoteOptions, io_timeout_s: float, *, asks_only: bool = False
 ) -> Tier:
     """Open the tier that several engines share, guarded.
 
@@ -245,30 +247,33 @@ def open_remote(
         layout: the geometry of the chunks.
         options: which tier.
         io_timeout_s: deadline of each call.
-        check: find out now whether it can be used, and if not, say so, or refuse it where it is required.
+        asks_only: it will be asked what it holds, from one thread, and nothing else. Otherwise it is found out now
+            whether it can be used, and if not, said so, or refused where it is required.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
         TierError: it is required, and cannot be used now.
     """
-    if options.peers is None:
-        if options.url is None:
-            raise ConfigError("a remote tier needs an address, or peers")
-        return _open_own(namespace, layout, options.url, options, io_timeout_s, check=check)
+    guard = _guard_options(io_timeout_s, options.io_threads, asks_storage=True)
+    if asks_only:
+        guard = replace(guard, threads=_ASKING_THREADS)
+    own = None
     with ExitStack() as opened:
-        own = None
         if options.url is not None:
-            own = _open_own(namespace, layout, options.url, options, io_timeout_s, check=check)
+            own = guarded(_open_own(namespace, layout, options.url, options, check=not asks_only), guard)
             opened.callback(own.close)
-        open_peer = partial(_open_peer, layout, options, io_timeout_s)
-        with_peers = PeersTier(own, options.peers, open_peer, namespace, layout)
+        if options.peers is None:
+            if own is None:
+                raise ConfigError("a remote tier needs an address, or peers")
+            tier = own
+        else:
+            open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
+            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout))
         opened.pop_all()
-    return Statistics(with_peers)
+    return tier
 
 
-def _open_own(
-    namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, io_timeout_s: float, *, check: bool
-) -> Tier:
+def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, *, check: bool) -> Tier:
     settings = {**options.settings, "url": url}
     tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     try:
@@ -279,14 +284,17 @@ def _open_own(
             tier.close()
             raise
         logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
-    return guarded(tier, _guard_options(io_timeout_s, options.io_threads, asks_storage=True))
+    return tier
 
 
-def _open_peer(layout: KVLayout, options: RemoteOptions, io_timeout_s: float, url: str, namespace: Namespace) -> Tier:
-    """The server of another engine's worker of the same rank, left out after a single failure."""
-    settings = {**options.peer_settings, "url": at_rank(url, options.rank)}
-    tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
-    return guarded(tier, replace(_guard_options(io_timeout_s, options.io_threads, asks_storage=True), failures=1))
+def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, url: str, namespace: Namespace) -> Tier:
+    """The server of another engine's worker of the same rank. Does not connect."""
+    address = at_rank(url, options.rank)
+    settings = {**options.peer_settings, "url": address}
+    tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+    where = urlsplit(address)
+    tier.name = f"peer-{where.hostname}:{where.port}"  # what is said about it must say which
+    return guarded(tier, guard)
 
 
 def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
@@ -298,7 +306,7 @@ def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
     with ExitStack() as opened:
         tiers = []
         for namespace, layout, options in shards:
-            tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s))
+            tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s, asks_only=True))
             opened.callback(tiers[-1].close)
         opened.pop_all()
     return RemoteDirectory(tiers)

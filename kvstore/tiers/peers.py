@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
 from kvstore.runs import PAGE_BYTES
-from kvstore.tiers._batches import all_of, grouped
+from kvstore.tiers._batches import all_of
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierCounters, Transfer, payload_view
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ MAX_NAMED: Final = 16  # peers that requests have named; beyond that the one unu
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
 _MAX_REMOVED: Final = 65_536  # chunks that are remembered
 _MAX_PORT: Final = 65_535
+_Answer = tuple[str, list[bool]]  # who says so, and what is there
 
 
 class PeersTier(Tier):
@@ -108,8 +109,8 @@ class PeersTier(Tier):
         self._check_open()
         wanted = list(refs)
         held = [False] * len(wanted)
-        asked = [self._submit(self._ask_own, wanted)] if self.own and wanted else []
-        for _, answers in self._answers(wanted, asked):
+        own = [self._submit(self._ask_own, wanted)] if self.own and wanted else []
+        for _, answers in self._answers(self._peers(), wanted, own) if wanted else ():
             held = [so_far or here for so_far, here in zip(held, answers, strict=True)]
             if all(held):
                 break
@@ -126,9 +127,8 @@ class PeersTier(Tier):
         reading = _Reading(transfers)
         if self.own:
             reading.read(self.own, range(len(transfers)))
-        missing = reading.unread()
-        if missing:
-            self._read_from_peers(reading, missing)
+        if reading.unread():
+            self._read_from_peers(reading)
         with self._lock:
             for outcome, num_bytes in zip(reading.outcomes, sizes, strict=True):
                 self.counters.count(outcome, num_bytes)
@@ -228,48 +228,42 @@ class PeersTier(Tier):
         with self._lock:
             return {**self._fixed, **self._named}
 
-    def _submit(self, ask: Callable[..., Any], *arguments: object) -> Future[Any]:
+    def _submit(self, ask: Callable[..., _Answer], *arguments: object) -> Future[_Answer]:
         try:
             return self._askers.submit(ask, *arguments)
         except RuntimeError as error:
             raise ClosedError("the peers tier was closed") from error
 
     def _answers(
-        self, refs: Sequence[ChunkRef], others: Sequence[Future[Any]] = ()
-    ) -> Iterator[tuple[str, list[bool]]]:
-        """Each peer, and what it holds of some chunks, in the order of their answers; ``others`` take part."""
-        asked = [self._submit(self._ask, url, peer, refs) for url, peer in self._peers().items()] if refs else []
+        self, peers: Mapping[str, Tier], refs: Sequence[ChunkRef], others: Sequence[Future[_Answer]] = ()
+    ) -> Iterator[_Answer]:
+        """What each peer holds of some chunks, in the order in which they answer; ``others`` take part."""
+        asked = [self._submit(self._ask, url, peer, refs) for url, peer in peers.items()]
         for answer in as_completed([*others, *asked]):
             self._check_open()
             yield answer.result()
 
-    def _ask_own(self, refs: Sequence[ChunkRef]) -> tuple[str, list[bool]]:
+    def _ask_own(self, refs: Sequence[ChunkRef]) -> _Answer:
         assert self.own is not None
         return "", _held(self.own, refs)
 
-    def _ask(self, url: str, peer: Tier, refs: Sequence[ChunkRef]) -> tuple[str, list[bool]]:
+    def _ask(self, url: str, peer: Tier, refs: Sequence[ChunkRef]) -> _Answer:
         held = _held(peer, refs)
         if self._removed:
             held = [here and ref not in self._removed for ref, here in zip(refs, held, strict=True)]
         return url, held
 
-    def _read_from_peers(self, reading: _Reading, missing: Sequence[int]) -> None:
-        """Read what is missing from peers that have it: first from those that said so first."""
-        peers = self._peers()
-        urls = list(peers)
-        holders: list[list[int]] = [[] for _ in missing]  # of each chunk: their numbers among the peers
-        for url, held in self._answers([reading.transfers[position].ref for position in missing]):
-            for found, here in zip(holders, held, strict=True):
-                if here and url in peers:
-                    found.append(urls.index(url))
-            if all(holders):  # nobody waits for the others
+    def _read_from_peers(self, reading: _Reading) -> None:
+        """Read what is missing, from each peer that has it as soon as it says so: nobody waits for the others."""
+        peers, asked = self._peers(), reading.unread()
+        for url, held in self._answers(peers, [reading.transfers[position].ref for position in asked]):
+            missing = set(reading.unread())
+            found = [position for position, here in zip(asked, held, strict=True) if here and position in missing]
+            if found:
+                reading.read(peers[url], found)
+                self._note_use(url)
+            if not reading.unread():
                 break
-        while any(holders):
-            for peer, numbers in grouped([found.pop(0) if found else None for found in holders]).items():
-                reading.read(peers[urls[peer]], [missing[number] for number in numbers])
-                self._note_use(urls[peer])
-            unread = set(reading.unread())
-            holders = [found if missing[number] in unread else [] for number, found in enumerate(holders)]
 
     def _note_use(self, url: str) -> None:
         with self._lock:
