@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.canary import Canary
 from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
 from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
-from kvstore.adapters.vllm.lookups import RemoteLookup
+from kvstore.adapters.vllm.lookups import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.saves import SavePlanner
 from kvstore.adapters.vllm.steps import (
@@ -32,11 +33,11 @@ from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView,
 from kvstore.engine import new_epoch, pin_name
 from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
-from kvstore.keys import KeyExtras, Namespace, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
 from kvstore.metrics import Tally, Totals
 from kvstore.movers import LoadJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
-from kvstore.plans import LoadStep, Match
+from kvstore.plans import LoadStep, Match, Place
 from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
@@ -56,6 +57,7 @@ class SchedulerOptions:
     local_cpu: bool = True
     priority_limit: int | None = None
     min_retrieve_tokens: int = 0
+    min_remote_tokens: int = 0
     max_tokens_per_load: int = 0
     max_write_queue: int | None = None
     remote: RemoteOptions | None = None
@@ -197,6 +199,16 @@ class StoreScheduler:
         """Forget all chunks in memory and on disk, and return how many there were. A remote tier, shared, is kept."""
         return self._index.remove_all() if self._index is not None else 0
 
+    def find(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> Counter[Place]:
+        """How many leading tokens of a sequence are known, by the fastest tier that has them. From any thread.
+
+        Raises:
+            InvalidCallError: a token id is none.
+        """
+        hasher = PrefixHasher(self._rules.chunk_tokens, self._rules.block_tokens, extras)
+        hasher.update(token_ids)
+        return find_tokens(hasher, self._index, self._remote) if self._index is not None else Counter()
+
     def take_tally(self) -> Tally:
         """What was counted since the last call, the workers' numbers included."""
         timeouts = self._remote.timeouts if self._remote is not None else 0
@@ -284,11 +296,21 @@ class StoreScheduler:
         """How many tokens of a match are to be loaded."""
         last_tokens = max(1, self._rules.skip_last_tokens)
         num_external_tokens = min(match.num_tokens, num_tokens - last_tokens) - num_local_tokens
+        if num_external_tokens > 0 and self._options.min_remote_tokens:
+            num_external_tokens = self._tokens_worth_fetching(LoadSpec(match, num_local_tokens, num_external_tokens))
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
             return 0
         if most_tokens := self._options.max_tokens_per_load:
             num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
         return num_external_tokens
+
+    def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
+        """The tokens of a hit, without what comes from elsewhere if that is too short."""
+        assert self._loads is not None
+        num_remote_tokens = self._loads.sources(spec)[Place.REMOTE]
+        if num_remote_tokens >= self._options.min_remote_tokens or not num_remote_tokens:
+            return spec.num_external_tokens
+        return self._loads.first_remote_token(spec) - spec.num_local_tokens
 
     def _promise(self, loads: LoadPlanner, tracker: RequestTracker, spec: LoadSpec) -> int | None:
         """Choose how to load, if at all; None while others are bringing what is needed."""
