@@ -133,9 +133,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         pool_bytes = self._config.max_local_cpu_bytes
         asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
         if self._config.listens:
-            pool_bytes += self._config.pd_buffer_size
             asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
-        hostlimits.require_memory(pool_bytes * workers, asked)
+        hostlimits.require_memory(self._config.host_memory_bytes * workers, asked)
         paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
         namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:

@@ -133,7 +133,11 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
     """The scheduler side's part of the configuration."""
     transfer = vllm_config.kv_transfer_config
     if config.enable_pd and config.pd_role is not None and PD_ROLES[config.pd_role] != transfer.kv_role:
-        logger.warning("pd_role: %s: ignored: vLLM's kv_role says %s, and decides", config.pd_role, transfer.kv_role)
+        logger.warning(
+            "pd_role is %s, but vLLM's kv_role %s: that decides who stores and who loads",
+            config.pd_role,
+            transfer.kv_role,
+        )
     return SchedulerOptions(
         rules=SaveRules(
             block_tokens=block_tokens_of(kv_cache_config),
@@ -147,6 +151,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         local_cpu=config.local_cpu,
         priority_limit=config.priority_limit,
         min_retrieve_tokens=config.min_retrieve_tokens,
+        min_remote_tokens=config.min_remote_tokens,
         max_tokens_per_load=config.max_tokens_per_load,
         max_write_queue=config.max_write_queue,
         remote=remote_options(config),
