@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
@@ -146,3 +147,31 @@ def test_what_peers_would_add_must_be_worth_it(build: Build, min_tokens: int, fe
     engine.settle()
     reader.scheduler.note_peer(url_of(engine))
     assert loaded(reader, "more", PROMPT[: 2 * CHUNK + 1]) == CHUNK + fetched
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_engines_that_read_each_other(build: Build, seed: int) -> None:
+    """With pools that hold a part of it only, random prefixes, aborts and a change of weights."""
+    random, ports = Random(seed), (free_port(), free_port())
+    engines = [
+        build(port=mine, peers=(f"kvs://127.0.0.1:{other}",), slots=8, seed=seed, beside=None, run_ahead=seed)
+        for mine, other in (ports, ports[::-1])
+    ]
+    prompts = [[kind] * CHUNK + [kind * 7 + number for number in range(3 * CHUNK)] for kind in range(1, 6)]
+    for number in range(60):
+        vllm = engines[random.randrange(2)]
+        request = vllm.add(f"request {number}", random.choice(prompts)[: random.randrange(2, 4 * CHUNK)], max_tokens=3)
+        if random.random() < 0.2:
+            vllm.step()
+            vllm.abort(request)
+        if random.random() < 0.5:
+            vllm.run()
+        if random.random() < 0.3:
+            vllm.forget_local()
+        if number == 40:
+            vllm.run()
+            vllm.reset(preempt=True)
+    for vllm in engines:
+        vllm.run()
+    pulled = sum(worker._counters().chunks_loaded_from_remote for vllm in engines for worker in vllm.workers)
+    assert pulled > 5
