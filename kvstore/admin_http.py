@@ -156,6 +156,7 @@ def _listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # now: the thread that serves may be late, and who comes meanwhile waits
     except OSError as error:
         listener.close()
         raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
