@@ -34,16 +34,21 @@ FAMILIES: Final[dict[str, str]] = {
         "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio "
         "lazy_memory_step_ratio lazy_memory_safe_size"
     ): "all of `max_local_cpu_size` is reserved at start",
+    "pd_peer_alloc_port pd_peer_query_port": "one port, `pd_peer_init_port`, does all",
+    "pd_proxy_host pd_proxy_port pd_skip_proxy_notification": (
+        "engines do not talk to the proxy: what it needs to know stands in their answers"
+    ),
     (
-        "enable_pd pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port pd_peer_alloc_port "
-        "pd_peer_query_port pd_proxy_host pd_proxy_port pd_allocation_timeout_sec pd_shutdown_timeout_sec "
-        "pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification "
-        "pd_bidirectional enable_xpyd enable_nixl nixl_role nixl_peer_host nixl_peer_port nixl_receiver_port "
-        "nixl_peer_init_port nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port nixl_backends "
-        "nixl_buffer_size nixl_buffer_device transfer_channel"
-    ): "there is no transfer from prefill to decode instances: each instance computes or loads its own prompts",
+        "pd_buffer_device pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec "
+        "pd_max_prefill_len pd_backend_mode"
+    ): "KV is handed over through host memory: `pd_buffer_size` bounds it, and `pd_timeout_ms` the wait",
+    "transfer_channel nixl_backends nixl_buffer_size nixl_buffer_device": "there is no NIXL: KV travels over TCP",
+    (
+        "enable_xpyd enable_nixl nixl_role nixl_peer_host nixl_peer_port nixl_receiver_port nixl_peer_init_port "
+        "nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port"
+    ): "older names: `enable_pd` and the keys that begin with `pd_` have taken their place",
     "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports peer_init_ports peer_lookup_ports": (
-        "there is no peer-to-peer sharing: an instance does not see what others hold"
+        "engines do not look for each other: `peers` names those that are read"
     ),
     (
         "enable_controller lmcache_instance_id controller_url controller_pull_url controller_reply_url "

@@ -60,6 +60,7 @@ def load_config(
     """
     findings = Findings()
     chosen = _choose(extra or {}, path or sources.named_file(environ), environ, findings)
+    _give_pool(chosen, findings)
     config = _validate(chosen, findings)
     if findings.problems or config is None:
         raise ConfigError("\n- ".join(["the configuration cannot be used:", *findings.sorted_problems()]))
@@ -88,6 +89,16 @@ def _choose(
             else:
                 findings.unknown_key(entry)
     return chosen
+
+
+def _give_pool(chosen: dict[str, Entry], findings: Findings) -> None:
+    """LMCache's files for prefill and decode engines have no memory; here KV passes through it."""
+    pool, enabled = chosen.get("max_local_cpu_size"), chosen.get("enable_pd")
+    if pool is None or type(pool.value) not in {int, float} or pool.value or enabled is None or not enabled.value:
+        return
+    del chosen[pool.key]
+    size_gib = StoreConfig.model_fields[pool.key].default
+    findings.warnings.append(f"{pool.where}: {pool.key}: {size_gib} GiB instead of 0: what is handed over passes there")
 
 
 def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | None:
@@ -137,7 +148,10 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
             f"{where}: remote_serde: there is no {config.remote_serde!r} here: 'none' is used, so chunks are stored as "
             "they are"
         )
-    if config.local_disk is None and config.shared_url is None and not config.local_cpu:
+    if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
+        where = origins["pd_peer_init_port"]
+        lines.append(f"{where}: pd_peer_init_port: ignored: enable_pd is not set, so this engine does not listen")
+    if config.local_disk is None and not config.has_remote and not config.local_cpu:
         where = origins["local_cpu"]
         lines.append(f"{where}: local_cpu: false without local_disk and remote_url: nothing will be kept")
     return lines

@@ -8,7 +8,13 @@ from typing import Final, NamedTuple, get_args
 from kvstore.config.lmcache import FAMILIES
 from kvstore.config.schema import StoreConfig, Unit
 
-_KINDS: Final = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_KINDS: Final = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    tuple[str, ...]: "text",
+}
 
 
 class KeyReference(NamedTuple):

@@ -13,10 +13,10 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from kvstore.admin import is_loopback
 from kvstore.codecs import CODEC_NAMES
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
 from kvstore.errors import ConfigError
+from kvstore.loopback import is_loopback
 from kvstore.policies import POLICIES, choose_policy
 from kvstore.tiers import SCHEMES
 
@@ -24,6 +24,9 @@ GIB_BYTES: Final = 2**30
 HIDDEN: Final = "***"
 _MAX_SIZE_GIB: Final = 1_000_000
 _MAX_TIMEOUT_S: Final = 86_400
+_END_PORT: Final = 65_536
+PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
+"""What vLLM's ``kv_role`` is where LMCache's ``pd_role`` is such."""
 _NAIVE: Final = "naive"  # LMCache's word for none
 
 
@@ -321,6 +324,56 @@ class StoreConfig(BaseModel):
         le=_MAX_TIMEOUT_S,
         description="How long writes to disk may take when the server is told to end.",
     )
+    enable_pd: bool = Field(
+        default=False,
+        description="Hand KV over between prefill and decode engines (see [disaggregation.md](disaggregation.md)).",
+    )
+    pd_role: str | None = Field(
+        default=None,
+        description="LMCache's `sender`, `receiver` or `both`. A `sender` does not listen, unless `pd_bidirectional` "
+        "is set. Who stores and who loads vLLM's `kv_role` decides; a warning tells if they differ.",
+    )
+    pd_bidirectional: bool = Field(
+        default=False,
+        description="A prefill engine also takes from the decode engine what that holds of the next turn.",
+    )
+    pd_buffer_size: Annotated[int, Unit("bytes per worker")] = Field(
+        default=GIB_BYTES,
+        gt=0,
+        description="Memory of the server that each worker opens at `pd_peer_init_port`.",
+    )
+    pd_peer_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address at which this engine's workers listen, and by which others reach them.",
+    )
+    pd_peer_init_port: int | tuple[int, ...] | None = Field(
+        default=None,
+        description="Port at which the first worker of this engine listens, so that others can send to it and read "
+        "from it; worker number n adds n, or a list has a port for each. Needs `enable_pd`, and takes the place of "
+        "`remote_url`. If null, it does not listen.",
+    )
+    pd_allowed_hosts: tuple[str, ...] | None = Field(
+        default=None,
+        description="Hosts to which requests may have KV sent, or fetched from; a list, or text with commas. If null, "
+        "loopback, `pd_peer_host` and the hosts in `peers`.",
+    )
+    pd_timeout_ms: Annotated[int, Unit("milliseconds")] = Field(
+        default=10_000,
+        ge=1,
+        le=_MAX_TIMEOUT_S * 1000,
+        description="How long a request waits for KV that is on its way to this engine; then it is computed.",
+    )
+    peers: tuple[str, ...] = Field(
+        default=(),
+        description="Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with "
+        "commas. Nothing is sent to them.",
+    )
+    min_remote_tokens: Annotated[int, Unit("tokens")] = Field(
+        default=0,
+        ge=0,
+        description="What the remote tier or peers would add to a hit is computed if it is shorter than this.",
+    )
     model_id: str | None = Field(
         default=None,
         min_length=1,
@@ -355,6 +408,39 @@ class StoreConfig(BaseModel):
         return self.remote_url if is_ours else None
 
     @property
+    def listens(self) -> bool:
+        """Whether workers open a server of their own, for others to send to and read from."""
+        return self.pd_peer_init_port is not None and _takes(self.enable_pd, self.pd_role, self.pd_bidirectional)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What each worker reserves in host memory."""
+        return self.max_local_cpu_bytes + (self.pd_buffer_size if self.listens else 0)
+
+    @property
+    def goes_both_ways(self) -> bool:
+        """Whether producers load, too, and consumers save."""
+        return self.enable_pd and self.pd_bidirectional
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether chunks may come from other engines: from a tier that is shared, from peers, or sent by them."""
+        return self.shared_url is not None or self.enable_pd or bool(self.peers)
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """The hosts that requests may name, in lower case; ``allows_host`` asks it."""
+        if self.pd_allowed_hosts is not None:
+            return frozenset(host.lower() for host in self.pd_allowed_hosts)
+        named = (urlsplit(url).hostname or "" for url in self.peers)
+        return frozenset({self.pd_peer_host.lower(), *named})
+
+    def allows_host(self, host: str) -> bool:
+        """Whether a request may have KV sent to a host, or fetched from there."""
+        is_listed = host.lower() in self.allowed_hosts
+        return is_listed or (self.pd_allowed_hosts is None and is_loopback(host))
+
+    @property
     def remote_codec(self) -> str:
         """The codec that ``remote_serde`` leads to."""
         return self.remote_serde if self.remote_serde in CODEC_NAMES else "none"
@@ -373,6 +459,7 @@ class StoreConfig(BaseModel):
             values["remote_password"] = HIDDEN
         if self.remote_url is not None:
             values["remote_url"] = _hide_login(self.remote_url)
+        values["peers"] = [_hide_login(url) for url in self.peers]
         return values
 
     @field_validator("enable_async_loading", "enable_async_saving", mode="before")
@@ -408,6 +495,60 @@ class StoreConfig(BaseModel):
         if not mark or scheme not in {*SCHEMES, *OTHER_SCHEMES}:
             known = ", ".join(f"{name}://" for name in SCHEMES)
             raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
+        return value
+
+    @field_validator("peers", "pd_allowed_hosts", mode="before")
+    @classmethod
+    def _several(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("peers")
+    @classmethod
+    def _known_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            try:
+                parts = urlsplit(url)
+                is_known = parts.scheme == "kvs" and parts.hostname and parts.port and not parts.path
+            except ValueError:
+                is_known = False
+            if not is_known:
+                raise PydanticCustomError("peers", "must name engines by host and port: kvs://10.0.0.5:7300")
+        return value
+
+    @field_validator("pd_role")
+    @classmethod
+    def _known_role(cls, value: str | None) -> str | None:
+        if value not in {None, *PD_ROLES}:
+            raise PydanticCustomError("role", "must be one of {known}", {"known": ", ".join(PD_ROLES)})
+        return value
+
+    @field_validator("pd_peer_init_port", mode="before")
+    @classmethod
+    def _ports(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("pd_peer_init_port")
+    @classmethod
+    def _may_listen(cls, value: int | tuple[int, ...] | None, info: ValidationInfo) -> int | tuple[int, ...] | None:
+        ports = () if value is None else (value,) if isinstance(value, int) else value
+        if value is not None and (not ports or not all(0 < port < _END_PORT for port in ports)):
+            raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
+        given = info.data
+        if not ports or not _takes(given.get("enable_pd"), given.get("pd_role"), given.get("pd_bidirectional")):
+            return value
+        if (info.data.get("remote_url") or "").partition("://")[0] in SCHEMES:
+            message = "cannot be set together with remote_url: chunks go to this engine's own server; leave one out"
+            raise PydanticCustomError("port", message)
+        host = info.data.get("pd_peer_host", "127.0.0.1")
+        has_keys = info.data.get("server_key_file") and info.data.get("server_clients")
+        if not is_loopback(host) and not has_keys:
+            message = (
+                "other hosts can reach pd_peer_host {host}, so it needs server_key_file and server_clients: make keys "
+                "with kvstore keygen, or set pd_peer_host to 127.0.0.1"
+            )
+            raise PydanticCustomError("port", message, {"host": host})
         return value
 
     @field_validator("local_disk_serde")
@@ -454,6 +595,11 @@ class StoreConfig(BaseModel):
             message = "must be greater than 0 because local_disk is set: say how many GiB of disk each worker may fill"
             raise PydanticCustomError("size_with_folder", message, {"because_of": "local_disk"})
         return value
+
+
+def _takes(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:
+    """Whether an engine takes KV from others. A sender does not: LMCache's files name the receiver's port there."""
+    return bool(enable_pd) and (pd_role != "sender" or bool(pd_bidirectional))
 
 
 def _absolute_folder(text: object) -> str:

@@ -5,13 +5,19 @@ Whoever has something to administer implements ``Controls``; ``answer`` is the r
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Final, NamedTuple, Protocol
-from urllib.parse import urlsplit
+
+from kvstore.errors import InvalidCallError
+from kvstore.keys import KeyExtras
+from kvstore.loopback import is_from_here
 
 Tree = Mapping[str, object]
+
+
+_EXAMPLE: Final = '{"tokens": [1, 2, 3], "salt": "a"}'
 
 
 class Controls(Protocol):
@@ -29,6 +35,13 @@ class Controls(Protocol):
     def health(self) -> Tree:
         """Whether its parts work; ``status`` is ``ok`` or ``degraded``."""
 
+    def kv(self, tokens: Sequence[int], extras: KeyExtras) -> Tree:
+        """How many leading tokens of a sequence are there, and in which tier.
+
+        Raises:
+            InvalidCallError: they are no token ids.
+        """
+
     def clear(self) -> int | None:
         """Forget all chunks. Returns how many there were, or None if it will be done later."""
 
@@ -43,7 +56,36 @@ class Reply(NamedTuple):
     body: Tree
 
 
-def _clear(controls: Controls) -> Reply:
+def _kv(controls: Controls, body: bytes) -> Reply:
+    try:
+        return Reply(HTTPStatus.OK, controls.kv(*_sequence(body)))
+    except InvalidCallError as error:
+        return Reply(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+
+
+def _sequence(body: bytes) -> tuple[list[int], KeyExtras]:
+    """The tokens that a body is about, and what else decides their KV.
+
+    Raises:
+        InvalidCallError: it is not about any.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCallError(f"the body must be JSON, {_EXAMPLE}") from error
+    if not isinstance(asked, dict) or not asked.keys() <= {"tokens", "salt", "tags"}:
+        raise InvalidCallError(f"the body must be tokens, and salt and tags if any: {_EXAMPLE}")
+    tokens, salt, tags = asked.get("tokens"), asked.get("salt"), asked.get("tags") or {}
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise InvalidCallError(f"tokens must be a list of token ids: {_EXAMPLE}")
+    if not isinstance(salt, str | None):
+        raise InvalidCallError("salt must be text, as in the cache_salt of a request")
+    if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
+        raise InvalidCallError('tags must be texts by name: {"tenant": "a"}')
+    return tokens, KeyExtras(cache_salt=salt, tags=tuple(sorted(tags.items())))
+
+
+def _clear(controls: Controls, _: bytes) -> Reply:
     count = controls.clear()
     if count is None:
         return Reply(HTTPStatus.ACCEPTED, {"status": "accepted: it is done when the next request comes"})
@@ -55,18 +97,19 @@ def _switch(controls: Controls, *, enabled: bool) -> Reply:
     return Reply(HTTPStatus.OK, {"status": "enabled" if enabled else "disabled"})
 
 
-_ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls], Reply]]] = {
-    ("GET", "/info"): lambda controls: Reply(HTTPStatus.OK, controls.info()),
-    ("GET", "/stats"): lambda controls: Reply(HTTPStatus.OK, controls.stats()),
-    ("GET", "/config"): lambda controls: Reply(HTTPStatus.OK, controls.config()),
-    ("GET", "/health"): lambda controls: Reply(HTTPStatus.OK, controls.health()),
+_ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls, bytes], Reply]]] = {
+    ("GET", "/info"): lambda controls, _: Reply(HTTPStatus.OK, controls.info()),
+    ("GET", "/stats"): lambda controls, _: Reply(HTTPStatus.OK, controls.stats()),
+    ("GET", "/config"): lambda controls, _: Reply(HTTPStatus.OK, controls.config()),
+    ("GET", "/health"): lambda controls, _: Reply(HTTPStatus.OK, controls.health()),
+    ("POST", "/kv"): _kv,
     ("POST", "/clear"): _clear,
-    ("POST", "/disable"): lambda controls: _switch(controls, enabled=False),
-    ("POST", "/enable"): lambda controls: _switch(controls, enabled=True),
+    ("POST", "/disable"): lambda controls, _: _switch(controls, enabled=False),
+    ("POST", "/enable"): lambda controls, _: _switch(controls, enabled=True),
 }
 
 
-def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str]) -> Reply:
+def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Reply:
     """Carry out a request. ``headers`` has lower-case names.
 
     Browsers are turned away, see ``is_from_here``.
@@ -75,34 +118,9 @@ def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str
         return Reply(HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may ask, under a loopback name"})
     action = _ACTIONS.get((method, path))
     if action is not None:
-        return action(controls)
+        return action(controls, body)
     methods = [known for known, known_path in _ACTIONS if known_path == path]
     if methods:
         return Reply(HTTPStatus.METHOD_NOT_ALLOWED, {"error": f"{path} takes {methods[0]}, not {method}"})
     known = [f"{known} {known_path}" for known, known_path in _ACTIONS]
     return Reply(HTTPStatus.NOT_FOUND, {"error": "there is no such path", "paths": known})
-
-
-def is_from_here(headers: Mapping[str, str]) -> bool:
-    """Whether a program on this machine asks, and not a browser: any page that a user looks at could make that ask.
-
-    Pages of other sites name themselves in ``Origin``, and one whose name was made to point here (DNS rebinding) asks
-    for another ``Host``.
-    """
-    return "origin" not in headers and is_loopback(_host_name(headers.get("host", "")))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address means this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _host_name(header: str) -> str:
-    """The name in a ``Host`` header, without the port."""
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""

@@ -8,8 +8,9 @@ import threading
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from kvstore.admin import Controls, answer, is_from_here, is_loopback
+from kvstore.admin import Controls, answer
 from kvstore.errors import ConfigError
+from kvstore.loopback import is_from_here, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     Page = Callable[[], tuple[int, str]]
+    Respond = Callable[[Request, bytes], Response]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS: Final = 16
+_MAX_BODY_BYTES: Final = 4 << 20  # half a million tokens
 _END_WAIT_S: Final = 5.0
 
 
@@ -30,7 +33,7 @@ class LoopbackServer:
     """Listens from the moment it is made until ``close``.
 
     Args:
-        respond: answers every request, on a thread of this server's.
+        respond: answers every request, given its body too, on a thread of this server's.
         host: a loopback name or address. There are no passwords, so nothing else is allowed.
         port: 0 for any that is free; see ``port``.
         name: what it is called in messages.
@@ -40,11 +43,11 @@ class LoopbackServer:
         ConfigError: the host is no loopback, the port is taken, or the libraries are not installed.
     """
 
-    def __init__(self, respond: Callable[[Request], Response], host: str, port: int, *, name: str, remedy: str) -> None:
+    def __init__(self, respond: Respond, host: str, port: int, *, name: str, remedy: str) -> None:
         if not is_loopback(host):
             raise ConfigError(f"the host of {name} is {host!r}: it must be a loopback address such as 127.0.0.1")
         server = _make_server(respond, name)
-        self._socket = _listen(host, port, name, remedy)
+        self._socket = listen(host, port, name, remedy)
         self.port: int = self._socket.getsockname()[1]
         self._server = server
         self._thread = threading.Thread(
@@ -73,10 +76,10 @@ class AdminServer(LoopbackServer):
     """
 
     def __init__(self, controls: Controls, host: str, port: int) -> None:
-        def respond(request: Request) -> Response:
+        def respond(request: Request, body: bytes) -> Response:
             from starlette.responses import JSONResponse  # noqa: PLC0415
 
-            reply = answer(controls, request.method, request.url.path, request.headers)
+            reply = answer(controls, request.method, request.url.path, request.headers, body)
             return JSONResponse(dict(reply.body), status_code=reply.status)
 
         remedy = "choose another internal_api_server_port_start, or switch internal_api_server_enabled off"
@@ -97,7 +100,7 @@ class PageServer(LoopbackServer):
     """
 
     def __init__(self, pages: Mapping[str, Page], port: int, *, name: str, remedy: str) -> None:
-        def respond(request: Request) -> Response:
+        def respond(request: Request, _: bytes) -> Response:
             from starlette.responses import PlainTextResponse  # noqa: PLC0415
 
             page = pages.get(request.url.path)
@@ -111,16 +114,25 @@ class PageServer(LoopbackServer):
         super().__init__(respond, "127.0.0.1", port, name=name, remedy=remedy)
 
 
-def _make_server(respond: Callable[[Request], Response], name: str) -> uvicorn.Server:
+def _make_server(respond: Respond, name: str) -> uvicorn.Server:
     try:
         import uvicorn  # noqa: PLC0415 - an extra
         from starlette.applications import Starlette  # noqa: PLC0415
+        from starlette.concurrency import run_in_threadpool  # noqa: PLC0415
+        from starlette.responses import PlainTextResponse  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"{name}: {error.name} is not installed: pip install 'vllm-kvstore[admin]'") from error
 
-    # What responds is not async: it runs in a thread, and may wait a moment.
-    app = Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST"])])
+    async def handle(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_BODY_BYTES:
+                return PlainTextResponse("the body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        return await run_in_threadpool(respond, request, body)  # it may wait a moment
+
+    app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -136,7 +148,12 @@ def _make_server(respond: Callable[[Request], Response], name: str) -> uvicorn.S
     )
 
 
-def _listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
+def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
+    """A socket that is bound, for a server that is called ``name`` in messages.
+
+    Raises:
+        ConfigError: it cannot be bound; ``remedy`` says what to do.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -145,6 +162,7 @@ def _listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # now: the thread that serves may be late, and who comes meanwhile waits
     except OSError as error:
         listener.close()
         raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error

@@ -33,7 +33,7 @@ from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
-from kvstore.opening import EngineOptions, open_directory, open_tiers
+from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import IndexCounters, Place
 from kvstore.remote import RemoteView
@@ -74,7 +74,7 @@ class CacheEngine:
         self._tiers = open_tiers(paged, namespace, options)
         remote, disk = options.remote, self._tiers.disk
         self._view = RemoteView(remote.hold_s) if remote else None
-        self._directory = open_directory([(namespace, self.layout)], remote) if remote else None
+        self._directory = open_directory([Shard(namespace, self.layout, remote)]) if remote else None
         self._index = ChunkIndex(
             self._tiers.cpu.num_slots,
             keep_in_memory=options.local_cpu,
@@ -82,7 +82,7 @@ class CacheEngine:
             stored_bytes=disk.stored_bytes if disk else None,
             max_writes=options.max_write_queue,
             remote=self._view,
-            max_sends=remote.max_queue if remote else None,
+            max_sends=remote.max_queue if remote and remote.url else 0,
             cache_policy=options.cache_policy,
             disk_policy=options.disk_policy,
         )

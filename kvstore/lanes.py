@@ -37,7 +37,8 @@ class Lane:
         tier: where chunks come from and go to; ``close`` closes it.
         on_written: called from any thread, exactly once for every ``write`` that has ended.
         read_threads: reads in flight at once.
-        writes_absent_only: ask before writing: somebody else may have stored a chunk there.
+        asks_before_write: the part of the tier that is written, to be asked before: somebody else may have stored a
+            chunk there. None if nobody else writes.
         leaves_writes: report a write as done and do nothing: another worker writes the same bytes, and removes them.
     """
 
@@ -48,13 +49,13 @@ class Lane:
         on_written: Callable[[ChunkRef, bool], None],
         *,
         read_threads: int = 4,
-        writes_absent_only: bool = False,
+        asks_before_write: Tier | None = None,
         leaves_writes: bool = False,
     ) -> None:
         self._cpu = cpu
         self._tier = tier
         self._on_written = on_written
-        self._writes_absent_only = writes_absent_only
+        self._asks_before_write = asks_before_write
         self._leaves_writes = leaves_writes
         self._readers = ThreadPoolExecutor(read_threads, f"kvstore-read-{tier.name}")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, f"kvstore-write-{tier.name}")
@@ -153,7 +154,7 @@ class Lane:
         source = self._cpu.read(slot, ref)
         if source is None:
             return [Outcome.FAILED]
-        if self._writes_absent_only and self._tier.contains([ref]) == [True]:
+        if self._asks_before_write is not None and self._asks_before_write.contains([ref]) == [True]:
             return [Outcome.STORED]
         return self._tier.put([Transfer(ref, source)])
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore import metrics
 from kvstore.metrics import Meter, Tally
 from kvstore.plans import Place
-from kvstore.tiers.striped import StripedTier
-from kvstore.wrappers import BreakerState, CircuitBreaker, Statistics, layers
+from kvstore.wrappers import BreakerState, CircuitBreaker, Statistics, find, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,10 +77,13 @@ class _Observed:
     """A tier with those of its wrappers that know something."""
 
     def __init__(self, tier: Tier) -> None:
-        parts = tier.parts if isinstance(tier, StripedTier) else (tier,)
         self.tier = tier
-        self.statistics = [layer for part in parts for layer in layers(part) if isinstance(layer, Statistics)]
-        self.breakers = [layer for part in parts for layer in layers(part) if isinstance(layer, CircuitBreaker)]
+        counted = [tier] if find(tier, Statistics) else parts_of(tier)
+        self.statistics = [statistics for part in counted if (statistics := find(part, Statistics))]
+
+    def breakers(self) -> list[CircuitBreaker]:
+        """Those of all its parts, of which there may be more or fewer the next time."""
+        return [breaker for part in parts_of(self.tier) if (breaker := find(part, CircuitBreaker))]
 
 
 class WorkerMeter:
@@ -101,7 +103,7 @@ class WorkerMeter:
         levels: dict[str, float] = {}
         for place, observed in self._tiers.items():
             self._read_tier(place, observed, totals, tally)
-            states = [_SEVERITY[breaker.stats().state] for breaker in observed.breakers]
+            states = [_SEVERITY[breaker.stats().state] for breaker in observed.breakers()]
             levels[metrics.BREAKER_STATE.key(place)] = max(states, default=0)
         if _DISK in self._tiers:
             levels[metrics.DISK_USED_BYTES.key()] = self._tiers[_DISK].tier.used_bytes

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from kvstore.directory import RemoteDirectory
 from kvstore.errors import ConfigError, TierError
@@ -24,12 +26,14 @@ from kvstore.tiers._survey import describe_foreign
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.tiers.striped import open_folders
-from kvstore.wrappers import GuardOptions, answers, guarded
+from kvstore.wrappers import GuardOptions, Statistics, answers, find, guarded
 
 logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 10.0  # how often a tier that is left out is tried again
+_ASKING_THREADS = 3  # one asks; the others are for questions that hang
 _SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
 
 
@@ -38,7 +42,7 @@ class RemoteOptions:
     """A tier that several engines share.
 
     Attributes:
-        url: where it is; its scheme says what it is.
+        url: where it is; its scheme says what it is. None for none: chunks come from peers only.
         settings: what only this kind of tier has.
         required: refuse to start without it, instead of a warning and another try later.
         io_threads: reads in flight at once.
@@ -46,9 +50,12 @@ class RemoteOptions:
         hold_s: how long such an answer counts.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False where another worker holds the same KV and sends it.
+        peers: servers of other engines' first workers, which are only read; None if none may be added, either.
+        peer_settings: what a tier at a peer has.
+        rank: of this worker, whose peers are at ports that much higher.
     """
 
-    url: str
+    url: str | None
     settings: Mapping[str, object] = field(default_factory=dict)
     required: bool = False
     io_threads: int = 4
@@ -56,6 +63,9 @@ class RemoteOptions:
     hold_s: float = 3.0
     max_queue: int | None = None
     sends: bool = True
+    peers: tuple[str, ...] | None = None
+    peer_settings: Mapping[str, object] = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,14 @@ class EngineOptions:
     max_local_gpu_bytes: int = 0
 
 
+class Shard(NamedTuple):
+    """A part of every chunk that one worker holds, or several that hold the same, and where others have it."""
+
+    namespace: Namespace
+    layout: KVLayout
+    remote: RemoteOptions
+
+
 @dataclass(frozen=True)
 class OpenTiers:
     """The tiers of one worker.
@@ -125,12 +143,13 @@ class OpenTiers:
             lanes[Place.DISK] = Lane(self.cpu, self.disk, report, read_threads=options.disk_io_threads)
         if self.remote is not None and options.remote is not None:
             report = partial(on_written, Place.REMOTE)
+            with_peers = find(self.remote, PeersTier)
             lanes[Place.REMOTE] = Lane(
                 self.cpu,
                 self.remote,
                 report,
                 read_threads=options.remote.io_threads,
-                writes_absent_only=True,
+                asks_before_write=with_peers.own if with_peers else self.remote,
                 leaves_writes=not options.remote.sends,
             )
         return lanes
@@ -138,6 +157,16 @@ class OpenTiers:
     def size_on_disk(self, ref: ChunkRef) -> int | None:
         """The bytes that a chunk takes on disk; None if it is not there."""
         return None if self.disk is None else self.disk.size_of(ref)
+
+    def add_peer(self, url: str) -> None:
+        """Read from the server of one more engine, if peers may be added.
+
+        Raises:
+            ConfigError: there is no such address.
+        """
+        with_peers = find(self.remote, PeersTier) if self.remote is not None else None
+        if with_peers is not None:
+            with_peers.add(url)
 
     @property
     def disk_answers(self) -> bool:
@@ -171,7 +200,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
         cpu = CpuTier(SlabPool(num_slots, slot_bytes))
         opened.callback(cpu.close)
         if options.remote is not None:
-            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s, check=True)
+            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)
             opened.callback(remote.close)
         if folders:
             disk = open_folders(
@@ -209,7 +238,7 @@ def _open_hot(paged: PagedKV, namespace: Namespace, max_bytes: int) -> HotChunks
 
 
 def open_remote(
-    namespace: Namespace, layout: KVLayout, options: RemoteOptions, io_timeout_s: float, *, check: bool = False
+    namespace: Namespace, layout: KVLayout, options: RemoteOptions, io_timeout_s: float, *, asks_only: bool = False
 ) -> Tier:
     """Open the tier that several engines share, guarded.
 
@@ -218,14 +247,35 @@ def open_remote(
         layout: the geometry of the chunks.
         options: which tier.
         io_timeout_s: deadline of each call.
-        check: find out now whether it can be used, and if not, say so, or refuse it where it is required.
+        asks_only: it will be asked what it holds, from one thread, and nothing else. Otherwise it is found out now
+            whether it can be used, and if not, said so, or refused where it is required.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
         TierError: it is required, and cannot be used now.
     """
-    settings = {**options.settings, "url": options.url}
-    tier = open_tier(tier_behind(options.url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+    guard = _guard_options(io_timeout_s, options.io_threads, asks_storage=True)
+    if asks_only:
+        guard = replace(guard, threads=_ASKING_THREADS)
+    own = None
+    with ExitStack() as opened:
+        if options.url is not None:
+            own = guarded(_open_own(namespace, layout, options.url, options, check=not asks_only), guard)
+            opened.callback(own.close)
+        if options.peers is None:
+            if own is None:
+                raise ConfigError("a remote tier needs an address, or peers")
+            tier = own
+        else:
+            open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
+            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout))
+        opened.pop_all()
+    return tier
+
+
+def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, *, check: bool) -> Tier:
+    settings = {**options.settings, "url": url}
+    tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     try:
         if check:
             tier.check()
@@ -234,10 +284,20 @@ def open_remote(
             tier.close()
             raise
         logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
-    return guarded(tier, _guard_options(io_timeout_s, options.io_threads, asks_storage=True))
+    return tier
 
 
-def open_directory(shards: Iterable[tuple[Namespace, KVLayout]], options: RemoteOptions) -> RemoteDirectory:
+def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, url: str, namespace: Namespace) -> Tier:
+    """The server of another engine's worker of the same rank. Does not connect."""
+    address = at_rank(url, options.rank)
+    settings = {**options.peer_settings, "url": address}
+    tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+    where = urlsplit(address)
+    tier.name = f"peer-{where.hostname}:{where.port}"  # what is said about it must say which
+    return guarded(tier, guard)
+
+
+def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
     """Open a remote tier for questions only, once for each shard that must hold its part of a chunk.
 
     Raises:
@@ -245,8 +305,8 @@ def open_directory(shards: Iterable[tuple[Namespace, KVLayout]], options: Remote
     """
     with ExitStack() as opened:
         tiers = []
-        for namespace, layout in shards:
-            tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s))
+        for namespace, layout, options in shards:
+            tiers.append(open_remote(namespace, layout, options, options.lookup_timeout_s, asks_only=True))
             opened.callback(tiers[-1].close)
         opened.pop_all()
     return RemoteDirectory(tiers)

@@ -57,6 +57,7 @@ class Refusal(IntEnum):
     CLOSING = 5
     UNKNOWN = 6  # no such namespace
     MALFORMED = 7  # the request was none; nothing more is listened to on this connection
+    FOREIGN = 8  # the server belongs to an engine with other KV
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -92,7 +92,7 @@ def _software() -> Iterator[Finding]:
 
 def _memory(config: StoreConfig, workers: int) -> Finding:
     limit = available_memory_bytes()
-    wanted = config.max_local_cpu_bytes * workers
+    wanted = config.host_memory_bytes * workers
     found = f"{size(wanted)} wanted for {workers} worker(s), {size(limit.available_bytes)} left ({limit.decided_by})"
     if wanted > limit.available_bytes:
         return Finding("memory", "error", found, "lower max_local_cpu_size, or give the container more memory")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,17 +131,24 @@ class KVStoreConnector(KVConnectorBase_V1):
         config, kv_cache_config = self._vllm_config, self._kv_cache_config
         workers = translate.total_workers(config)
         pool_bytes = self._config.max_local_cpu_bytes
-        hostlimits.require_memory(
-            pool_bytes * workers, f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
-        )
+        asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
+        if self._config.listens:
+            asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
+        hostlimits.require_memory(self._config.host_memory_bytes * workers, asked)
         paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
         namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
-        self._worker = StoreWorker(
-            paged,
-            namespace,
-            translate.engine_options(config, kv_cache_config, self._config),
-            translate.worker_options(config, kv_cache_config, self._config),
-        )
+        with ExitStack() as opened:
+            server = translate.embedded_server(config, namespace, paged.layout, self._config)
+            if server is not None:
+                opened.callback(server.close)
+            self._worker = StoreWorker(
+                paged,
+                namespace,
+                translate.engine_options(config, kv_cache_config, self._config),
+                translate.worker_options(config, kv_cache_config, self._config),
+                server,
+            )
+            opened.pop_all()
 
     def _go_without(self, error: KVStoreError) -> None:
         """Leave vLLM without the cache, or raise if it is required."""

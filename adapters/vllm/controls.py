@@ -14,9 +14,12 @@ from kvstore import __version__, metrics
 from kvstore.plans import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.adapters.vllm.scheduler import StoreScheduler
     from kvstore.admin import Tree
     from kvstore.config import StoreConfig
+    from kvstore.keys import KeyExtras
 
 _STATES: Final = ("ok", "being tried again", "left out")
 _CLEAR_WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle one plans none
@@ -74,6 +77,12 @@ class SchedulerControls:
             "tiers": tiers,
         }
 
+    def kv(self, tokens: Sequence[int], extras: KeyExtras) -> Tree:
+        """How many leading tokens are there, whole blocks of them, by the fastest tier that has them."""
+        by_place = self._scheduler.find(tokens, extras)
+        by_tier = {tier: by_place[Place(tier)] for tier in self._tiers()}
+        return {"tokens": len(tokens), "known_tokens": by_place.total(), "tiers": by_tier}
+
     def clear(self) -> int | None:
         """Forget what is in memory and on disk; a shared remote tier is kept. None while vLLM is idle."""
         with self._lock:
@@ -98,6 +107,6 @@ class SchedulerControls:
         there = {
             Place.MEMORY: self._config.local_cpu,
             Place.DISK: bool(self._config.local_disk),
-            Place.REMOTE: self._config.shared_url is not None,
+            Place.REMOTE: self._config.has_remote,
         }
         return [place.value for place, is_there in there.items() if is_there]

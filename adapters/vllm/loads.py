@@ -99,6 +99,13 @@ class LoadPlanner:
             tokens[self._index.source(ref) or Place.MEMORY] += num_blocks * self._rules.block_tokens
         return tokens
 
+    def first_remote_token(self, spec: LoadSpec) -> int:
+        """Where the first chunk of a load begins that would come from a remote tier; its end if none would."""
+        first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
+        chunks = overlapping(spec.match, self._rules, first_block, end_block)
+        begins = (max(begin, first_block) for ref, begin in chunks if self._index.source(ref) is Place.REMOTE)
+        return next(begins, end_block) * self._rules.block_tokens
+
     def must_wait(self, match: Match, *, beside: bool) -> bool:
         """Whether a chunk is on its way for another request, in such a way that it cannot be relied on yet."""
         for ref in match.refs:

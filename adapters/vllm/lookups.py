@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
 from kvstore.directory import RemoteDirectory
-from kvstore.keys import Namespace
+from kvstore.index import ChunkIndex
+from kvstore.keys import Namespace, PrefixHasher
+from kvstore.plans import Place
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
 
@@ -78,6 +82,23 @@ class RemoteLookup:
         if asking is not None and asking.question is not None:
             asking.question.answers.cancel()
 
+    def ask(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Ask about chunks, and wait for the answer within the deadline. From any thread."""
+        answers = self._directory.ask(refs)
+        try:
+            return answers.result(self._timeout_s)
+        except NotYet:
+            answers.cancel()
+            return [False] * len(refs)
+
+    def add_peer(self, url: str) -> None:
+        """Ask one more engine from now on.
+
+        Raises:
+            ConfigError: there is no such address.
+        """
+        self._directory.add_peer(url)
+
     def reset(self, namespaces: Sequence[Namespace]) -> None:
         """Ask about other namespaces, one for each shard, from now on."""
         self._requests.clear()
@@ -86,3 +107,35 @@ class RemoteLookup:
     def close(self) -> None:
         """End the questions."""
         self._directory.close()
+
+
+def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:
+    """How many leading tokens of a sequence are known, by the fastest tier that has them; for people and routers.
+
+    From any thread: it only looks chunks up, one by one, and asks the remote tier itself.
+    """
+    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
+    found: Counter[Place] = Counter()
+    chunks = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    places = _places(chunks, index, remote)
+    whole = next((number for number, place in enumerate(places) if place is None), len(chunks))
+    for place in places[:whole]:
+        if place is not None:
+            found[place] += hasher.chunk_tokens
+    tails = [ChunkRef(key, number) for number, key in enumerate(hasher.block_keys(whole), 1)][: blocks_per_chunk - 1]
+    for ref, place in zip(reversed(tails), reversed(_places(tails, index, remote)), strict=True):
+        if place is not None:
+            found[place] += ref.num_blocks * hasher.block_tokens
+            break
+    return found
+
+
+def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup | None) -> list[Place | None]:
+    """Where each chunk is."""
+    local = (Place.MEMORY, Place.DISK)
+    places = [next((place for place in local if index.holds(ref.prefix_key, place)), None) for ref in refs]
+    missing = [ref for ref, place in zip(refs, places, strict=True) if place is None]
+    if remote is None or not missing:
+        return places
+    elsewhere = {ref for ref, is_there in zip(missing, remote.ask(missing), strict=True) if is_there}
+    return [place or (Place.REMOTE if ref in elsewhere else None) for ref, place in zip(refs, places, strict=True)]

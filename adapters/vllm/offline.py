@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.tokenizers import TokenizerLike
 
-    from kvstore.adapters.vllm.steps import WorkerFacts
+    from kvstore.adapters.vllm.steps import WorkerFacts, shards_of
     from kvstore.layout import KVLayout
     from kvstore.tiers.base import ChunkRef
 
 _POLL_S = 0.02
-_NOT_WARMING = {  # what a configuration may say for serving, and would leave chunks out or open a port here
+# What a configuration may say for serving, and would leave chunks out or open a port here.
+_NOT_WARMING: Mapping[str, object] = {
     "kvstore.required": True,
     "kvstore.force_skip_save": False,
     "kvstore.save_decode_cache": False,
@@ -52,6 +53,8 @@ _NOT_WARMING = {  # what a configuration may say for serving, and would leave ch
     "kvstore.verify_fraction": 0.0,
     "kvstore.internal_api_server_enabled": False,
     "kvstore.record_trace": None,
+    "kvstore.enable_pd": False,
+    "kvstore.peers": [],
 }
 
 Work = tuple["array[int]", str | None]
@@ -221,8 +224,7 @@ class OfflineEngine:
         options = translate.remote_options(self._config)
         if options is None:
             return None
-        shards = {facts.namespace.id: (facts.namespace, facts.layout) for facts in self._facts}
-        return open_directory(shards.values(), options)
+        return open_directory(shards_of(self._facts, options))
 
 
 def _forget_vllm() -> None:

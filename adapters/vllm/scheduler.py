@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -16,22 +17,31 @@ from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.canary import Canary
 from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
 from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
-from kvstore.adapters.vllm.lookups import RemoteLookup
+from kvstore.adapters.vllm.lookups import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.saves import SavePlanner
-from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.steps import (
+    FetchResult,
+    ReqMeta,
+    StepPlan,
+    StepReport,
+    StepResult,
+    WorkerFacts,
+    shards_of,
+)
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import new_epoch, pin_name
 from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
-from kvstore.keys import KeyExtras, Namespace, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
 from kvstore.metrics import Tally, Totals
 from kvstore.movers import LoadJob, as_block_ids
 from kvstore.opening import RemoteOptions, open_directory
-from kvstore.plans import LoadStep, Match
+from kvstore.plans import LoadStep, Match, Place
 from kvstore.policies import Adaptive
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.peers import MAX_NAMED
 from kvstore.traces import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -47,6 +57,7 @@ class SchedulerOptions:
     local_cpu: bool = True
     priority_limit: int | None = None
     min_retrieve_tokens: int = 0
+    min_remote_tokens: int = 0
     max_tokens_per_load: int = 0
     max_write_queue: int | None = None
     remote: RemoteOptions | None = None
@@ -97,6 +108,7 @@ class StoreScheduler:
         self._acked = 0
         self._last_poisoned = 0
         self._epoch = ""  # to be entered with the next plan
+        self._peers: dict[str, None] = {}  # named since the last plan, in order
         self._canary = Canary(options.verify_fraction, options.rules.block_tokens) if options.verify_fraction else None
         self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         rules = options.rules
@@ -122,9 +134,9 @@ class StoreScheduler:
 
         remote = self._options.remote
         if remote is not None:
-            shards = {rank.namespace.id: (rank.namespace, rank.layout) for rank in facts}
-            self._namespaces = [namespace for namespace, _ in shards.values()]
-            directory = open_directory(shards.values(), remote)
+            shards = shards_of(facts, remote)
+            self._namespaces = [shard.namespace for shard in shards]
+            directory = open_directory(shards)
             self._remote = RemoteLookup(directory, RemoteView(remote.hold_s), remote.lookup_timeout_s)
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
@@ -186,6 +198,16 @@ class StoreScheduler:
     def clear(self) -> int:
         """Forget all chunks in memory and on disk, and return how many there were. A remote tier, shared, is kept."""
         return self._index.remove_all() if self._index is not None else 0
+
+    def find(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> Counter[Place]:
+        """How many leading tokens of a sequence are known, by the fastest tier that has them. From any thread.
+
+        Raises:
+            InvalidCallError: a token id is none.
+        """
+        hasher = PrefixHasher(self._rules.chunk_tokens, self._rules.block_tokens, extras)
+        hasher.update(token_ids)
+        return find_tokens(hasher, self._index, self._remote) if self._index is not None else Counter()
 
     def take_tally(self) -> Tally:
         """What was counted since the last call, the workers' numbers included."""
@@ -255,15 +277,40 @@ class StoreScheduler:
         tracker = self._trackers.get(request_id)
         return tracker is not None and tracker.load is not None and tracker.load.beside
 
+    def note_peer(self, url: str) -> None:
+        """Look for chunks at one more engine, ``kvs://host:port`` of its first worker, from now on.
+
+        Of those that requests have named, the ones named last are kept. Without effect unless the configuration has
+        ``enable_pd`` or ``peers``. Whether the host may be named is the caller's business.
+
+        Raises:
+            ConfigError: there is no such address.
+        """
+        if self._remote is not None:
+            self._remote.add_peer(url)
+            self._peers[url] = None
+            if len(self._peers) > MAX_NAMED:
+                del self._peers[next(iter(self._peers))]
+
     def _usable_tokens(self, num_tokens: int, match: Match, num_local_tokens: int) -> int:
         """How many tokens of a match are to be loaded."""
         last_tokens = max(1, self._rules.skip_last_tokens)
         num_external_tokens = min(match.num_tokens, num_tokens - last_tokens) - num_local_tokens
+        if num_external_tokens > 0 and self._options.min_remote_tokens:
+            num_external_tokens = self._tokens_worth_fetching(LoadSpec(match, num_local_tokens, num_external_tokens))
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
             return 0
         if most_tokens := self._options.max_tokens_per_load:
             num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
         return num_external_tokens
+
+    def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
+        """The tokens of a hit, without what comes from elsewhere if that is too short."""
+        assert self._loads is not None
+        num_remote_tokens = self._loads.sources(spec)[Place.REMOTE]
+        if num_remote_tokens >= self._options.min_remote_tokens or not num_remote_tokens:
+            return spec.num_external_tokens
+        return self._loads.first_remote_token(spec) - spec.num_local_tokens
 
     def _promise(self, loads: LoadPlanner, tracker: RequestTracker, spec: LoadSpec) -> int | None:
         """Choose how to load, if at all; None while others are bringing what is needed."""
@@ -431,6 +478,8 @@ class StoreScheduler:
     def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
         plan = StepPlan(self._number, self._acked, preempts=preempts, recalls=self._recalls, epoch=self._epoch)
+        plan.peers = tuple(self._peers)
+        self._peers.clear()
         if self._index is not None and self._loads is not None and self._saves is not None:
             plan.removals = self._saves.take_strays() + self._index.take_removals()
             plan.requests = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.metrics import Tally
 from kvstore.movers import LoadJob, StoreJob
+from kvstore.opening import RemoteOptions, Shard
 from kvstore.plans import Place
 from kvstore.tiers.base import ChunkRef
 
@@ -65,6 +66,7 @@ class StepPlan:
         removals: chunks that must leave the disk, before anything else.
         recalls: chunks that must leave the remote tier, too.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
+        peers: addresses of other engines that requests have named, to be read from now on.
     """
 
     number: int
@@ -75,6 +77,7 @@ class StepPlan:
     removals: list[ChunkRef] = field(default_factory=list)
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
+    peers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -174,6 +177,7 @@ class WorkerFacts:
         survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
         namespace: whose chunks its tiers hold.
         layout: their geometry.
+        server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
     """
 
     num_slots: int
@@ -183,3 +187,17 @@ class WorkerFacts:
     survivors: Sequence[tuple[ChunkRef, int]]
     namespace: Namespace
     layout: KVLayout
+    server_url: str | None = None
+
+
+def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:
+    """Whom to ask about a chunk, of workers in the order of their ranks: all that must have their part of it.
+
+    Those that hold the same KV share their part at a remote tier, unless each has a server, or peers, of its own.
+    """
+    shards = {}
+    for rank, worker in enumerate(facts):
+        options = replace(remote, url=worker.server_url or remote.url, rank=rank)
+        name = worker.namespace.id, options.url, rank if options.peers is not None else 0
+        shards[name] = Shard(worker.namespace, worker.layout, options)
+    return list(shards.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from kvstore.adapters.vllm.worker import WorkerOptions
 from kvstore.admin_http import AdminServer
 from kvstore.binding import bind_paged_kv
 from kvstore.chunkfile import FORMAT_VERSION
+from kvstore.config.schema import PD_ROLES
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.keys import Feature, KeyExtras, Namespace
 from kvstore.opening import EngineOptions, RemoteOptions
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvstore.config import StoreConfig
+    from kvstore.layout import KVLayout
     from kvstore.pages import LayerCache, PagedKV
+    from kvstore.server.embedded import EmbeddedServer
+
+logger = logging.getLogger(__name__)
 
 ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
 CONNECTOR_FLAG = (
@@ -62,7 +68,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a chunk that cannot be loaded would end '
             f"its request with an error. Start vLLM with {CONNECTOR_FLAG}"
         )
-    slow = {"local_disk": config.local_disk, "remote_url": config.shared_url}
+    slow = {
+        "local_disk": config.local_disk,
+        "remote_url": config.shared_url,
+        "enable_pd": config.enable_pd,
+        "peers": config.peers,
+    }
     runs_ahead = vllm_config.scheduler_config.async_scheduling
     if any(slow.values()) and transfer.is_kv_consumer and runs_ahead and config.enable_async_loading is False:
         keys = " and ".join(key for key, value in slow.items() if value)
@@ -121,6 +132,12 @@ def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
 def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> SchedulerOptions:
     """The scheduler side's part of the configuration."""
     transfer = vllm_config.kv_transfer_config
+    if config.enable_pd and config.pd_role is not None and PD_ROLES[config.pd_role] != transfer.kv_role:
+        logger.warning(
+            "pd_role is %s, but vLLM's kv_role %s: that decides who stores and who loads",
+            config.pd_role,
+            transfer.kv_role,
+        )
     return SchedulerOptions(
         rules=SaveRules(
             block_tokens=block_tokens_of(kv_cache_config),
@@ -134,6 +151,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         local_cpu=config.local_cpu,
         priority_limit=config.priority_limit,
         min_retrieve_tokens=config.min_retrieve_tokens,
+        min_remote_tokens=config.min_remote_tokens,
         max_tokens_per_load=config.max_tokens_per_load,
         max_write_queue=config.max_write_queue,
         remote=remote_options(config),
@@ -185,39 +203,106 @@ def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreS
     return AdminServer(controls, config.internal_api_server_host, port + replica)
 
 
-def remote_options(config: StoreConfig) -> RemoteOptions | None:
-    """The tier that several engines share; None without one."""
-    url = config.shared_url
-    if url is None:
+def embedded_server(
+    vllm_config: VllmConfig, namespace: Namespace, layout: KVLayout, config: StoreConfig
+) -> EmbeddedServer | None:
+    """The server of this worker, for other engines; None if it does not listen.
+
+    Raises:
+        ConfigError: it cannot be opened as configured.
+    """
+    if not config.listens:
         return None
-    settings = {
-        "username": config.remote_username,
-        "password": config.remote_password,
-        "ttl_s": config.remote_ttl_secs,
+    try:
+        from kvstore.keyfiles import read_list, read_pair  # noqa: PLC0415 - an extra
+        from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"pd_peer_init_port is set: {error}") from error
+    options = EmbeddedOptions(
+        config.pd_buffer_size,
+        config.pd_peer_host,
+        _own_port(vllm_config, config),
+        keys=read_pair(Path(config.server_key_file)) if config.server_key_file else None,
+        listed=read_list(Path(config.server_clients)) if config.server_clients else {},
+    )
+    return EmbeddedServer(namespace, layout, options)
+
+
+def _own_port(vllm_config: VllmConfig, config: StoreConfig) -> int:
+    """Where this worker listens: workers are counted over all replicas of a data-parallel engine.
+
+    Raises:
+        ConfigError: there is no port for it.
+    """
+    ports = config.pd_peer_init_port
+    parallel = vllm_config.parallel_config
+    workers_before = int(parallel.data_parallel_rank) * parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    number = int(workers_before) + _rank_of(vllm_config)
+    if isinstance(ports, tuple):
+        if number >= len(ports):
+            raise ConfigError(f"pd_peer_init_port has {len(ports)} ports, and none for worker {number}: add them")
+        return ports[number]
+    assert ports is not None
+    return ports + number
+
+
+def _rank_of(vllm_config: VllmConfig) -> int:
+    """The number of this worker among those of one replica."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
+
+
+def remote_options(config: StoreConfig) -> RemoteOptions | None:
+    """What comes from other engines: from a tier that they share, or each from the others; None without any.
+
+    An engine that listens has its own server in the place of a shared tier; each worker names its own.
+    """
+    if not config.has_remote:
+        return None
+    url = config.shared_url
+    of_servers = {
         "connections": config.remote_connections,
         "timeout_s": config.blocking_timeout_secs,
-        "codec": config.remote_codec if config.remote_codec != "none" else None,
+    }
+    keys = {
         "client_key_file": config.remote_key_file,
         "server_key_file": config.remote_server_key_file,
     }
+    settings = {
+        **of_servers,
+        **keys,
+        "username": config.remote_username,
+        "password": config.remote_password,
+        "ttl_s": config.remote_ttl_secs,
+        "codec": config.remote_codec if config.remote_codec != "none" else None,
+    }
+    is_read_only = tier_behind(url) in READ_ONLY if url is not None else not config.listens
     return RemoteOptions(
         url,
-        {name: value for name, value in settings.items() if value is not None},
+        _given(of_servers if config.listens else settings),
         required=config.remote_required,
         io_threads=config.remote_io_threads,
         lookup_timeout_s=config.lookup_timeout_ms / 1000,
         hold_s=config.remote_lookup_cache_secs,
-        max_queue=0 if tier_behind(url) in READ_ONLY else config.max_remote_queue,
+        max_queue=0 if is_read_only else config.max_remote_queue,
+        peers=config.peers if config.peers or config.enable_pd else None,
+        peer_settings=_given({**of_servers, **keys}),
     )
+
+
+def _given(settings: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> EngineOptions:
     """The worker side's part of the configuration; every worker has a folder of its own.
 
-    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a remote tier.
+    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier; each to its own server.
     """
     remote = remote_options(config)
-    shard = _shard_of(vllm_config, kv_cache_config)
+    if remote is not None:
+        sends = config.listens or _shard_of(vllm_config, kv_cache_config).replica == 0
+        remote = replace(remote, sends=sends, rank=_rank_of(vllm_config))
     return EngineOptions(
         max_local_cpu_bytes=config.max_local_cpu_bytes,
         local_cpu=config.local_cpu,
@@ -228,7 +313,7 @@ def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         disk_io_threads=config.disk_io_threads,
         io_timeout_s=config.blocking_timeout_secs,
         max_write_queue=config.max_write_queue,
-        remote=replace(remote, sends=shard.replica == 0) if remote else None,
+        remote=remote,
         disk_codec=config.local_disk_serde,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
     )

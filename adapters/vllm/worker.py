@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
@@ -17,6 +18,7 @@ from kvstore.adapters.vllm.courier import Courier, Fetched
 from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
 from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.deviation import tolerance
+from kvstore.errors import ConfigError
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.meters import WorkerMeter
 from kvstore.metrics import Metric
@@ -26,6 +28,9 @@ from kvstore.pages import PagedKV
 from kvstore.plans import Place
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef
+
+if TYPE_CHECKING:
+    from kvstore.server.embedded import EmbeddedServer  # needs an extra
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +52,23 @@ class StoreWorker:
     """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers go on beside it."""
 
     def __init__(
-        self, paged: PagedKV, namespace: Namespace, engine: EngineOptions, options: WorkerOptions | None = None
+        self,
+        paged: PagedKV,
+        namespace: Namespace,
+        engine: EngineOptions,
+        options: WorkerOptions | None = None,
+        server: EmbeddedServer | None = None,
     ) -> None:
-        """Open the tiers.
+        """Open the tiers. ``server`` becomes the remote one, and is closed with them.
 
         Raises:
-            ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
+            ConfigError, FolderOwnedError, TierError: see ``open_tiers``. The server is still open then.
         """
+        if server is not None and engine.remote is not None:
+            engine = replace(engine, remote=replace(engine.remote, url=server.url))
         self._namespace = namespace
         self._engine = engine
+        self._server = server
         options = options or WorkerOptions()
         self._saves_beside = options.saves_beside
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
@@ -96,6 +109,7 @@ class StoreWorker:
             survivors=survivors,
             namespace=self._namespace,
             layout=self._layout,
+            server_url=self._server.url if self._server else None,
         )
 
     def prepare(self, plan: StepPlan) -> None:
@@ -109,11 +123,23 @@ class StoreWorker:
         if plan.epoch:
             self._courier.revoke_fetches()
             self._courier.finish_saves()
-            self._mover.reset(self._namespace.at_epoch(plan.epoch))
+            namespace = self._namespace.at_epoch(plan.epoch)
+            if self._server is not None:
+                self._server.enter(namespace)
+            self._mover.reset(namespace)
+        for url in plan.peers:
+            self._add_peer(url)
         self._mover.remove(Place.DISK, plan.removals)
         self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
             self._courier.fetch(fetch)
+
+    def _add_peer(self, url: str) -> None:
+        try:
+            self._tiers.add_peer(url)
+        except ConfigError as error:
+            if self._throttle.is_due("peer"):
+                logger.warning("another engine cannot be read: %s; this stays unsaid for a minute", error)
 
     def load(self) -> None:
         """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""
@@ -313,6 +339,8 @@ class StoreWorker:
                 "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
                 self._engine.io_timeout_s,
             )
+        if self._server is not None:
+            self._server.close()
 
 
 def _moved(mover: Mover, courier: Courier) -> MoverCounters:

@@ -21,10 +21,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvstore import wire
 from kvstore.errors import ConfigError, ProtocolError
+from kvstore.keys import Namespace
 from kvstore.server.doors import Doors
 from kvstore.server.freight import Ways
 from kvstore.server.locks import Locks
 from kvstore.server.options import ServerOptions
+from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool
 from kvstore.server.reports import Reporter
 from kvstore.server.service import Service
@@ -54,14 +56,19 @@ _SILENCE_MS: Final = 30_000
 class Hub:
     """A cache server: memory and disk opened, sockets bound; ``run`` serves until ``stop``.
 
+    Args:
+        options: addresses, sizes and policies.
+        owner: the engine that it belongs to; None if it takes everybody's chunks.
+
     Raises:
         ConfigError: something cannot be used as configured; nothing is left open.
         TierError: the disk cannot be read, or belongs to another process.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, owner: Owner | None = None) -> None:
         options.check()
         self.options = options
+        self._owner = owner
         self.num_malformed = 0
         self.num_strangers = 0
         self._jobs: deque[Callable[[], None]] = deque()
@@ -110,6 +117,10 @@ class Hub:
         self._report(answer)
         return asked.result(timeout_s)
 
+    def enter(self, namespace: Namespace) -> None:
+        """The owner keeps its chunks under another namespace from now on. From any thread; is done soon."""
+        self._report(lambda: self.service.enter(namespace))
+
     def run(self) -> bool:
         """Serve until ``stop``; False if chunks on their way to disk were given up."""
         try:
@@ -150,7 +161,9 @@ class Hub:
         )
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
         ways = Ways(self._send, self._report, self._is_open, self._stats, time.monotonic)
-        self.service = Service(self.pool, self.stock, self.sessions, shelves, ways, max_writes=options.max_writes)
+        self.service = Service(
+            self.pool, self.stock, self.sessions, shelves, ways, max_writes=options.max_writes, owner=self._owner
+        )
         opened.callback(self.service.close)
         self._reporter = Reporter(self.pool, self.stock, self.sessions, shelves, self.service)
         if shelves is not None:

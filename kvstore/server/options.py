@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvstore.admin import is_loopback
 from kvstore.errors import ConfigError
 from kvstore.keyfiles import KeyPair
+from kvstore.loopback import is_loopback
 from kvstore.server.shelves import ShelfOptions
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore import wire
 from kvstore.errors import ProtocolError
+from kvstore.keys import Namespace
 from kvstore.runs import PAGE_BYTES
 from kvstore.server.freight import Freight, Ways
+from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool, pages_of
 from kvstore.server.sessions import MAX_SESSIONS, Peer, Session, Sessions
 from kvstore.server.shelves import Shelves
@@ -52,10 +54,19 @@ class Service:
         shelves: the disk, or None.
         ways: to the outside.
         max_writes: chunks on their way to disk at once.
+        owner: the engine whose chunks are the only ones taken; None for everybody's.
     """
 
     def __init__(
-        self, pool: Pool, stock: Stock, sessions: Sessions, shelves: Shelves | None, ways: Ways, *, max_writes: int
+        self,
+        pool: Pool,
+        stock: Stock,
+        sessions: Sessions,
+        shelves: Shelves | None,
+        ways: Ways,
+        *,
+        max_writes: int,
+        owner: Owner | None = None,
     ) -> None:
         self.is_closing = False
         self.num_writing = 0
@@ -65,6 +76,7 @@ class Service:
         self._shelves = shelves
         self._ways = ways
         self._max_writes = max_writes
+        self._owner = owner
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
         self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
@@ -132,6 +144,18 @@ class Service:
         """End the clients of whom nothing was heard for too long."""
         for session in self._sessions.expire(self._ways.now()):
             self.end(session)
+
+    def enter(self, namespace: Namespace) -> None:
+        """The owner's chunks are of another namespace from now on: those of others go, and who sent them."""
+        assert self._owner is not None
+        self._owner.namespace = namespace
+        for session in list(self._sessions.by_peer.values()):
+            if not session.token and session.space.namespace.id != namespace.id:
+                self.end(session)
+        for space in self._stock.spaces.values():
+            if space.namespace.id != namespace.id:
+                self._stock.clear(space)
+        self._sweep()
 
     def close(self) -> None:
         """End the threads."""
@@ -202,6 +226,8 @@ class Service:
             return wire.Refused(request.serial, Refusal.CLOSING, "the server is closing")
         if request.token and not self._ways.is_open(request.token):
             return wire.Refused(request.serial, Refusal.TOKEN, "the connection to the unix socket is gone")
+        if self._owner is not None and (objection := self._owner.objection(request)):
+            return wire.Refused(request.serial, Refusal.FOREIGN, objection)
         old = self._sessions.by_peer.get(peer) or (request.token and self._sessions.of_token(request.token))
         if old:
             raise ProtocolError("hello was said already")

@@ -155,7 +155,7 @@ class Link:
         try:
             answer = wire.decode_answer(self._socket.recv())
             if isinstance(answer, wire.Refused):
-                raise _refused(answer)
+                raise _refused(answer, self._target.address)
             if self._socket.rcvmore:
                 if not isinstance(answer, wire.Data) or (target := place(answer)) is None:
                     raise TierError("the cache server sent payload that nobody wanted")
@@ -266,10 +266,10 @@ def _is_over(door: socket.socket) -> bool:
     return False
 
 
-def _refused(answer: wire.Refused) -> TierError:
-    message = f"the cache server refuses: {answer.message[:300]}"
+def _refused(answer: wire.Refused, address: str) -> TierError:
+    message = f"the cache server at {address} refuses: {answer.message[:300]}"
     if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
         return NoSessionError(message)
-    if answer.reason in {Refusal.VERSION, Refusal.LIMIT}:
+    if answer.reason in {Refusal.VERSION, Refusal.LIMIT, Refusal.FOREIGN}:
         return TierSetupError(message)
     return TierError(message)

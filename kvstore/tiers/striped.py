@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
+from kvstore.tiers._batches import all_of, grouped
 from kvstore.tiers._folder import unusable
 from kvstore.tiers._survey import check_room, in_order_of_use
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, Transfer, check_layers, payload_view
@@ -197,7 +198,7 @@ class StripedTier(Tier):
         """For each chunk, whether its folder holds it; one that cannot say does not."""
         self._check_open()
         held = [False] * len(refs)
-        for number, positions in _grouped([self._place(ref) for ref in refs]).items():
+        for number, positions in grouped([self._place(ref) for ref in refs]).items():
             try:
                 answers = self._tiers[number].contains([refs[position] for position in positions])
             except TierError as error:
@@ -266,7 +267,7 @@ class StripedTier(Tier):
         refs = list(refs)
         with self._lock:  # a put that ends later finds it forgotten, and notes it again
             places = [self._strays.pop(ref, self._home(ref)) for ref in refs]
-        for number, positions in _grouped(places).items():
+        for number, positions in grouped(places).items():
             try:
                 self._tiers[number].remove([refs[position] for position in positions])
             except TierError as error:
@@ -366,7 +367,7 @@ class StripedTier(Tier):
 
     def _spread(self, batch: _Batch, places: Sequence[int | None]) -> None:
         """Serve each transfer in its place: the first folder on this thread, the others on theirs meanwhile."""
-        groups = list(_grouped(places).items())
+        groups = list(grouped(places).items())
         jobs = [self._submit(number, self._serve, batch, number, positions) for number, positions in groups[1:]]
         served = []
         try:
@@ -378,7 +379,7 @@ class StripedTier(Tier):
                 raise error
         late = [pending for pending in served + [job.result() for job in jobs] if pending is not None]
         if late:
-            raise TierTimeoutError("a folder of the disk tier did not answer in time", _all_of(late, batch.outcomes))
+            raise TierTimeoutError("a folder of the disk tier did not answer in time", all_of(late, batch.outcomes))
 
     def _serve(self, batch: _Batch, number: int, positions: Sequence[int]) -> Future[None] | None:
         """Let a folder serve its part of a batch. If it takes too long: what is done when it has."""
@@ -450,31 +451,3 @@ class StripedTier(Tier):
     def _complain(self, number: int, error: TierError) -> None:
         if self._throttle.is_due(str(number)):
             logger.warning("a folder of the disk tier is out of service, its chunks count as missing: %s", error)
-
-
-def _grouped(places: Iterable[int | None]) -> dict[int, list[int]]:
-    """For each place named, the positions where it is."""
-    groups: dict[int, list[int]] = {}
-    for position, place in enumerate(places):
-        if place is not None:
-            groups.setdefault(place, []).append(position)
-    return groups
-
-
-def _all_of(calls: Sequence[Future[None]], result: T) -> Future[T]:
-    """A future that is done, with ``result``, when all of ``calls`` are."""
-    everything: Future[T] = Future()
-    left = len(calls)
-    lock = threading.Lock()
-
-    def note(_: Future[None]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            is_last = not left
-        if is_last:
-            everything.set_result(result)
-
-    for call in calls:
-        call.add_done_callback(note)
-    return everything

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.striped import StripedTier
 from kvstore.wrappers.base import TierWrapper, find, layers
 from kvstore.wrappers.breaker import BreakerState, BreakerStats, CircuitBreaker
@@ -40,6 +41,7 @@ __all__ = [
     "find",
     "guarded",
     "layers",
+    "parts_of",
 ]
 
 
@@ -65,10 +67,20 @@ class GuardOptions:
 
 
 def answers(tier: Tier) -> bool:
-    """Whether any part of a tier answers: False while the breakers of all its parts are open."""
-    parts = tier.parts if isinstance(tier, StripedTier) else (tier,)
-    breakers = [find(part, CircuitBreaker) for part in parts]
+    """Whether any part of a tier answers: False while the breakers of all its parts are open.
+
+    Peers always count as answering: nothing is written to them, so only a question finds out that they are back.
+    """
+    if find(tier, PeersTier) is not None:
+        return True
+    breakers = [find(part, CircuitBreaker) for part in parts_of(tier)]
     return any(breaker is None or not breaker.is_open for breaker in breakers)
+
+
+def parts_of(tier: Tier) -> tuple[Tier, ...]:
+    """What a tier consists of that may break apart from the rest, as it is now: often only itself."""
+    *_, inner = layers(tier)
+    return inner.parts if isinstance(inner, StripedTier | PeersTier) else (tier,)
 
 
 def guarded(tier: Tier, options: GuardOptions) -> Statistics:

@@ -319,3 +319,76 @@ def test_the_codec_of_the_remote_tier_is_passed_on(serde: str, codec: str | None
     options = translate.remote_options(StoreConfig(remote_url="redis://host", remote_serde=serde))
     assert options is not None
     assert options.settings.get("codec") == codec
+
+
+# -- other engines ----------------------------------------------------------------------------------------------------
+
+KEY_FILES: dict[str, Any] = {"remote_key_file": "/k/client.key", "remote_server_key_file": "/k/server.pub"}
+
+
+def test_an_engine_that_listens_has_its_own_server_for_a_remote_tier() -> None:
+    store = StoreConfig(enable_pd=True, pd_peer_init_port=7300, **KEY_FILES)
+    options = translate.engine_options(worker_config(rank=1, tp=2), cache_config(), store).remote
+    assert options is not None
+    assert (options.url, options.peers, options.rank, options.sends, options.max_queue) == (None, (), 1, True, None)
+    assert "client_key_file" not in options.settings, "its own processes come through a private folder"
+    assert options.peer_settings["client_key_file"] == "/k/client.key"
+    assert options.peer_settings["timeout_s"] == options.settings["timeout_s"] == 10.0
+
+
+def test_peers_beside_redis_and_without() -> None:
+    alone = translate.remote_options(StoreConfig(peers=("kvs://a:1",)))
+    assert alone is not None
+    assert (alone.url, alone.peers, alone.max_queue) == (None, ("kvs://a:1",), 0)
+    beside = translate.remote_options(StoreConfig(peers=("kvs://a:1",), remote_url="redis://h", remote_password="p"))
+    assert beside is not None
+    assert (beside.url, beside.max_queue) == ("redis://h", None)
+    assert "password" in beside.settings
+    assert "password" not in beside.peer_settings
+    plain = translate.remote_options(StoreConfig(remote_url="redis://h"))
+    assert plain is not None
+    assert plain.peers is None
+    assert translate.remote_options(StoreConfig()) is None
+
+
+def test_of_ranks_that_hold_the_same_each_fills_its_own_server() -> None:
+    cache = cache_config()
+    cache.kv_tp_replicas = 2
+    store = StoreConfig(enable_pd=True, pd_peer_init_port=7300)
+    options = [translate.engine_options(worker_config(rank=rank, tp=2), cache, store).remote for rank in range(2)]
+    assert [option.sends for option in options if option] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "replica", "port"),
+    [(7300, 0, 0, 7300), (7300, 3, 0, 7303), (7300, 1, 2, 7309), ((7300, 8000), 1, 0, 8000), ((7300,), 0, 0, 7300)],
+)
+def test_the_port_of_a_worker(given: int | tuple[int, ...], rank: int, replica: int, port: int) -> None:
+    config = worker_config(rank=rank, tp=2, pp=2)
+    config.parallel_config.data_parallel_rank = replica
+    assert translate._own_port(config, StoreConfig(enable_pd=True, pd_peer_init_port=given)) == port
+
+
+def test_a_worker_without_a_port() -> None:
+    config = worker_config(rank=1, tp=2)
+    config.parallel_config.data_parallel_rank = 0
+    with pytest.raises(ConfigError, match="pd_peer_init_port has 1 ports, and none for worker 1"):
+        translate._own_port(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)))
+
+
+@pytest.mark.parametrize(
+    ("pd_role", "kv_role", "warns"),
+    [("sender", "kv_producer", False), ("receiver", "kv_both", True), (None, "kv_both", False)],
+)
+def test_the_role_is_vllms(pd_role: str | None, kv_role: str, caplog: pytest.LogCaptureFixture, *, warns: bool) -> None:
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role=kv_role))
+    translate.scheduler_options(config, cache_config(), StoreConfig(enable_pd=True, pd_role=pd_role))
+    assert ("pd_role" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("store", [{"enable_pd": True}, {"peers": ("kvs://a:1",)}])
+def test_what_comes_from_elsewhere_is_not_waited_for_while_vllm_runs_ahead(store: dict[str, Any]) -> None:
+    config = vllm_config()
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(ConfigError, match=next(iter(store))):
+        translate.check_supported(config, cache_config(), StoreConfig(enable_async_loading=False, **store))

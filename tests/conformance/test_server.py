@@ -9,12 +9,14 @@ from typing import ClassVar
 import pytest
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
 
+from kvstore.keys import Namespace
 from kvstore.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.shelves import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, LendingTests, TierConformance
-from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
+from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.server import ServerTier
 from kvstore.wrappers import GuardOptions, guarded, layers
 
@@ -51,11 +53,14 @@ class Served(TierConformance):
                 return b"".join(part.tobytes() for part in self.server.hub.pool.parts(chunk.runs, 0, chunk.num_bytes))
         return None
 
-    def raw_used_bytes(self) -> int:
-        """Of the namespace that the tier is in: after a reset that is another one."""
+    def server_tier(self) -> ServerTier:
         *_, tier = layers(self.tier)
         assert isinstance(tier, ServerTier)
-        here = (tier._links.home.namespace.id, self.layout)
+        return tier
+
+    def raw_used_bytes(self) -> int:
+        """Of the namespace that the tier is in: after a reset that is another one."""
+        here = (self.server_tier()._links.home.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
@@ -115,9 +120,7 @@ class TestRestarted(Served):
         return b"there" if found else None
 
     def raw_used_bytes(self) -> int:
-        *_, tier = layers(self.tier)
-        assert isinstance(tier, ServerTier)
-        here = (tier._links.home.namespace.id, self.layout)
+        here = (self.server_tier()._links.home.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(chunk.size_bytes for chunk in chunks)
 
@@ -134,3 +137,40 @@ class TestGuarded(Served, LendingTests):
 
     def open_tier(self, setup: TierSetup) -> Tier:
         return guarded(super().open_tier(setup), GuardOptions(timeout_s=HANG_GUARD_S))
+
+
+class TestBesidePeers(Served):
+    """With peers that hold nothing."""
+
+    peers: ClassVar[list[ServerThread]]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls) -> Iterator[None]:
+        with serving_ipc() as cls.server, serving_tcp() as one, serving_tcp() as another:
+            cls.peers = [one, another]
+            yield
+
+    def open_tier(self, setup: TierSetup) -> Tier:
+        def open_peer(url: str, namespace: Namespace) -> Tier:
+            asked = TierSetup(namespace, setup.layout, UNBOUNDED_BYTES, {"url": url, "timeout_s": HANG_GUARD_S})
+            return guarded(ServerTier.open(asked), GuardOptions(timeout_s=HANG_GUARD_S))
+
+        urls = [peer.url for peer in self.peers]
+        return PeersTier(super().open_tier(setup), urls, open_peer, setup.namespace, setup.layout)
+
+    def server_tier(self) -> ServerTier:
+        assert isinstance(self.tier, PeersTier)
+        assert isinstance(self.tier.own, ServerTier)
+        return self.tier.own
+
+
+class TestWithoutPeers(LendingTests, TestBesidePeers):
+    """Nobody was named yet: then it lends what the own tier does."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls) -> Iterator[None]:
+        cls.peers = []
+        with serving_ipc() as cls.server:
+            yield

@@ -86,13 +86,15 @@ def serving_tcp(**options: object) -> Iterator[ServerThread]:
 
 
 class ServerProcess:
-    """``kvstore serve`` over a folder."""
+    """``kvstore serve`` over a folder, and at a port if one is given."""
 
-    def __init__(self, folder: Path, lines: str = "") -> None:
+    def __init__(self, folder: Path, lines: str = "", port: int | None = None) -> None:
         self.folder = folder
         self.url = f"kvs+ipc://{folder}"
+        self.tcp_url = f"kvs://127.0.0.1:{port}"
         self.config = folder / "cache.yaml"
-        self.config.write_text(f"max_local_cpu_size: 0.25\nserver_listen: {self.url}\n{lines}")
+        listen = f"{self.url}, {self.tcp_url}" if port else self.url
+        self.config.write_text(f"max_local_cpu_size: 0.25\nserver_listen: {listen}\n{lines}")
         self.log = folder / "server.log"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from kvstore.adapters.vllm.worker import StoreWorker, WorkerOptions
 from kvstore.binding import bind_paged_kv
 from kvstore.index import ChunkIndex
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
-from kvstore.opening import EngineOptions
+from kvstore.opening import EngineOptions, RemoteOptions
 from kvstore.plans import Place
+from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.remote import REMOTE, FakeServer
 
 BLOCK = 4
@@ -46,6 +47,7 @@ LAYERS = 2
 CHUNK_SLOT_BYTES = 4096
 CHUNK_FILE_BYTES = 8192
 GARBAGE = 0x6B6B6B6B
+_SERVER_BYTES = 8 << 20
 VOCABULARY = 50
 
 
@@ -189,6 +191,17 @@ class Setup:
     layerwise: bool = False
     seed: int = 0
     server: FakeServer | None = None  # a remote tier, shared with others
+    port: int | None = None  # of the first rank's own server, for other engines
+    peers: tuple[str, ...] | None = None  # other engines, over real sockets
+    min_remote_tokens: int = 0
+
+
+def _remote_of(setup: Setup) -> RemoteOptions | None:
+    """What comes from elsewhere: from a tier in a dictionary, or over real sockets."""
+    if setup.port is not None or setup.peers is not None:
+        num_sends = 0 if setup.port is None else 64
+        return RemoteOptions(None, lookup_timeout_s=5.0, hold_s=0.2, max_queue=num_sends, peers=setup.peers or ())
+    return None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
 
 
 class FakeVllm:
@@ -197,7 +210,7 @@ class FakeVllm:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.random = random.Random(setup.seed)
-        self._remote = None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
+        self._remote = _remote_of(setup)
         self.scheduler = StoreScheduler(
             SchedulerOptions(
                 SaveRules(BLOCK, CHUNK, setup.save_decode, setup.save_tails, setup.skip_last_tokens),
@@ -206,6 +219,7 @@ class FakeVllm:
                 local_cpu=setup.local_cpu,
                 priority_limit=setup.priority_limit,
                 min_retrieve_tokens=setup.min_retrieve_tokens,
+                min_remote_tokens=setup.min_remote_tokens,
                 max_tokens_per_load=setup.max_tokens_per_load,
                 max_write_queue=setup.max_write_queue,
                 remote=self._remote,
@@ -222,7 +236,7 @@ class FakeVllm:
         self.caches = [
             [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(layers)] for layers in stages
         ]
-        with patch.object(opening, "open_tier", setup.server.open if setup.server else None):
+        with patch.object(opening, "open_tier", setup.server.open) if setup.server else nullcontext():
             self.workers = [self._worker(rank) for rank in range(len(stages))]
             self.scheduler.connect([worker.facts() for worker in self.workers])
         self._has_survivors = len(self.index) > 0
@@ -254,11 +268,21 @@ class FakeVllm:
             max_local_disk_bytes=setup.disk_chunks * CHUNK_FILE_BYTES,
             use_odirect=False,
             disk_io_threads=2,
-            remote=replace(self._remote, sends=not (rank and setup.replicas)) if self._remote else None,
+            remote=self._remote_at(rank),
         )
         how = WorkerOptions(tuple(layers) if setup.layerwise else (), setup.saves_beside)
         namespace = Namespace({"model": "fake", "shard": 0 if setup.replicas else rank})
-        return StoreWorker(paged, namespace, options, how)
+        server = None
+        if setup.port is not None:
+            where = EmbeddedOptions(_SERVER_BYTES, "127.0.0.1", setup.port + rank)
+            server = EmbeddedServer(namespace, paged.layout, where)
+        return StoreWorker(paged, namespace, options, how, server)
+
+    def _remote_at(self, rank: int) -> RemoteOptions | None:
+        if self._remote is None:
+            return None
+        sends = self.setup.port is not None or not (rank and self.setup.replicas)
+        return replace(self._remote, sends=sends, rank=rank)
 
     def _mark(self, rank: int, layer: int) -> int:
         """Tells the KV of one layer of one rank from that of others."""

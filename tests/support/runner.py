@@ -4,7 +4,8 @@
      "engines": [{"store": {"disk": "..."} | null, "rounds": ["cold", "again"], "prompts": [[1, 2], ...],
                   "overrides": {...}, "unlink": {"1": ["files that disappear before round 1", ...]}}]}
 
-A round other than the first begins with vLLM's own prefix cache emptied.
+A round other than the first begins with vLLM's own prefix cache emptied. With ``"stays": true`` an engine is closed
+only when standard input ends, and the results come before.
 """
 
 from __future__ import annotations
@@ -13,38 +14,70 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from support.vllm_engine import Completion, Engine, StoreSetup, prepare_environment
 
 _MARK = "RUNNER RESULT "
+_COMMAND = [sys.executable, "-m", "support.runner"]
 
 
 def run_elsewhere(job: dict[str, Any], *, timeout_s: float = 300.0) -> list[list[list[Completion]]]:
     """Carry a job out in a new process: for each engine, for each round, the completions."""
-    tests = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, "-m", "support.runner"],
+        _COMMAND,
         input=json.dumps(job),
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        env=environment,
+        env=_environment(),
         check=False,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     assert results, f"the runner failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return _parse(results[0])
+
+
+@contextmanager
+def staying_elsewhere(job: dict[str, Any], *, timeout_s: float = 120.0) -> Iterator[list[list[Completion]]]:
+    """The same for a single engine, which stays in its process, with all it has stored, until the block ends."""
+    (engine,) = job["engines"]
+    line = json.dumps({**job, "two_processes": False, "engines": [{**engine, "stays": True}]})
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=_environment())
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+        results = next((line for line in process.stdout if line.startswith(_MARK)), None)
+        assert results is not None, "the runner failed"
+        yield _parse(results)[0]
+        process.stdin.close()
+        assert process.wait(timeout_s) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    tests = str(Path(__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+
+
+def _parse(line: str) -> list[list[list[Completion]]]:
     return [
         [[Completion(*completion) for completion in a_round] for a_round in engine]
-        for engine in json.loads(results[0][len(_MARK) :])
+        for engine in json.loads(line[len(_MARK) :])
     ]
 
 
 def main() -> None:
-    """Carry out the job on standard input."""
-    job = json.load(sys.stdin)
+    """Carry out the job on standard input, one line."""
+    job = json.loads(sys.stdin.readline())
     prepare_environment(two_processes=job["two_processes"])
     results = []
     for part in job["engines"]:
@@ -60,6 +93,10 @@ def main() -> None:
                 if number:
                     engine.forget_local()
                 rounds.append(engine.generate(part["prompts"], max_tokens=job["max_tokens"]))
+            if part.get("stays"):
+                engine.settle()
+                print(_MARK + json.dumps([rounds]), flush=True)
+                sys.stdin.read()
         results.append(rounds)
     print(_MARK + json.dumps(results), flush=True)
 

@@ -36,7 +36,7 @@ def test_every_key_that_people_use(tmp_path: Path) -> None:
     assert after.config.disk_io_threads == 8
     lost = "\n".join(converted.without_equivalent)
     keys = (
-        "pin_timeout_sec numa_mode local_cpu_use_hugepages pd_role enable_p2p "
+        "pin_timeout_sec numa_mode local_cpu_use_hugepages pd_proxy_host enable_p2p "
         "enable_controller save_only_first_rank ping_timeout FIFO pre_caching_hash_algorithm reserve_local_cpu_size"
     )
     for key in keys.split():

@@ -7,16 +7,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
-from support.fake_vllm import CHUNK, FakeVllm, Setup
+from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.remote import FakeServer
 
 from kvstore.adapters.vllm.controls import SchedulerControls
-from kvstore.admin import is_loopback
+from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.admin_http import AdminServer
 from kvstore.config import StoreConfig, load_config
 from kvstore.errors import ConfigError
+from kvstore.keys import NO_EXTRAS
+from kvstore.loopback import is_loopback
 
 PROMPT = list(range(3 * CHUNK + 1))
 CONFIG = StoreConfig(remote_url="redis://user:secret@cache:6379/0?password=secret", remote_password="secret")
@@ -73,6 +78,70 @@ def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
     health = client.get("/health").raise_for_status().json()
     assert health["status"] == "degraded"
     assert health["tiers"]["remote"] == "left out"
+
+
+class TestKv:
+    """Where the KV of a sequence is, asked without a request."""
+
+    def test_by_tier(self, vllm: FakeVllm, client: httpx.Client) -> None:
+        vllm.ask("first", PROMPT, salt="a")
+        asked = {"tokens": [*PROMPT[: 2 * CHUNK], 7, 7], "salt": "a"}
+        found = client.post("/kv", json=asked).raise_for_status().json()
+        assert found == {
+            "tokens": 2 * CHUNK + 2,
+            "known_tokens": 2 * CHUNK,
+            "tiers": {"memory": 2 * CHUNK, "remote": 0},
+        }
+        assert client.post("/kv", json={"tokens": PROMPT}).json()["known_tokens"] == 0
+        assert vllm.index.uses == 0
+
+    def test_tails_and_chunks_elsewhere(self, tmp_path: Path) -> None:
+        """As many as a request would find; a chunk counts where it is fastest."""
+        server = FakeServer()
+        vllm = FakeVllm(Setup(server=server, folder=tmp_path, local_cpu=False))
+        vllm.ask("own", PROMPT[: CHUNK + 1])
+        vllm.settle()
+        other = FakeVllm(Setup(server=server))
+        other.ask("more", PROMPT[: 2 * CHUNK + 2 * BLOCK + 1])
+        other.settle()
+        config = StoreConfig(local_cpu=False, local_disk="/disk", max_local_disk_size=1.0, remote_url="redis://cache")
+        assert SchedulerControls(vllm.scheduler, config, {}).kv(PROMPT, NO_EXTRAS) == {
+            "tokens": len(PROMPT),
+            "known_tokens": 2 * CHUNK + 2 * BLOCK,
+            "tiers": {"disk": CHUNK, "remote": CHUNK + 2 * BLOCK},
+        }
+        for engine in (other, vllm):
+            engine.close()
+
+    def test_an_engine_that_waits_for_its_workers_knows_nothing(self) -> None:
+        scheduler = StoreScheduler(SchedulerOptions(SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)))
+        assert not scheduler.find(PROMPT)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"tokens",
+            b"[" * 100_000,
+            b"[1, 2]",
+            b"{}",
+            b'{"tokens": "1"}',
+            b'{"tokens": [1.5]}',
+            b'{"tokens": [-1]}',
+            b'{"tokens": [4294967295]}',
+            b'{"tokens": [1], "salt": 1}',
+            b'{"tokens": [1], "tags": {"a": 1}}',
+            b'{"tokens": [1], "model": "x"}',
+        ],
+    )
+    def test_bodies_that_ask_for_nothing(self, client: httpx.Client, body: bytes) -> None:
+        answer = client.post("/kv", content=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]
+
+    def test_a_body_without_end(self, client: httpx.Client) -> None:
+        assert client.post("/kv", content=b" " * (5 << 20)).status_code == 413
+        assert client.get("/health").status_code == 200
 
 
 def test_disable_and_enable(vllm: FakeVllm, client: httpx.Client) -> None:

@@ -1,0 +1,47 @@
+"""The engine to which an embedded server belongs, and the only one whose KV it takes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from kvstore import wire
+from kvstore.keys import EPOCH_FIELD, Namespace
+from kvstore.layout import KVLayout
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT: Final = "layout"  # also the name of the namespace's field
+
+
+class Owner:
+    """Belongs to the thread that decides.
+
+    Args:
+        namespace: of the owner's chunks.
+        layout: their geometry.
+    """
+
+    def __init__(self, namespace: Namespace, layout: KVLayout) -> None:
+        self.namespace = namespace
+        self._geometry = wire.Geometry.of(layout)
+        self._throttle = Throttle()
+
+    def objection(self, hello: wire.Hello) -> str:
+        """Why a client cannot come in: the names of the fields in which its KV is another; empty if it may.
+
+        The owner's own processes, which come through its private folder, may be an epoch ahead, or behind.
+        """
+        differing = set(self.namespace.differing_fields(wire.namespace_of(hello.fields)))
+        if hello.token:
+            differing.discard(EPOCH_FIELD)
+        if hello.geometry != self._geometry:
+            differing.add(_LAYOUT)
+        if not differing:
+            return ""
+        known = differing & {*self.namespace.fields, EPOCH_FIELD, _LAYOUT}
+        names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
+        if self._throttle.is_due("stranger"):  # and not its fields, which anybody may choose
+            logger.warning("refused an engine whose KV cannot be used here: it differs in %s", names)
+        return f"it belongs to an engine with other KV: they differ in {names}"

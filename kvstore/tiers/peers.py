@@ -1,0 +1,347 @@
+"""Peers: what other engines hold, read beside a tier of one's own.
+
+A chunk is read from the own tier if that has it, otherwise from whichever peer does; nothing is ever sent to a peer,
+or removed there. Peers are asked side by side, each within the deadline of what guards it, and nobody waits for one
+that hangs once another has said yes. One that fails holds nothing; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout, round_up
+from kvstore.runs import PAGE_BYTES
+from kvstore.tiers._batches import all_of
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Loan, Outcome, Tier, TierCounters, Transfer, payload_view
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED: Final = 16  # peers that requests have named; beyond that the one unused for longest goes
+_MAX_ASKING: Final = 64  # questions to peers at once, of all callers
+_MAX_REMOVED: Final = 65_536  # chunks that are remembered
+_MAX_PORT: Final = 65_535
+_Answer = tuple[str, list[bool]]  # who says so, and what is there
+
+
+class PeersTier(Tier):
+    """A tier over one of its own, which is read and written, and peers, which are read. Thread-safe.
+
+    ``remove`` and ``clear`` leave alone what peers hold. A chunk that was removed is not read from them any more,
+    as its bytes may be wrong; one that was cleared may be.
+
+    Args:
+        own: guarded; None for none: then ``put`` answers ``FAILED``. ``close`` closes it.
+        peers: addresses that are read as long as the tier is open.
+        open_peer: opens an address for a namespace, guarded, without connecting; ``ConfigError`` if it is none.
+        namespace: whose chunks these are.
+        layout: their geometry.
+
+    Raises:
+        ConfigError: a peer's address is none.
+    """
+
+    name = "peers"
+
+    def __init__(
+        self,
+        own: Tier | None,
+        peers: Sequence[str],
+        open_peer: Callable[[str, Namespace], Tier],
+        namespace: Namespace,
+        layout: KVLayout,
+    ) -> None:
+        self.own = own
+        self.capacity_bytes = own.capacity_bytes if own else UNBOUNDED_BYTES
+        self.counters = TierCounters()
+        self._open_peer = open_peer
+        self._namespace = namespace
+        self._layout = layout
+        self._lock = threading.Lock()  # of what follows and the counters; never held during I/O
+        self._fixed = {url: open_peer(url, namespace) for url in peers}
+        self._named: OrderedDict[str, Tier] = OrderedDict()  # the longest unused first
+        self._removed: OrderedDict[ChunkRef, None] = OrderedDict()
+        self._is_closed = False
+        self._askers = ThreadPoolExecutor(_MAX_ASKING, "kvstore-peers")
+
+    @property
+    def parts(self) -> tuple[Tier, ...]:
+        """The own tier, and the peers, with what is wrapped around them."""
+        return (*((self.own,) if self.own else ()), *self._peers().values())
+
+    def add(self, url: str) -> None:
+        """Read from one more peer from now on; one that is known already counts as used.
+
+        Raises:
+            ConfigError: the address is none.
+            ClosedError: after ``close``.
+        """
+        gone: list[Tier] = []
+        with self._lock:
+            self._check_open()
+            if url in self._named:
+                self._named.move_to_end(url)
+            elif url not in self._fixed:
+                self._named[url] = self._open_peer(url, self._namespace)
+            while len(self._named) > MAX_NAMED:
+                gone.append(self._named.popitem(last=False)[1])
+        _close_all(gone)
+
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Every chunk of the own tier."""
+        self._check_open()
+        return self.own.scan() if self.own else []
+
+    def check(self) -> None:
+        """Find out whether the own tier can be used. Peers may come and go."""
+        if self.own:
+            self.own.check()
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """For each chunk, whether the own tier or a peer holds it; one that fails holds nothing."""
+        self._check_open()
+        wanted = list(refs)
+        held = [False] * len(wanted)
+        own = [self._submit(self._ask_own, wanted)] if self.own and wanted else []
+        for _, answers in self._answers(self._peers(), wanted, own) if wanted else ():
+            held = [so_far or here for so_far, here in zip(held, answers, strict=True)]
+            if all(held):
+                break
+        return held
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read chunks into their buffers: from the own tier, and what that lacks from peers.
+
+        Raises:
+            TierTimeoutError: one of them did not answer in time, and may still use its chunks' buffers.
+        """
+        sizes = [len(payload_view(self._layout, transfer)) for transfer in transfers]
+        self._check_open()
+        reading = _Reading(transfers)
+        if self.own:
+            reading.read(self.own, range(len(transfers)))
+        if reading.unread():
+            self._read_from_peers(reading)
+        with self._lock:
+            for outcome, num_bytes in zip(reading.outcomes, sizes, strict=True):
+                self.counters.count(outcome, num_bytes)
+        if reading.late:
+            ended = all_of(reading.late, reading.outcomes)
+            raise TierTimeoutError("an engine that holds a chunk did not send it in time", ended)
+        return reading.outcomes
+
+    @property
+    def lends(self) -> bool:
+        """Whether the own tier does, and there are no peers: what they hold has to be copied."""
+        return self.own is not None and self.own.lends and not self._peers()
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """As the own tier, which is all that is looked at."""
+        self._check_open()
+        if self.own is None or self._fixed:  # one that was named meanwhile makes no difference to a call under way
+            return super().borrow(refs)
+        loan = self.own.borrow(refs)
+        with self._lock:
+            for outcome, ref in zip(loan.outcomes, refs, strict=True):
+                self.counters.count(outcome, self._layout.payload_bytes(ref.num_blocks))
+        return loan
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store chunks in the own tier.
+
+        Raises:
+            TierError: as the own tier.
+        """
+        sizes = [len(payload_view(self._layout, transfer)) for transfer in transfers]
+        self._check_open()
+        outcomes = self.own.put(transfers) if self.own else [Outcome.FAILED] * len(transfers)
+        with self._lock:
+            for outcome, num_bytes in zip(outcomes, sizes, strict=True):
+                self.counters.count(outcome, num_bytes)
+        return outcomes
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Forget chunks: they go from the own tier, and are not read from peers.
+
+        Raises:
+            TierError: as the own tier.
+        """
+        fixed = tuple(refs)
+        with self._lock:
+            self._check_open()
+            self._removed.update(dict.fromkeys(fixed))
+            while len(self._removed) > _MAX_REMOVED:
+                self._removed.popitem(last=False)
+        if self.own:
+            self.own.remove(fixed)
+
+    def clear(self) -> None:
+        """Forget every chunk of the own tier.
+
+        Raises:
+            TierError: as the own tier.
+        """
+        self._check_open()
+        if self.own:
+            self.own.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forget every chunk, and look for another namespace's, also at peers. Those that were added are forgotten.
+
+        Raises:
+            TierError: as the own tier.
+        """
+        with self._lock:
+            self._check_open()
+            gone = [*self._fixed.values(), *self._named.values()]
+            self._namespace = namespace
+            self._fixed = {url: self._open_peer(url, namespace) for url in self._fixed}
+            self._named.clear()
+            self._removed.clear()
+        _close_all(gone)
+        if self.own:
+            self.own.reset(namespace)
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        """As the own tier; without one, what it takes at a peer."""
+        if self.own:
+            return self.own.stored_bytes(num_blocks)
+        return round_up(self._layout.payload_bytes(num_blocks), PAGE_BYTES)
+
+    def size_of(self, ref: ChunkRef) -> int:
+        """As the own tier."""
+        return self.own.size_of(ref) if self.own else self.stored_bytes(ref.num_blocks)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the own tier holds."""
+        return self.own.used_bytes if self.own else 0
+
+    def close(self) -> None:
+        """Close the own tier, and hang up on peers; waits as long as the slowest of them, which is bounded."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._askers.shutdown(wait=False, cancel_futures=True)
+        for closing in _close_all(self.parts):
+            closing.join()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the peers tier was closed")
+
+    def _peers(self) -> dict[str, Tier]:
+        with self._lock:
+            return {**self._fixed, **self._named}
+
+    def _submit(self, ask: Callable[..., _Answer], *arguments: object) -> Future[_Answer]:
+        try:
+            return self._askers.submit(ask, *arguments)
+        except RuntimeError as error:
+            raise ClosedError("the peers tier was closed") from error
+
+    def _answers(
+        self, peers: Mapping[str, Tier], refs: Sequence[ChunkRef], others: Sequence[Future[_Answer]] = ()
+    ) -> Iterator[_Answer]:
+        """What each peer holds of some chunks, in the order in which they answer; ``others`` take part."""
+        asked = [self._submit(self._ask, url, peer, refs) for url, peer in peers.items()]
+        for answer in as_completed([*others, *asked]):
+            self._check_open()
+            yield answer.result()
+
+    def _ask_own(self, refs: Sequence[ChunkRef]) -> _Answer:
+        assert self.own is not None
+        return "", _held(self.own, refs)
+
+    def _ask(self, url: str, peer: Tier, refs: Sequence[ChunkRef]) -> _Answer:
+        held = _held(peer, refs)
+        if self._removed:
+            held = [here and ref not in self._removed for ref, here in zip(refs, held, strict=True)]
+        return url, held
+
+    def _read_from_peers(self, reading: _Reading) -> None:
+        """Read what is missing, from each peer that has it as soon as it says so: nobody waits for the others."""
+        peers, asked = self._peers(), reading.unread()
+        for url, held in self._answers(peers, [reading.transfers[position].ref for position in asked]):
+            missing = set(reading.unread())
+            found = [position for position, here in zip(asked, held, strict=True) if here and position in missing]
+            if found:
+                reading.read(peers[url], found)
+                self._note_use(url)
+            if not reading.unread():
+                break
+
+    def _note_use(self, url: str) -> None:
+        with self._lock:
+            if url in self._named:
+                self._named.move_to_end(url)
+
+
+def at_rank(url: str, rank: int) -> str:
+    """The address of another engine's worker of a rank: its port is that much higher than the first worker's.
+
+    Raises:
+        ConfigError: the address is no ``kvs://host:port``, or there is no port so high.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port if parts.scheme == "kvs" and parts.hostname and not parts.path else None
+    except ValueError:
+        port = None
+    if not port or port + rank > _MAX_PORT:
+        raise ConfigError(f"{url[:100]!r} names no server of another engine's worker {rank}: it is kvs://host:port")
+    before = parts.netloc.rpartition(":")[0]
+    return parts._replace(netloc=f"{before}:{port + rank}").geturl()
+
+
+class _Reading:
+    """Transfers on their way, and what has become of each so far."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.transfers = transfers
+        self.outcomes = [Outcome.MISS] * len(transfers)
+        self.late: list[Future[Any]] = []  # calls that may still use buffers
+        self._lost: set[int] = set()  # positions of these buffers
+
+    def unread(self) -> list[int]:
+        """The positions of what has not been read, and may be read from elsewhere."""
+        outcomes = enumerate(self.outcomes)
+        return [number for number, outcome in outcomes if outcome is not Outcome.HIT and number not in self._lost]
+
+    def read(self, tier: Tier, positions: Sequence[int]) -> None:
+        """Let a tier read some of them."""
+        try:
+            answers = tier.get([self.transfers[position] for position in positions])
+        except TierTimeoutError as error:
+            self.late.append(error.pending)
+            self._lost.update(positions)
+            answers = [Outcome.FAILED] * len(positions)
+        except (TierError, ClosedError):  # said by the circuit breaker, once; or the peer has just been let go
+            answers = [Outcome.FAILED] * len(positions)
+        for position, answer in zip(positions, answers, strict=True):
+            self.outcomes[position] = answer
+
+
+def _held(tier: Tier, refs: Sequence[ChunkRef]) -> list[bool]:
+    try:
+        return tier.contains(refs)
+    except (TierError, ClosedError):  # said by the circuit breaker, once; or the peer has just been let go
+        return [False] * len(refs)
+
+
+def _close_all(tiers: Iterable[Tier]) -> list[threading.Thread]:
+    """Close tiers side by side, each on a thread of its own: one that hangs holds up nobody."""
+    closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
+    for closer in closers:
+        closer.start()
+    return closers
