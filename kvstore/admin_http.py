@@ -44,7 +44,7 @@ class LoopbackServer:
         if not is_loopback(host):
             raise ConfigError(f"the host of {name} is {host!r}: it must be a loopback address such as 127.0.0.1")
         server = _make_server(respond, name)
-        self._socket = _listen(host, port, name, remedy)
+        self._socket = listen(host, port, name, remedy)
         self.port: int = self._socket.getsockname()[1]
         self._server = server
         self._thread = threading.Thread(
@@ -136,7 +136,12 @@ def _make_server(respond: Callable[[Request], Response], name: str) -> uvicorn.S
     )
 
 
-def _listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
+def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
+    """A socket that is bound, for a server that is called ``name`` in messages.
+
+    Raises:
+        ConfigError: it cannot be bound; ``remedy`` says what to do.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
