@@ -18,7 +18,7 @@ from rich.console import Console
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import remote_ops, serve
-from kvstore.tools.commands import configs, host, packs, stored, warming
+from kvstore.tools.commands import configs, host, packs, proxying, stored, warming
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson
 from kvstore.tools.console import errors as _errors
 
@@ -48,6 +48,9 @@ app.command(
 )(warming.warm)
 app.command(epilog="Example: kvstore prefetch --server http://127.0.0.1:8000 --model llama --prompts system.jsonl")(
     warming.prefetch
+)
+app.command(epilog="Example: kvstore proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")(
+    proxying.proxy
 )
 config_app.command(epilog="Example: kvstore config show --changed")(configs.show)
 config_app.command("from-lmcache", epilog="Example: kvstore config from-lmcache lmcache.yaml -o kvstore.yaml")(

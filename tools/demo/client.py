@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -55,9 +56,10 @@ def complete(url: str, model: str, prompt: str, *, output_tokens: int) -> Comple
     return Completion("".join(pieces), first_s)
 
 
-def read_counter(url: str, name: str) -> int:
-    """The sum of a Prometheus counter over its labels; 0 if vLLM does not have it."""
+def read_counter(url: str, name: str, labels: Mapping[str, str] | None = None) -> int:
+    """The sum of a Prometheus counter over its labels, or where they are these; 0 if the server does not have it."""
+    wanted = (labels or {}).items()
     with httpx.Client(trust_env=False, timeout=10.0) as client:
         text = client.get(f"{url}/metrics").raise_for_status().text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return int(sum(sample.value for sample in samples if sample.name == name))
+    return int(sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items()))

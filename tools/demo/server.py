@@ -20,11 +20,7 @@ import psutil
 if TYPE_CHECKING:
     from types import TracebackType
 
-KV_TRANSFER_CONFIG = {
-    "kv_connector": "KVStoreConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+KV_TRANSFER_CONFIG = {"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"}
 BLOCK_TOKENS = 32
 MAX_MODEL_TOKENS = 4096
 DRAIN_TIMEOUT_S = 30  # with vLLM's default of 0, SIGTERM kills the workers in the middle of a write
@@ -79,12 +75,14 @@ class VllmServer:
         config: the YAML file of the connector.
         log: file that takes what vLLM prints.
         drains: end as an operator would, so that nothing on its way to the disk is lost; else just end.
+        role: ``kv_both``, ``kv_producer`` or ``kv_consumer``.
     """
 
     model: Path
     config: Path
     log: Path
     drains: bool = True
+    role: str = "kv_both"
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -101,7 +99,7 @@ class VllmServer:
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MAX_MODEL_TOKENS)),
             *("--shutdown-timeout", str(DRAIN_TIMEOUT_S)),
             "--enforce-eager",  # compiling would take longer than everything the demonstration asks
-            *("--kv-transfer-config", json.dumps(KV_TRANSFER_CONFIG)),
+            *("--kv-transfer-config", json.dumps({**KV_TRANSFER_CONFIG, "kv_role": self.role})),
         ]
 
     def __enter__(self) -> Self:

@@ -1,0 +1,76 @@
+"""``kvstore proxy`` as a process: how it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from support.disaggregated import ProxyProcess
+from support.fake_engine import DONE, EVENTS, FakeEngine
+from support.redis_server import wait_for
+
+STREAMED = {"model": "m", "prompt": "the client's secret", "stream": True}
+
+
+@contextmanager
+def started(engines: list[FakeEngine], folder: Path, *options: str) -> Iterator[ProxyProcess]:
+    proxy = ProxyProcess([engines[0].url], [engines[1].url], folder / "proxy.log", options)
+    try:
+        yield proxy.start()
+    finally:
+        proxy.kill()
+
+
+def asked_in_a_thread(proxy: ProxyProcess, answers: list[bytes]) -> threading.Thread:
+    def ask() -> None:
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            answers.append(client.post(f"{proxy.url}/v1/completions", json=STREAMED).content)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+class TestItsEnd:
+    def test_answers_under_way_may_end(self, engines: list[FakeEngine], tmp_path: Path) -> None:
+        engines[1].script.holds_after = 1
+        answers: list[bytes] = []
+        with started(engines, tmp_path) as proxy:
+            thread = asked_in_a_thread(proxy, answers)
+            wait_for("it is under way", lambda: engines[1].held == 1)
+            proxy.signal(signal.SIGTERM)
+            wait_for("nobody new comes in", lambda: not proxy.is_listening())
+            assert proxy.is_alive()
+            engines[1].gate.set()
+            assert proxy.wait() == 0
+            thread.join()
+        assert answers == [b"".join((*EVENTS, DONE))]
+        assert "secret" not in proxy.log.read_text()
+
+    @pytest.mark.parametrize("how", ["time", "second signal"])
+    def test_or_are_cut_off_with_an_error(self, engines: list[FakeEngine], tmp_path: Path, how: str) -> None:
+        engines[1].script.holds_after = 1
+        answers: list[bytes] = []
+        with started(engines, tmp_path, "--drain-s", "0.2" if how == "time" else "600") as proxy:
+            thread = asked_in_a_thread(proxy, answers)
+            wait_for("it is under way", lambda: engines[1].held == 1)
+            proxy.signal(signal.SIGTERM)
+            if how == "second signal":
+                wait_for("nobody new comes in", lambda: not proxy.is_listening())
+                proxy.signal(signal.SIGTERM)
+            assert proxy.wait() == 1
+            thread.join()
+        assert answers[0].startswith(EVENTS[0] + b'data: {"error"')
+        assert DONE not in answers[0]
+        wait_for("the engine is told", lambda: engines[1].aborted == 1)
+
+    def test_an_idle_one_ends_at_once(self, engines: list[FakeEngine], tmp_path: Path) -> None:
+        with started(engines, tmp_path) as proxy, httpx.Client(trust_env=False) as client:
+            assert client.get(f"{proxy.url}/health").status_code == 200
+            proxy.signal(signal.SIGINT)
+            assert proxy.wait() == 0
