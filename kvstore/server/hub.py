@@ -254,11 +254,13 @@ class Hub:
         """Remember through which connection a client came, to know when it ends."""
         session = self.sessions.by_peer.get(peer)
         if session is not None and session.fd < 0:
+            if self._farewells is not None:
+                self._take_leave(self._farewells)  # whoever had the number before must not take this client along
             session.fd = int(frame.get(zmq.SRCFD))
             self._by_fd[session.fd] = session
 
     def _take_leave(self, farewells: zmq.Socket[bytes]) -> None:
-        """End the clients whose connections have ended. One that has its number by now says hello again at worst."""
+        """End the clients whose connections have ended. ZeroMQ tells so before it closes a connection."""
         while farewells.poll(0):
             event = parse_monitor_message(farewells.recv_multipart())
             if event["event"] & _FAILURES:

@@ -203,6 +203,37 @@ class TestLeases:
         context.term()
         tier.close()
 
+    def test_a_client_that_comes_through_a_connection_of_before(self) -> None:
+        """The end of one connection is told late, when the next one has its number: that client stays."""
+        with serving_tcp() as server:
+            context, other = open_link(server.url)
+            first_context, first = open_link(server.url)
+            came: list[tuple[zmq.Context[zmq.Socket[bytes]], Link]] = []
+            opener = threading.Thread(target=lambda: came.append(open_link(server.url)))
+            receive = server.hub._receive
+
+            def change_places(*turn: Any) -> None:
+                """On the server's thread, which is about to look at messages, and has looked who left."""
+                server.hub._receive = receive  # type: ignore[method-assign]
+                first.close()
+                first_context.term()
+                time.sleep(0.1)  # until this end of the connection is closed, too
+                opener.start()
+                time.sleep(0.1)  # until its hello lies there
+                receive(*turn)
+
+            fds = set(server.hub._by_fd)
+            server.hub._receive = change_places  # type: ignore[method-assign]
+            other.send(wire.Lookup(other.new_serial(), wire.pack_refs([A])))
+            other.receive()
+            opener.join(10)
+            ((new_context, new),) = came
+            assert set(server.hub._by_fd) == fds  # it has the number of the one that left
+            assert new.ask(wire.Lookup(new.new_serial(), wire.pack_refs([A])), wire.Held).found == b"\0"
+            for link, its_context in ((other, context), (new, new_context)):
+                link.close()
+                its_context.term()
+
     def test_a_lease_of_before_is_worth_nothing(self, server: ServerThread) -> None:
         """Neither of another connection, nor one that was given back."""
         context, link = open_link(server.url)

@@ -48,7 +48,9 @@ class ServerThread:
         return f"kvs://{self.hub.options.tcp.host}:{self.hub.tcp_port}"
 
     def close(self) -> None:
-        self.hub.stop()
+        """End it. Idempotent."""
+        if self._thread.is_alive():
+            self.hub.stop()
         self._thread.join(60)
         assert not self._thread.is_alive()
 
