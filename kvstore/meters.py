@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.index import ChunkIndex
     from kvstore.movers import MoverCounters
     from kvstore.opening import OpenTiers
+    from kvstore.pusher import PushCounters
     from kvstore.tiers.base import Tier
     from kvstore.wrappers import LatencyHistogram
 
@@ -133,6 +134,17 @@ class WorkerMeter:
                 self._latencies[where] = operation.latency
         totals[metrics.TIER_ERRORS.key(place)] = errors
         totals[metrics.TIER_TIMEOUTS.key(place)] = timeouts
+
+
+def push_totals(pushed: PushCounters) -> dict[str, float]:
+    """What was handed over to other engines, as totals of the metrics."""
+    chunks = metrics.PUSHED_CHUNKS
+    return {
+        chunks.key("sent"): pushed.sent,
+        chunks.key("refused"): pushed.refused,
+        chunks.key("failed"): pushed.failed,
+        metrics.PUSHED_BYTES.key(): pushed.sent_bytes,
+    }
 
 
 def _mover_totals(mover: MoverCounters) -> dict[str, float]:

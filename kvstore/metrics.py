@@ -139,6 +139,20 @@ TIER_CALL_SECONDS = Metric(
     tuple((tier, direction) for tier in _SLOW_TIERS for direction in ("load", "store")),
 )
 LOAD_SECONDS = Metric("load_seconds", _HISTOGRAM, "Time for which a worker waited for the loads of one request")
+PUSHED_CHUNKS = Metric(
+    "pushed_chunks",
+    _COUNTER,
+    "Chunks handed over to other engines, by all workers; refused ones found no room, here or there",
+    ("result",),
+    (("sent",), ("refused",), ("failed",)),
+)
+PUSHED_BYTES = Metric("pushed_bytes", _COUNTER, "Bytes of the chunks that other engines have now")
+PUSH_SECONDS = Metric(
+    "push_seconds", _HISTOGRAM, "Time from the end of a step until another engine had all that it was handed over"
+)
+HANDOVER_TIMEOUTS = Metric(
+    "handover_timeouts", _COUNTER, "Requests that waited in vain for what another engine was to hand over"
+)
 STORE_SECONDS = Metric(
     "store_seconds", _HISTOGRAM, "Time that a worker took to gather the stores of one request's step"
 )

@@ -61,6 +61,13 @@ class RemoteView:
         for ref in refs:
             self._answers.pop(ref, None)
 
+    def forget_missing(self, refs: Iterable[ChunkRef]) -> None:
+        """Drop the answers that said "no" about some chunks, as those are on their way."""
+        for ref in refs:
+            answer = self._answers.get(ref)
+            if answer is not None and not answer.is_there:
+                del self._answers[ref]
+
     def clear(self) -> None:
         """Drop all answers."""
         self._answers.clear()

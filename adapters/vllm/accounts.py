@@ -6,6 +6,7 @@ Kept by the scheduler's thread; ``totals`` may be read by others.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -178,9 +179,9 @@ class Accounts:
         """Take in what the workers counted."""
         self._tally.add(tally)
 
-    def take(self, index: ChunkIndex | None, *, enabled: bool, lookup_timeouts: int = 0) -> Tally:
-        """Everything since the last call. Of ``lookup_timeouts`` the sum since the start is given."""
-        self._meter.advance({metrics.LOOKUP_TIMEOUTS.key(): lookup_timeouts}, self._tally)
+    def take(self, index: ChunkIndex | None, *, enabled: bool, totals: Mapping[str, float] | None = None) -> Tally:
+        """Everything since the last call; ``totals`` are what others counted since the start."""
+        self._meter.advance(totals or {}, self._tally)
         if index is not None:
             self._index_meter.read(index, self._tally)
         if enabled is not self._was_enabled:

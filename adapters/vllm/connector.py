@@ -243,15 +243,17 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
+        handover = None
         try:
             params = translate.request_params(request)
+            handover = translate.handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             if self._throttle.is_due(str(error)):
                 logger.warning("a request is served without the cache: %s; this stays unsaid for a minute", error)
             params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
         extras = translate.key_extras(request, self._adapters, params)
         if extras is not None:
-            self._scheduling.add_request(request, extras, params)
+            self._scheduling.add_request(request, extras, params, handover)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""
@@ -304,8 +306,12 @@ class KVStoreConnector(KVConnectorBase_V1):
         return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Stop tracking; keep the blocks for one more step if there is something left to store."""
-        return self._scheduling.finish_request(request.request_id, block_ids), None
+        """Stop tracking; keep the blocks for one more step if there is something left to store.
+
+        The answer may tell where the request's KV is.
+        """
+        answer = self._scheduling.answer(request.request_id, first_token=next(iter(request.output_token_ids), None))
+        return self._scheduling.finish_request(request.request_id, block_ids), answer
 
     def reset_cache(self) -> bool | None:
         """Forget everything: the weights have changed."""

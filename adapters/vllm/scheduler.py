@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
+from kvstore import metrics
 from kvstore.adapters.vllm.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.canary import Canary
 from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
+from kvstore.adapters.vllm.disagg import Handover, Source
+from kvstore.adapters.vllm.handovers import HandoverOptions, Handovers
 from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
 from kvstore.adapters.vllm.lookups import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
@@ -30,8 +33,8 @@ from kvstore.adapters.vllm.steps import (
     shards_of,
 )
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
-from kvstore.engine import new_epoch, pin_name
-from kvstore.errors import InvalidCallError
+from kvstore.engine import all_refs, new_epoch, pin_name
+from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
 from kvstore.metrics import Tally, Totals
@@ -68,6 +71,7 @@ class SchedulerOptions:
     saves_beside: bool = False
     announces: bool = False
     verify_fraction: float = 0.0
+    handover: HandoverOptions | None = None
 
 
 @dataclass
@@ -113,6 +117,7 @@ class StoreScheduler:
         self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         rules = options.rules
         self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
+        self._handovers = Handovers(options.handover, rules) if options.handover else None
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self._enabled = True
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -211,8 +216,11 @@ class StoreScheduler:
 
     def take_tally(self) -> Tally:
         """What was counted since the last call, the workers' numbers included."""
-        timeouts = self._remote.timeouts if self._remote is not None else 0
-        tally = self._accounts.take(self._index, enabled=self._enabled, lookup_timeouts=timeouts)
+        timeouts = {
+            metrics.LOOKUP_TIMEOUTS.key(): self._remote.timeouts if self._remote is not None else 0,
+            metrics.HANDOVER_TIMEOUTS.key(): self._handovers.timeouts if self._handovers is not None else 0,
+        }
+        tally = self._accounts.take(self._index, enabled=self._enabled, totals=timeouts)
         self._accounts.summarize(time.monotonic())
         return tally
 
@@ -222,7 +230,13 @@ class StoreScheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: RequestView, extras: KeyExtras, params: RequestParams = NO_PARAMS) -> None:
+    def add_request(
+        self,
+        request: RequestView,
+        extras: KeyExtras,
+        params: RequestParams = NO_PARAMS,
+        handover: Handover | None = None,
+    ) -> None:
         """Track a request whose KV may be shared. Requests never added are passed by."""
         self._carry_out_actions()
         limit = self._options.priority_limit
@@ -234,11 +248,21 @@ class StoreScheduler:
             logger.warning("a request is not cached: %s", error)
             return
         self._trackers[request.request_id] = tracker
+        if handover is not None and self._handovers is not None:
+            self._look_at(self._handovers.start(tracker, handover))
         if params.pin is not None:
             tracker.pin_name = pin_name(tracker.hasher)
         if params.pin is False:
             self._unpin(tracker.pin_name)
         self._accounts.open(request.request_id)
+
+    def _look_at(self, source: Source | None) -> None:
+        """Look for chunks where a request says that they are."""
+        if source is not None:
+            try:
+                self.note_peer(source.url)
+            except ConfigError as error:  # a port so high that it leaves none for other ranks
+                logger.warning("what a request says about where its KV is, is ignored: %s", error)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
@@ -261,10 +285,12 @@ class StoreScheduler:
             return None
         if tracker.params.skip_load or tracker.load_failed or not self._enabled:
             return 0
-        match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
-        if match is None:
+        if self._handovers is not None and self._handovers.asked_just_now(request.request_id):
             return None
-        num_external_tokens = self._usable_tokens(request.num_tokens, match, num_local_tokens)
+        match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
+        if match is None or self._waits_for_more(request.request_id, tracker.hasher, match, num_local_tokens):
+            return None
+        num_external_tokens = self._usable_tokens(tracker, match, num_local_tokens)
         if num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
             num_external_tokens = 0
         self._accounts.answered(request.request_id, match, num_external_tokens)
@@ -292,11 +318,11 @@ class StoreScheduler:
             if len(self._peers) > MAX_NAMED:
                 del self._peers[next(iter(self._peers))]
 
-    def _usable_tokens(self, num_tokens: int, match: Match, num_local_tokens: int) -> int:
+    def _usable_tokens(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> int:
         """How many tokens of a match are to be loaded."""
         last_tokens = max(1, self._rules.skip_last_tokens)
-        num_external_tokens = min(match.num_tokens, num_tokens - last_tokens) - num_local_tokens
-        if num_external_tokens > 0 and self._options.min_remote_tokens:
+        num_external_tokens = min(match.num_tokens, tracker.request.num_tokens - last_tokens) - num_local_tokens
+        if num_external_tokens > 0 and self._options.min_remote_tokens and not tracker.is_handed_over:
             num_external_tokens = self._tokens_worth_fetching(LoadSpec(match, num_local_tokens, num_external_tokens))
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
             return 0
@@ -350,6 +376,22 @@ class StoreScheduler:
                 return None
         return index.lookup(hasher, num_local_tokens)
 
+    def _waits_for_more(self, request_id: str, hasher: PrefixHasher, match: Match, num_local_tokens: int) -> bool:
+        """Whether more of a request is on its way from another engine. What is not there yet is asked for again."""
+        if self._handovers is None or self._remote is None:
+            return False
+        waits = self._handovers.must_wait(request_id, max(match.num_tokens, num_local_tokens))
+        if waits:
+            self._remote.view.forget_missing(all_refs(hasher))
+        return waits
+
+    def answer(self, request_id: str, *, first_token: int | None) -> dict[str, object] | None:
+        """``kv_transfer_params`` for the answer to a request that ends now, before ``finish_request``."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None or self._handovers is None or not self._enabled:
+            return None
+        return self._handovers.answer(tracker, first_token=first_token)
+
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Plan the load of what vLLM took of the last answer: ``num_external_tokens``, possibly fewer, possibly 0."""
         self._last_hit = (request_id, NO_HIT)
@@ -386,6 +428,8 @@ class StoreScheduler:
             self._remote.end(request_id)
         if self._canary is not None:
             self._canary.end(request_id)
+        if self._handovers is not None:
+            self._handovers.end(request_id)
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
@@ -441,6 +485,8 @@ class StoreScheduler:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and self._canary is not None:
                     self._plan_verify(self._index, self._canary, tracker, num_tokens, block_ids_of)
+                if tracker is not None and self._handovers is not None and self._handovers.sends(req_id):
+                    self._handovers.plan(tracker, num_tokens, block_ids_of(req_id))
                 if tracker is None or tracker.is_saved:
                     continue
                 save = tracker.take_save(num_tokens)
@@ -485,6 +531,7 @@ class StoreScheduler:
             plan.requests = [
                 *self._loads.take_step(self._number),
                 *self._verifies,
+                *(self._handovers.take_step() if self._handovers else ()),
                 *self._saves.take_step(self._number),
             ]
             plan.fetches = self._loads.take_fetches()
@@ -547,6 +594,8 @@ class StoreScheduler:
         saves.complete_step(number, step.result.failed_stores, distrusted=step.distrusted)
         if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
+        if step.distrusted and self._handovers is not None:
+            self._handovers.restart()
 
     def _complete_verifies(self, index: ChunkIndex, step: _Step) -> list[ChunkRef]:
         """Let go of what was compared, and have chunks with wrong bytes removed everywhere."""
@@ -578,6 +627,8 @@ class StoreScheduler:
         for req_id, tracker in self._trackers.items():
             if tracker.request.num_computed_tokens:
                 self._accounts.close(req_id)
+                if self._handovers is not None:
+                    self._handovers.end(req_id)
         self._trackers = {
             req_id: tracker for req_id, tracker in self._trackers.items() if not tracker.request.num_computed_tokens
         }

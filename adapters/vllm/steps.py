@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from kvstore.adapters.vllm.disagg import DisaggSpec
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.metrics import Tally
 from kvstore.movers import LoadJob, StoreJob
 from kvstore.opening import RemoteOptions, Shard
 from kvstore.plans import Place
+from kvstore.pusher import PushJob
 from kvstore.tiers.base import ChunkRef
 
 
@@ -26,6 +28,8 @@ class ReqMeta:
         lost_block_ids: blocks that were promised to be loaded, but whose chunk is gone: to be reported as failed.
         verifies: chunks to compare, after the forward pass, with the blocks that hold the same, computed again.
         finished: the request has ended, and vLLM keeps its blocks until its stores are reported.
+        pushes: chunks to hand over to another engine, from its blocks after the forward pass.
+        receiver: which engine.
     """
 
     req_id: str
@@ -34,6 +38,8 @@ class ReqMeta:
     lost_block_ids: list[int] = field(default_factory=list)
     verifies: list[LoadJob] = field(default_factory=list)
     finished: bool = False
+    pushes: list[PushJob] = field(default_factory=list)
+    receiver: DisaggSpec | None = None
 
 
 @dataclass

@@ -81,6 +81,7 @@ class RequestTracker:
     pin_name: str = ""  # the lease that keeps its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
     load_failed: bool = False  # beside the steps: it does not try again
+    is_handed_over: bool = False  # another engine computes its prompt for this one
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     _local_hasher: PrefixHasher | None = None
@@ -147,16 +148,21 @@ class RequestTracker:
 
     def _save_up_to(self, limit_tokens: int, tail_tokens: int) -> SaveSpec | None:
         """Whole chunks below ``limit_tokens`` not yet taken, and the tail that ends at ``tail_tokens``, if any."""
-        rules = self.rules
         self.hasher.update(self.request.all_token_ids)
-        last = limit_tokens // rules.chunk_tokens
-        first = min(self.num_saved_chunks, last)  # a resumed request may have less than it had before
-        blocks_per_chunk = rules.chunk_tokens // rules.block_tokens
-        refs = [ChunkRef(key, blocks_per_chunk) for key in self.hasher.chunk_keys()[first:last]]
-        tail_blocks = (tail_tokens - last * rules.chunk_tokens) // rules.block_tokens
-        if rules.save_tails and tail_blocks > 0:
-            refs.append(ChunkRef(self.hasher.block_keys(last)[tail_blocks - 1], tail_blocks))
-        self.num_saved_chunks = max(self.num_saved_chunks, last)
-        if not refs:
-            return None
-        return SaveSpec(refs, self.hasher.chunk_keys()[:first], first * blocks_per_chunk)
+        first = self.num_saved_chunks
+        self.num_saved_chunks = max(first, limit_tokens // self.rules.chunk_tokens)
+        return chunks_of(self.hasher, self.rules, first, limit_tokens, tail_tokens if self.rules.save_tails else 0)
+
+
+def chunks_of(
+    hasher: PrefixHasher, rules: SaveRules, first_chunk: int, limit_tokens: int, tail_tokens: int
+) -> SaveSpec | None:
+    """Whole chunks below ``limit_tokens``, from a first one on, and the tail that ends at ``tail_tokens``, if any."""
+    last = limit_tokens // rules.chunk_tokens
+    first = min(first_chunk, last)  # a resumed request may have less than it had before
+    blocks_per_chunk = rules.chunk_tokens // rules.block_tokens
+    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()[first:last]]
+    tail_blocks = (tail_tokens - last * rules.chunk_tokens) // rules.block_tokens
+    if tail_blocks > 0:
+        refs.append(ChunkRef(hasher.block_keys(last)[tail_blocks - 1], tail_blocks))
+    return SaveSpec(refs, hasher.chunk_keys()[:first], first * blocks_per_chunk) if refs else None

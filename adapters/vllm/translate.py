@@ -16,11 +16,13 @@ import vllm
 
 from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.controls import SchedulerControls
+from kvstore.adapters.vllm.disagg import Handover, parse_handover
+from kvstore.adapters.vllm.handovers import HandoverOptions
 from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.adapters.vllm.worker import WorkerOptions
+from kvstore.adapters.vllm.worker import PushOptions, WorkerOptions
 from kvstore.admin_http import AdminServer
 from kvstore.binding import bind_paged_kv
 from kvstore.chunkfile import FORMAT_VERSION
@@ -142,12 +144,12 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         rules=SaveRules(
             block_tokens=block_tokens_of(kv_cache_config),
             chunk_tokens=config.chunk_size,
-            save_decode=config.save_decode_cache,
+            save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
             save_tails=config.saves_tails,
             skip_last_tokens=config.skip_last_n_tokens,
         ),
-        loads=transfer.is_kv_consumer,
-        saves=transfer.is_kv_producer and not config.force_skip_save,
+        loads=transfer.is_kv_consumer or config.goes_both_ways,
+        saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,
         local_cpu=config.local_cpu,
         priority_limit=config.priority_limit,
         min_retrieve_tokens=config.min_retrieve_tokens,
@@ -166,17 +168,51 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         ),
         saves_beside=_saves_beside(config),
         verify_fraction=config.verify_fraction,
+        handover=handover_options(vllm_config, config),
         announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
     )
 
 
 def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:
     """How a worker moves KV."""
-    layerwise = _goes_layerwise(vllm_config, config)
     return WorkerOptions(
-        layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names) if layerwise else (),
+        layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names),
+        layerwise=_goes_layerwise(vllm_config, config),
         saves_beside=_saves_beside(config),
+        push=_push_options(vllm_config, config),
     )
+
+
+def handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverOptions | None:
+    """Which part this engine plays among those that share requests; None if it keeps to itself.
+
+    Raises:
+        ConfigError: there is no port for this replica.
+    """
+    if not config.enable_pd:
+        return None
+    transfer = vllm_config.kv_transfer_config
+    own = (config.pd_peer_host, _port_of(vllm_config, config, rank=0)) if config.listens else None
+    return HandoverOptions(
+        sends=transfer.is_kv_producer,
+        receives=transfer.is_kv_consumer,
+        own=own,
+        allows_host=config.allows_host,
+        timeout_s=config.pd_timeout_ms / 1000,
+        answers=config.pd_bidirectional and transfer.is_kv_consumer,
+    )
+
+
+def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions | None:
+    """How a worker hands KV over; None if this engine computes no prompts for others."""
+    if not config.enable_pd or not vllm_config.kv_transfer_config.is_kv_producer:
+        return None
+    settings = {
+        "timeout_s": config.blocking_timeout_secs,
+        "client_key_file": config.remote_key_file,
+        "server_key_file": config.remote_server_key_file,
+    }
+    return PushOptions(_rank_of(vllm_config), config.pd_buffer_size, _given(settings))
 
 
 def _goes_layerwise(vllm_config: VllmConfig, config: StoreConfig) -> bool:
@@ -221,15 +257,15 @@ def embedded_server(
     options = EmbeddedOptions(
         config.pd_buffer_size,
         config.pd_peer_host,
-        _own_port(vllm_config, config),
+        _port_of(vllm_config, config, _rank_of(vllm_config)),
         keys=read_pair(Path(config.server_key_file)) if config.server_key_file else None,
         listed=read_list(Path(config.server_clients)) if config.server_clients else {},
     )
     return EmbeddedServer(namespace, layout, options)
 
 
-def _own_port(vllm_config: VllmConfig, config: StoreConfig) -> int:
-    """Where this worker listens: workers are counted over all replicas of a data-parallel engine.
+def _port_of(vllm_config: VllmConfig, config: StoreConfig, rank: int) -> int:
+    """Where the worker of a rank listens: workers are counted over all replicas of a data-parallel engine.
 
     Raises:
         ConfigError: there is no port for it.
@@ -237,7 +273,7 @@ def _own_port(vllm_config: VllmConfig, config: StoreConfig) -> int:
     ports = config.pd_peer_init_port
     parallel = vllm_config.parallel_config
     workers_before = int(parallel.data_parallel_rank) * parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    number = int(workers_before) + _rank_of(vllm_config)
+    number = int(workers_before) + rank
     if isinstance(ports, tuple):
         if number >= len(ports):
             raise ConfigError(f"pd_peer_init_port has {len(ports)} ports, and none for worker {number}: add them")
@@ -471,6 +507,15 @@ def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         vllm_config.cache_config.cache_dtype,
     )
     return f"{isa}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def handover_of(request: Request) -> Handover | None:
+    """What the request says about other engines that share it.
+
+    Raises:
+        InvalidCallError: a field is wrong.
+    """
+    return parse_handover(request.kv_transfer_params, request.request_id)
 
 
 def request_params(request: Request) -> RequestParams:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,19 +15,24 @@ from torch.profiler import record_function
 
 from kvstore import metrics
 from kvstore.adapters.vllm.courier import Courier, Fetched
+from kvstore.adapters.vllm.disagg import server_url
 from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
 from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.deviation import tolerance
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace, PrefixKey
-from kvstore.meters import WorkerMeter
-from kvstore.metrics import Metric
+from kvstore.layout import KVLayout
+from kvstore.meters import WorkerMeter, push_totals
+from kvstore.metrics import Meter, Metric
 from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
 from kvstore.opening import EngineOptions, open_tiers
 from kvstore.pages import PagedKV
 from kvstore.plans import Place
+from kvstore.pusher import PushCounters, Pusher, Receiver, StepPush
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef
+from kvstore.transports.base import Transport
+from kvstore.transports.tcp import open_transport
 
 if TYPE_CHECKING:
     from kvstore.server.embedded import EmbeddedServer  # needs an extra
@@ -40,12 +45,33 @@ class WorkerOptions:
     """How a worker goes about it.
 
     Attributes:
-        layer_names: if any, the model's layers in the order of the layout: what a step moves goes layer by layer.
+        layer_names: the model's layers, in the order of the layout.
+        layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
         saves_beside: stores go on while the next step runs; else a step ends when they have been gathered.
+        push: how KV is handed over to other engines; None if it is not.
     """
 
     layer_names: tuple[str, ...] = ()
+    layerwise: bool = False
     saves_beside: bool = False
+    push: PushOptions | None = None
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How a worker hands KV over.
+
+    Attributes:
+        rank: of this worker, which counts the receivers' ports.
+        buffer_bytes: for what has been gathered and not yet sent.
+        settings: of the connections, as for a cache server: its deadline, its keys.
+        connect: opens the way to a URL.
+    """
+
+    rank: int
+    buffer_bytes: int
+    settings: Mapping[str, object] = field(default_factory=dict)
+    connect: Callable[[str, Namespace, KVLayout, Mapping[str, object]], Transport] = open_transport
 
 
 class StoreWorker:
@@ -71,7 +97,9 @@ class StoreWorker:
         self._server = server
         options = options or WorkerOptions()
         self._saves_beside = options.saves_beside
+        self._layerwise = options.layerwise
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
+        self._paged = paged
         self._layout = paged.layout
         self._tiers = open_tiers(paged, namespace, engine)
         self._written: deque[Written] = deque()
@@ -94,6 +122,12 @@ class StoreWorker:
         self._loads_began = self._loads_ended = False  # those of the plan
         self._layered_load: LayeredLoad | None = None
         self._layered_store: LayeredStore | None = None
+        self._push = options.push
+        self._pushed = PushCounters()
+        self._push_meter = Meter()
+        self._push_namespace = namespace
+        self._pusher: Pusher | None = None  # with the first request that is handed over
+        self._step_push: StepPush | None = None
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
@@ -127,6 +161,8 @@ class StoreWorker:
             if self._server is not None:
                 self._server.enter(namespace)
             self._mover.reset(namespace)
+            self._end_pushes()
+            self._push_namespace = namespace
         for url in plan.peers:
             self._add_peer(url)
         self._mover.remove(Place.DISK, plan.removals)
@@ -150,7 +186,7 @@ class StoreWorker:
         jobs = [job for meta in plan.requests for job in meta.loads]
         if not jobs:
             return
-        if self._layer_numbers:
+        if self._layerwise:
             self._layered_load = LayeredLoad(self._mover, jobs)
             return
         with self._measured("kvstore::load", metrics.LOAD_SECONDS) as took:
@@ -167,14 +203,34 @@ class StoreWorker:
         """The model has computed a layer."""
         layer = self._layer_numbers.get(layer_name)
         plan = self._plan
-        if layer is None or plan is None or self._saves_beside:
+        if layer is None or plan is None or plan.acked < self._poisoned_step:
             return
-        if self._layered_store is None:
+        self._begin_pushes(plan)
+        if self._step_push is not None:
+            self._step_push.reach(layer)
+        if self._layered_store is None and self._layerwise and not self._saves_beside:
             jobs = [job for meta in plan.requests for job in meta.stores]
-            if not jobs or plan.acked < self._poisoned_step:
-                return
-            self._layered_store = LayeredStore(self._mover, jobs)
-        self._layered_store.reach(layer)
+            self._layered_store = LayeredStore(self._mover, jobs) if jobs else None
+        if self._layered_store is not None:
+            self._layered_store.reach(layer)
+
+    def _begin_pushes(self, plan: StepPlan) -> None:
+        """Take up what the step hands over to other engines."""
+        metas = [meta for meta in plan.requests if meta.pushes]
+        if self._step_push is not None or not metas or self._push is None:
+            return
+        if self._pusher is None:
+            self._pusher = self._open_pusher(self._push)
+        self._step_push = self._pusher.begin(
+            [(meta.receiver.receiver(self._push.rank), meta.pushes) for meta in metas if meta.receiver]
+        )
+
+    def _open_pusher(self, push: PushOptions) -> Pusher:
+        def connect(receiver: Receiver) -> Transport:
+            url = server_url(receiver.host, receiver.port)
+            return push.connect(url, self._push_namespace, self._layout, push.settings)
+
+        return Pusher(self._paged, push.buffer_bytes, connect, self._pushed)
 
     def end_loads(self) -> None:
         """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
@@ -246,11 +302,29 @@ class StoreWorker:
         for meta in plan.requests:
             if meta.verifies:
                 self._verify_request(plan, meta, trusted=trusted)
+        self._finish_pushes(plan, trusted=trusted)
         if self._saves_beside:
             self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
             self._courier.save(plan.number, jobs if trusted else [], ended)
         else:
             self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
+
+    def _finish_pushes(self, plan: StepPlan, *, trusted: bool) -> None:
+        if trusted:
+            self._begin_pushes(plan)  # should no layer have been named
+        push, self._step_push = self._step_push, None
+        if push is not None:
+            with record_function("kvstore::push"):
+                push.finish(trusted=trusted)
+
+    def _end_pushes(self) -> None:
+        """Let what is on its way arrive, within the bound; nothing more is sent under this namespace."""
+        if self._step_push is not None:
+            self._step_push.finish(trusted=False)
+            self._step_push = None
+        if self._pusher is not None:
+            self._pusher.close(self._engine.io_timeout_s)
+            self._pusher = None
 
     def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
         layered, self._layered_store = self._layered_store, None
@@ -327,12 +401,16 @@ class StoreWorker:
         if not (report.steps or report.fetches or report.writes or changed):
             return None
         self._meter.read(report.tally)
+        if self._pusher is not None:
+            self._push_meter.advance(push_totals(self._pushed), report.tally)
+            report.tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
         return report
 
     def close(self) -> None:
         """Let pending writes reach the disk, within the configured bound, and release everything."""
         if self._layered_load is not None:
             self._layered_load.finish()
+        self._end_pushes()
         self._courier.close(self._engine.io_timeout_s)
         if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(

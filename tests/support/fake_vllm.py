@@ -28,11 +28,13 @@ import torch
 from kvstore import opening
 from kvstore.adapters.vllm.announcer import ANNOUNCED, Adapter, Removed, Stored
 from kvstore.adapters.vllm.choice import LoadRules
+from kvstore.adapters.vllm.disagg import Handover
+from kvstore.adapters.vllm.handovers import HandoverOptions
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.adapters.vllm.worker import StoreWorker, WorkerOptions
+from kvstore.adapters.vllm.worker import PushOptions, StoreWorker, WorkerOptions
 from kvstore.binding import bind_paged_kv
 from kvstore.index import ChunkIndex
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
@@ -87,6 +89,7 @@ class FakeRequest:
     in_flight: int = 0
     mixed: bool = False  # some of its KV belongs to weights that are gone
     lora_request: Adapter | None = None
+    answer: dict[str, object] | None = None  # what the client hears of its KV
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -191,6 +194,9 @@ class Setup:
     layerwise: bool = False
     seed: int = 0
     server: FakeServer | None = None  # a remote tier, shared with others
+    handover: HandoverOptions | None = None
+    receiver: FakeServer | None = None  # where requests are handed over
+    push_slots: int = 8
     port: int | None = None  # of the first rank's own server, for other engines
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
     min_remote_tokens: int = 0
@@ -227,11 +233,13 @@ class FakeVllm:
                 saves_beside=setup.saves_beside,
                 announces=True,
                 verify_fraction=setup.verify_fraction,
+                handover=setup.handover,
             )
         )
         self.heard = Listener()
         self._shareable: list[FakeRequest] = []  # all that came without tags
         self.weights = 0
+        self.epochs = {0: ""}  # of the weights so far
         stages = setup.stages or (LAYERS,) * setup.ranks
         self.caches = [
             [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(layers)] for layers in stages
@@ -270,13 +278,20 @@ class FakeVllm:
             disk_io_threads=2,
             remote=self._remote_at(rank),
         )
-        how = WorkerOptions(tuple(layers) if setup.layerwise else (), setup.saves_beside)
-        namespace = Namespace({"model": "fake", "shard": 0 if setup.replicas else rank})
+        push = None
+        if setup.receiver is not None:
+            push = PushOptions(rank, setup.push_slots * CHUNK_SLOT_BYTES, connect=setup.receiver.connect)
+        how = WorkerOptions(tuple(layers), setup.layerwise, setup.saves_beside, push)
         server = None
         if setup.port is not None:
             where = EmbeddedOptions(_SERVER_BYTES, "127.0.0.1", setup.port + rank)
-            server = EmbeddedServer(namespace, paged.layout, where)
-        return StoreWorker(paged, namespace, options, how, server)
+            server = EmbeddedServer(self.namespace(rank), paged.layout, where)
+        return StoreWorker(paged, self.namespace(rank), options, how, server)
+
+    def namespace(self, rank: int = 0, weights: int = 0) -> Namespace:
+        """Of a rank's chunks, as computed with certain weights."""
+        namespace = Namespace({"model": "fake", "shard": 0 if self.setup.replicas else rank})
+        return namespace.at_epoch(self.epochs[weights]) if self.epochs[weights] else namespace
 
     def _remote_at(self, rank: int) -> RemoteOptions | None:
         if self._remote is None:
@@ -311,10 +326,11 @@ class FakeVllm:
         salt: str = "",
         priority: int = 0,
         params: RequestParams = NO_PARAMS,
+        handover: Handover | None = None,
     ) -> FakeRequest:
         """A new request."""
         request = FakeRequest(name, list(tokens), max_tokens, salt, priority=priority)
-        self.scheduler.add_request(request, KeyExtras(cache_salt=salt, tags=params.tags), params)
+        self.scheduler.add_request(request, KeyExtras(cache_salt=salt, tags=params.tags), params, handover)
         self.waiting.append(request)
         if not params.tags:
             self._shareable.append(request)
@@ -356,6 +372,7 @@ class FakeVllm:
                 self.preempt(request, drop_stale=True)
         self.forget_local()
         self.scheduler.reset_cache()
+        self.epochs[self.weights] = self.scheduler._epoch
 
     def settle(self) -> None:
         """Work until idle, with every write reported."""
@@ -546,7 +563,7 @@ class FakeVllm:
             self._compute(step, part)
         merged: StepReport | None = None
         for worker in self.workers:
-            if step.work and self.setup.layerwise:
+            if step.work and (self.setup.layerwise or self.setup.receiver is not None):
                 for number in range(max(map(len, self.caches))):  # a stage passes by those of others
                     worker.save_layer(f"layer.{number}")
             if not step.has_loads:
@@ -704,6 +721,8 @@ class FakeVllm:
         computed = request.blocks[: -(-request.num_computed_tokens // BLOCK)]
         loading = request.request_id in self.loading
         request.state = "finished"
+        first_token = request.all_token_ids[request.num_prompt_tokens] if request.num_outputs else None
+        request.answer = self.scheduler.answer(request.request_id, first_token=first_token)
         if self.scheduler.finish_request(request.request_id, computed):
             assert not loading, "its blocks would be freed twice"
             self.kept[request.request_id] = (request, len(self.workers))
@@ -775,6 +794,12 @@ class FakeVllm:
                 self.free.append(block)
 
     # -- checks -----------------------------------------------------------------------------------------------------
+
+    def payload(self, tokens: Sequence[int], num_blocks: int, salt: str, rank: int, weights: int) -> bytes:
+        """What the last blocks of a sequence must be, as a chunk."""
+        values = kv_of(f"{weights} {salt}", tokens)[-num_blocks * BLOCK :]
+        layers = range(len(self.caches[rank]))
+        return b"".join((values + self._mark(rank, layer)).tobytes() for layer in layers)
 
     def chunk_files(self, rank: int = 0) -> list[Path]:
         """The files of the chunks on one rank's disk."""

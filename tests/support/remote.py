@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import opening
 from kvstore.opening import RemoteOptions
+from kvstore.tiers.base import Outcome
+from kvstore.transports.base import Parcel, Transport
 from support.rig import FakeTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pytest
 
     from kvstore.keys import Namespace
-    from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierSetup, Transfer
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ChunkRef, Tier, TierSetup, Transfer
 
 
 class FakeServer:
@@ -30,6 +33,10 @@ class FakeServer:
 
     def open(self, _kind: str, setup: TierSetup) -> Tier:
         return _FakeRemote(self, setup)
+
+    def connect(self, _url: str, namespace: Namespace, _layout: KVLayout, _settings: Mapping[str, object]) -> Transport:
+        """The way here for an engine that hands chunks over."""
+        return _FakeTransport(self, namespace)
 
     def all_chunks(self) -> dict[ChunkRef, bytes]:
         """Of all namespaces together."""
@@ -69,6 +76,30 @@ class _FakeRemote(FakeTier):
     def reset(self, namespace: Namespace) -> None:
         self.clear()
         self._enter(namespace)
+
+
+class _FakeTransport(Transport):
+    def __init__(self, server: FakeServer, namespace: Namespace) -> None:
+        self._server = server
+        self._namespace = namespace
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        self._server.before_put()
+        taken = [bytearray(len(parcel.payload)) for parcel in parcels]
+        is_whole = False
+        for _ in ready:
+            for place, parcel in zip(taken, parcels, strict=True):
+                place[:] = parcel.payload.tobytes()
+            is_whole = True
+        self._server.before_put()
+        chunks = self._server.chunks.setdefault(self._namespace.id, {})
+        for place, parcel in zip(taken, parcels, strict=True):
+            if is_whole:
+                chunks.setdefault(parcel.ref, bytes(place))
+        return [Outcome.STORED if is_whole else Outcome.FAILED] * len(parcels)
+
+    def close(self) -> None:
+        pass
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
