@@ -87,6 +87,10 @@ class EngineServer(VllmServer):
         bound = ["env", f"VLLM_CPU_OMP_THREADS_BIND={self.core}", "taskset", "-c", str(self.core)]
         return [*bound, *super().command(), *self.arguments]
 
+    def start(self) -> None:
+        """Start it again, after ``kill``."""
+        self.__enter__()
+
     def kill(self) -> None:
         """End all of its processes at once."""
         assert self._process is not None

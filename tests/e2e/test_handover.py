@@ -1,0 +1,358 @@
+"""Two real vLLMs and the proxy: one computes prompts and hands them over, the other goes on and gives back words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from support.disaggregated import Disaggregation, EngineServer
+from support.redis_server import wait_for
+from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
+
+from kvstore.tools.demo.client import read_counter
+from kvstore.tools.demo.server import free_port
+from kvstore.tools.models import TINY, as_text, random_tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+OUTPUT_TOKENS = 40
+USER_TOKENS = 30
+SPARE_CHATS = 4
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+DEADLINE_S = 3.0  # where what is waited for does not come
+PATIENCE_S = 60.0  # where it does, on however busy a machine
+INSIDE = "KVSTORE_TEST_NETWORK"  # set where the network is the test's own
+ADDRESS = "127.0.0.2"  # loopback, and yet not where everything else listens
+LINES = f"""
+enable_pd: true
+pd_bidirectional: {{both_ways}}
+pd_buffer_size: {256 << 20}
+pd_timeout_ms: {{timeout_ms}}
+blocking_timeout_secs: {{call_s}}
+max_local_cpu_size: {{cpu_gib}}
+load_only_if_faster: false
+"""
+
+
+class Turn(NamedTuple):
+    """A prompt, and what plain vLLM answers, up to the first tie."""
+
+    prompt: Prompt
+    answer: Prompt
+    words: list[str]
+
+
+class Chat(NamedTuple):
+    """What a user says, and what plain vLLM answers each time."""
+
+    users: list[Prompt]
+    turns: list[Turn]
+
+    def is_text(self, engine: Engine) -> bool:
+        """Whether all that was said can be written: the vocabulary has a few tokens that are no words."""
+        encode = engine.llm.get_tokenizer().encode
+        return all(encode(as_text(turn.answer), add_special_tokens=False) == turn.answer for turn in self.turns)
+
+    def messages(self, number: int) -> list[dict[str, str]]:
+        """The conversation up to a turn."""
+        messages = []
+        for user, turn in zip(self.users[:number], self.turns[:number], strict=True):
+            messages += [
+                {"role": "user", "content": as_text(user)},
+                {"role": "assistant", "content": as_text(turn.answer)},
+            ]
+        return [*messages, {"role": "user", "content": as_text(self.users[number])}]
+
+
+def answered(engine: Engine, prompts: Sequence[Prompt]) -> list[Turn]:
+    turns = []
+    for prompt, output in zip(prompts, engine.generate(prompts, max_tokens=OUTPUT_TOKENS, logprobs=2), strict=True):
+        words = engine.llm.get_tokenizer().decode(output.token_ids[: output.tie_at]).split()
+        turns.append(Turn(list(prompt), output.token_ids, words))
+    return turns
+
+
+def plain(model: Path, num_prompts: int, num_chats: int, num_turns: int) -> tuple[list[Turn], list[Chat]]:
+    """What one plain vLLM answers to prompts of all lengths, and in chats."""
+    lengths = [1 + (37 * number * number) % 1500 for number in range(num_prompts - 4)] + [32, 256, 257, 1500]
+    prompts = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in lengths]
+    chats = []
+    for seed in range(num_chats + SPARE_CHATS):
+        sizes = [200 + 13 * seed] + [USER_TOKENS] * (num_turns - 1)
+        users = [random_tokens(size, vocab=TINY.vocab, seed=1000 * seed + n) for n, size in enumerate(sizes)]
+        chats.append(Chat(users, []))
+    with Engine(model) as engine:
+        turns = answered(engine, prompts)
+        for number in range(num_turns):
+            sofar = [[*chat.turns[-1].prompt, *chat.turns[-1].answer] if number else [] for chat in chats]
+            asked = [[*tokens, *chat.users[number]] for tokens, chat in zip(sofar, chats, strict=True)]
+            for chat, turn in zip(chats, answered(engine, asked), strict=True):
+                chat.turns.append(turn)
+        kept = [chat for chat in chats if chat.is_text(engine)][:num_chats]
+    assert len(kept) == num_chats
+    return turns, kept
+
+
+@contextmanager
+def engines(
+    model: Path,
+    folder: Path,
+    *,
+    both_ways: bool = True,
+    cpu_gib: float = 0.25,
+    host: str = "127.0.0.1",
+    deadline_s: float = PATIENCE_S,
+    arguments: Sequence[str] = (),
+) -> Iterator[Disaggregation]:
+    """Both engines, one core each, and the proxy; KV is pushed to the decode engine's own server."""
+    folder.mkdir(exist_ok=True)
+    template = folder / "chat.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    port = free_port()
+    lines = LINES.format(
+        both_ways=str(both_ways).lower(), cpu_gib=cpu_gib, timeout_ms=int(deadline_s * 1000), call_s=deadline_s / 2
+    )
+    options = ["--decode-kv", f"kvs://{host}:{port}", *(["--bidirectional"] if both_ways else [])]
+    with Disaggregation(
+        model,
+        folder,
+        prefill=lines,
+        decode=f"{lines}pd_peer_host: {host}\npd_peer_init_port: {port}\n",
+        arguments=("--chat-template", str(template), *arguments),
+        options=options,
+    ) as running:
+        yield running
+
+
+def ask(running: Disaggregation, turn: Turn, **more: Any) -> dict[str, Any]:
+    """A prompt through the proxy; the answer is plain vLLM's."""
+    answer = running.ask("/v1/completions", {"prompt": turn.prompt, "max_tokens": OUTPUT_TOKENS, **more})
+    assert answer["choices"][0]["text"].split()[: len(turn.words)] == turn.words
+    return answer
+
+
+def chat_on(running: Disaggregation, chat: Chat, number: int, params: object) -> dict[str, Any]:
+    """One turn of a chat, with what the last answer said about its KV."""
+    body = {"messages": chat.messages(number), "max_completion_tokens": OUTPUT_TOKENS}
+    if params is not None:
+        body["kv_transfer_params"] = params
+    answer = running.ask("/v1/chat/completions", body)
+    turn = chat.turns[number]
+    assert answer["usage"]["prompt_tokens"] == len(turn.prompt)
+    assert answer["choices"][0]["message"]["content"].split()[: len(turn.words)] == turn.words
+    return answer
+
+
+def play(running: Disaggregation, turns: Sequence[Turn], chats: Sequence[Chat]) -> None:
+    """All prompts and all chats, turn by turn: the decode engine never computes more than the end of a prompt."""
+    decode, prefill = Work(running.decode), Work(running.prefill)
+    for turn in turns:
+        ask(running, turn)
+        assert decode.of(turn.prompt) <= unshared(turn.prompt)
+        prefill.of(turn.prompt)
+    params: list[object] = [None] * len(chats)
+    for number in range(len(chats[0].users)):
+        for position, chat in enumerate(chats):
+            prompt = chat.turns[number].prompt
+            answer = chat_on(running, chat, number, params[position])
+            params[position] = answer["kv_transfer_params"]
+            assert decode.of(prompt) <= unshared(prompt)
+            prefilled_tokens = prefill.of(prompt)
+            if number:
+                known_tokens = len(chat.turns[number - 1].prompt) + OUTPUT_TOKENS - 1
+                new_tokens = len(prompt) - known_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+                assert prefilled_tokens <= new_tokens
+
+
+class Work:
+    """What an engine computes of prompts, from now on."""
+
+    def __init__(self, engine: EngineServer) -> None:
+        self._url = engine.url
+        self._asked_tokens, self._cached_tokens = self._read()
+
+    def of(self, prompt: Prompt) -> int:
+        """Tokens computed of a prompt that has just been answered; vLLM counts a little later."""
+        asked_tokens, cached_tokens = self._asked_tokens + len(prompt), self._cached_tokens
+        wait_for("vLLM counts", lambda: self._read()[0] == asked_tokens)
+        self._asked_tokens, self._cached_tokens = self._read()
+        return len(prompt) - (self._cached_tokens - cached_tokens)
+
+    def _read(self) -> tuple[int, int]:
+        asked = read_counter(self._url, "vllm:prompt_tokens_total")
+        return asked, read_counter(self._url, "vllm:prompt_tokens_cached_total")
+
+
+def unshared(prompt: Prompt) -> int:
+    """What is left to compute of a prompt all of whose whole blocks are there."""
+    return len(prompt) - whole_blocks(len(prompt))
+
+
+def test_a_few_prompts_and_a_chat(tiny_model: Path, tmp_path: Path) -> None:
+    turns, chats = plain(tiny_model, num_prompts=6, num_chats=1, num_turns=2)
+    with engines(tiny_model, tmp_path) as running:
+        play(running, turns, chats)
+
+
+@pytest.mark.soak
+def test_fifty_prompts_and_ten_chats(tiny_model: Path, tmp_path: Path) -> None:
+    turns, chats = plain(tiny_model, num_prompts=50, num_chats=10, num_turns=4)
+    with engines(tiny_model, tmp_path) as running:
+        play(running, turns, chats)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_what_the_prefill_engine_has_evicted_comes_from_the_decode_engine(
+    tiny_model: Path, tmp_path: Path, *, both_ways: bool
+) -> None:
+    """Without the feature the prefill engine computes all of it again."""
+    turns, (chat, other) = plain(tiny_model, num_prompts=5, num_chats=2, num_turns=3)
+    uncached = ("--no-enable-prefix-caching",)
+    with engines(tiny_model, tmp_path, both_ways=both_ways, cpu_gib=0.003, arguments=uncached) as running:
+        params: object = None
+        for number in range(len(chat.users)):
+            prompt, prefill = chat.turns[number].prompt, Work(running.prefill)
+            params = chat_on(running, chat, number, params).get("kv_transfer_params")
+            taken = prefill.of(prompt)
+            if not both_ways or not number:
+                assert taken == len(prompt)
+            else:
+                known_tokens = len(chat.turns[number - 1].prompt) + OUTPUT_TOKENS - 1
+                assert taken <= len(prompt) - known_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+            for turn in [*turns, other.turns[number]]:  # push the chat out of the prefill engine's memory
+                ask(running, turn)
+                prefill.of(turn.prompt)
+
+
+@pytest.mark.soak
+def test_engines_and_proxy_that_die(tiny_model: Path, tmp_path: Path) -> None:
+    """Right outputs, or a clean error in time; those that are left leak nothing, and go on."""
+    turns, _ = plain(tiny_model, num_prompts=8, num_chats=1, num_turns=1)
+    longest = turns[-1]
+    with engines(tiny_model, tmp_path) as running:
+        ask(running, turns[0])
+
+        running.proxy.kill()
+        running.proxy.start()
+        ask(running, turns[1])
+
+        killer = threading.Timer(0.15, running.prefill.kill)  # in the middle of the longest prompt
+        killer.start()
+        ask(running, longest)
+        killer.join()
+        for turn in turns[2:4]:
+            ask(running, turn)
+        running.prefill.start()
+        settle(running)
+        decode = Work(running.decode)
+        ask(running, turns[4])
+        assert decode.of(turns[4].prompt) <= unshared(turns[4].prompt)  # handed over again
+
+        killer = threading.Timer(0.3, running.decode.kill)
+        killer.start()
+        begin_s = time.monotonic()
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            body = {"model": running.model, "prompt": turns[5].prompt, "max_tokens": 1000, "ignore_eos": True}
+            failed = client.post(f"{running.proxy.url}/v1/completions", json=body)
+        killer.join()
+        assert failed.status_code in {502, 503, 504}
+        assert failed.json()["error"]["message"]
+        assert time.monotonic() - begin_s < 30
+        running.decode.start()
+        settle(running)
+        for turn in turns[5:]:
+            ask(running, turn)
+        assert_nothing_held(running)
+
+
+@pytest.mark.soak
+def test_a_network_that_is_blocked(tiny_model: Path, tmp_path: Path) -> None:
+    """The engines go on without each other, within the deadline; and with each other, once they can."""
+    if INSIDE not in os.environ:
+        in_a_network_of_its_own(f"{__file__}::test_a_network_that_is_blocked")
+        return
+    turns, _ = plain(tiny_model, num_prompts=9, num_chats=1, num_turns=1)
+    with engines(tiny_model, tmp_path, host=ADDRESS, deadline_s=DEADLINE_S) as running:
+        ask(running, turns[0])
+        route("add")
+        for turn in turns[1:4]:
+            decode, begin_s = Work(running.decode), time.monotonic()
+            ask(running, turn)
+            assert decode.of(turn.prompt) == len(turn.prompt)
+            assert time.monotonic() - begin_s < DEADLINE_S + 20  # a busy machine, and a model to run
+        route("del")
+        settle(running)
+        for turn in turns[4:]:
+            decode = Work(running.decode)
+            ask(running, turn)
+            assert decode.of(turn.prompt) <= unshared(turn.prompt)
+        assert_nothing_held(running)
+
+
+def in_a_network_of_its_own(test: str) -> None:
+    """Run a test again, where blocking an address hurts nobody else."""
+    if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):
+        pytest.skip("needs root, unshare and ip")
+    inside = f"ip link set lo up && exec {sys.executable} -m pytest -q --soak {test}"
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", inside],
+        env={**os.environ, INSIDE: "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+def route(action: str) -> None:
+    """Let what is sent to the decode engine's address vanish, or no longer."""
+    subprocess.run(["ip", "route", action, "blackhole", ADDRESS, "table", "local"], check=True)
+
+
+@pytest.mark.soak
+def test_a_host_that_is_not_allowed(tiny_model: Path, tmp_path: Path) -> None:
+    turns, _ = plain(tiny_model, num_prompts=5, num_chats=1, num_turns=1)
+    with engines(tiny_model, tmp_path) as running, httpx.Client(trust_env=False, timeout=60) as client:
+        for turn in turns:
+            spec = {"req_id": "r", "receiver_host": "192.0.2.1", "receiver_init_port": 80, "receiver_alloc_port": 80}
+            body = {
+                "model": running.model,
+                "prompt": turn.prompt,
+                "max_tokens": 1,
+                "kv_transfer_params": {"disagg_spec": spec},
+            }
+            answer = client.post(f"{running.prefill.url}/v1/completions", json=body).json()
+            assert answer["kv_transfer_params"] is None
+        log = running.prefill.log.read_text(encoding="utf-8", errors="replace")
+        assert log.count("'192.0.2.1'") == 1
+        assert "pd_allowed_hosts" in log
+
+
+def settle(running: Disaggregation) -> None:
+    """Let the proxy and the prefill engine find out that somebody is back."""
+    time.sleep(11)
+    with httpx.Client(trust_env=False, timeout=30) as client:
+        assert client.get(f"{running.proxy.url}/health").status_code == 200
+
+
+def assert_nothing_held(running: Disaggregation) -> None:
+    """At rest nothing is leased, and every slot in use holds a chunk."""
+    for engine in (running.prefill, running.decode):
+        with httpx.Client(trust_env=False, timeout=30) as client:
+            lines = client.get(f"{engine.url}/metrics").text.splitlines()
+        values = {
+            line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:kvstore_")
+        }
+        assert values["vllm:kvstore_leases"] == 0
+        assert values["vllm:kvstore_used_slots"] <= values["vllm:kvstore_known_chunks"]
