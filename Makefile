@@ -5,7 +5,7 @@ export VENV
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench soak clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ format: venv-unit  ## put the code into the format that check expects
 
 bench: venv  ## every path against the limit of this machine, real vLLM included
 	@$(BIN)/kvstore bench
+
+bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes bench-results/gpu-*.json
+	@BIN=$(BIN) tools/dev/gpu.sh
 
 soak: venv  ## the long tests
 	@$(BIN)/pytest --soak -m soak

@@ -1,9 +1,9 @@
 """Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-The same interface as ``pages.HostPagedKV``. On their way to host memory the blocks are gathered into one dense staging
-buffer on the device and leave it in one copy: on PCIe the size of a copy decides its speed. A slot on the device needs
-neither. Everything runs on the current stream, so a gather waits for the kernels that write the blocks, and kernels
-launched after a scatter see it; what is moved ``beside`` the model has a stream of its own.
+The same interface as ``pages.HostPagedKV``. On their way to host memory blocks pass a dense staging buffer on the
+device (``staging.py``); to a slot on the device they need none. Gathers and scatters run on the current stream, so a
+gather waits for the kernels that write the blocks, and kernels launched after a scatter see it; copies run beside it.
+What is moved ``beside`` the model has a stream of its own instead of the current one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from kvstore.layout import KVLayout
-from kvstore.pages import BlockIds, ChunkBlocks, Moment, PagedKV, PlaneRows, check_block_ids
+from kvstore.pages import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
+from kvstore.staging import Moment, Staging, Streams
 from kvstore.tiers.base import ByteArray
 
 
 class DevicePagedKV:
-    """A paged KV cache in device memory, with a staging buffer of one chunk."""
+    """A paged KV cache in device memory, with staging for two chunks."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class DevicePagedKV:
         num_blocks: int,
         *,
         has_stream: bool = False,
+        streams: Streams | None = None,
     ) -> None:
         self._layers = layers
         self.layout = layout
@@ -37,7 +39,8 @@ class DevicePagedKV:
         self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
         self._planes = len(layers[0])
         self.device = rows[0].device
-        self._staging = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self.device)
+        self._staging = Staging(layout.slot_bytes, self.device, streams)
+        self._uploaded: tuple[list[BlockIds], torch.Tensor] | None = None  # the ids of the last layer's chunks
         has_stream = has_stream and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
 
@@ -55,49 +58,66 @@ class DevicePagedKV:
             torch.cuda.set_stream(self._stream)  # of this thread
             self._stream.wait_event(moment)
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``pages.PagedKV``."""
-        payload_bytes = self.layout.payload_bytes(len(block_ids))
-        staged = self._staging[:payload_bytes]
-        self.gather_on_device(block_ids, staged)
-        torch.from_numpy(payload)[:payload_bytes].copy_(staged, non_blocking=True)
-        self.wait()
+        size_bytes = self.layout.payload_bytes(len(block_ids))
+        target = torch.from_numpy(payload)[:size_bytes]
+        return self._staging.carry_out(
+            lambda staged: self.gather_on_device(block_ids, staged[:size_bytes]),
+            lambda staged: _copy(target, staged[:size_bytes]),
+        )
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``pages.PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)  # before anything is copied
-        payload_bytes = self.layout.payload_bytes(chunk_blocks)
-        staged = self._staging[:payload_bytes]
-        staged.copy_(torch.from_numpy(payload)[:payload_bytes], non_blocking=True)
-        self.scatter_on_device(block_ids, staged, chunk_blocks, first_block)
-        self.wait()  # the slot may be given away as soon as this returns
+        size_bytes = self.layout.payload_bytes(chunk_blocks)
+        source = torch.from_numpy(payload)[:size_bytes]
+        self._staging.carry_in(
+            lambda staged: _copy(staged[:size_bytes], source),
+            lambda staged: self.scatter_on_device(block_ids, staged[:size_bytes], chunk_blocks, first_block),
+        )
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``pages.PagedKV``."""
+        last: Moment = None  # copies leave one after the other
         for batch in self._batches(layer, chunks):
-            ids = self._ids_of(batch)
             for plane in range(self._planes):
-                rows = self._rows[layer * self._planes + plane]
-                staged = self._staged_rows(rows, len(ids))
-                torch.index_select(rows, 0, ids, out=staged)
-                for target, part in self._plane_parts(layer, plane, batch, staged):
-                    target.copy_(part, non_blocking=True)
+                last = self._gather_plane(layer, plane, batch, self._ids_of(batch))
+        return last
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
         """See ``pages.PagedKV``."""
         for batch in self._batches(layer, chunks):
-            ids = self._ids_of(batch)
             for plane in range(self._planes):
-                rows = self._rows[layer * self._planes + plane]
-                staged = self._staged_rows(rows, len(ids))
-                for source, part in self._plane_parts(layer, plane, batch, staged):
-                    part.copy_(source, non_blocking=True)
-                rows.index_copy_(0, ids, staged)
+                self._scatter_plane(layer, plane, batch, self._ids_of(batch))
+
+    def _gather_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> Moment:
+        rows = self._rows[layer * self._planes + plane]
+
+        def copy(staged: torch.Tensor) -> None:
+            for target, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
+                _copy(target, part)
+
+        return self._staging.carry_out(
+            lambda staged: torch.index_select(rows, 0, ids, out=_as_rows(staged, rows, len(ids))), copy
+        )
+
+    def _scatter_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> None:
+        rows = self._rows[layer * self._planes + plane]
+
+        def copy(staged: torch.Tensor) -> None:
+            for source, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
+                _copy(part, source)
+
+        self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
+
+    def reach(self, moment: Moment) -> None:
+        """See ``pages.PagedKV``."""
+        self._staging.streams.reach(moment)
 
     def wait(self) -> None:
         """See ``pages.PagedKV``."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self._staging.streams.wait()
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``pages.PagedKV``."""
@@ -134,7 +154,7 @@ class DevicePagedKV:
 
     def _batches(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[list[ChunkBlocks]]:
         """As many chunks at a time as have room in the staging buffer for one plane of a layer."""
-        max_blocks = len(self._staging) // self.layout.page_bytes[layer]
+        max_blocks = self._staging.size_bytes // self.layout.page_bytes[layer]
         batch: list[ChunkBlocks] = []
         for chunk in chunks:
             if sum(len(other.block_ids) for other in batch) + len(chunk.block_ids) > max_blocks:
@@ -145,12 +165,14 @@ class DevicePagedKV:
             yield batch
 
     def _ids_of(self, chunks: Sequence[ChunkBlocks]) -> torch.Tensor:
-        return self._ids(np.concatenate([chunk.block_ids for chunk in chunks]))
-
-    def _staged_rows(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """Room for that many blocks of a plane in the staging buffer."""
-        staged = self._staging[: num_blocks * rows.shape[1] * rows.element_size()]
-        return staged.view(rows.dtype).view(num_blocks, rows.shape[1])
+        """The ids of several chunks' blocks, on the device; the same chunks' next layer finds them there."""
+        parts = [chunk.block_ids for chunk in chunks]
+        if self._uploaded is not None:
+            known, ids = self._uploaded
+            if len(known) == len(parts) and all(one is other for one, other in zip(known, parts, strict=True)):
+                return ids
+        self._uploaded = parts, self._ids(np.concatenate(parts))
+        return self._uploaded[1]
 
     def _plane_parts(
         self, layer: int, plane: int, chunks: Sequence[ChunkBlocks], staged: torch.Tensor
@@ -164,3 +186,13 @@ class DevicePagedKV:
             part = torch.from_numpy(payload)[begin:end].view(staged.dtype).view(len(block_ids), -1)
             yield part, staged[done : done + len(block_ids)]
             done += len(block_ids)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _as_rows(staged: torch.Tensor, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Room for that many blocks of a plane in a staging buffer."""
+    size_bytes = num_blocks * rows.shape[1] * rows.element_size()
+    return staged[:size_bytes].view(rows.dtype).view(num_blocks, rows.shape[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -24,6 +25,7 @@ from kvstore.keys import Namespace, PrefixKey
 from kvstore.lanes import Arrival, Lane
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import LoadStep, Place, StoreStep
+from kvstore.staging import Moment
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
 
@@ -160,10 +162,11 @@ class Mover:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
-        finally:  # also if scattering raises: no read may be left that writes to a slot given back
+        finally:  # also if scattering raises: no read or copy may be left that uses a slot given back
             for job, read in zip(jobs, reads, strict=True):
                 if read is not None:
                     self.end_read(job.step, read)
+            self.paged.wait()
 
     def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
         """Withdraw or await a read; if it was given up, mark its slot."""
@@ -198,7 +201,7 @@ class Mover:
             return None
         num_blocks = len(job.block_ids)
         fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
-        self.paged.gather(job.block_ids, fresh)
+        self.paged.reach(self.paged.gather(job.block_ids, fresh))
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
     def aside(self, work: Callable[[], None]) -> Future[None]:
@@ -230,19 +233,29 @@ class Mover:
 
         If gathering raises, the caller must count all of ``jobs`` as failed.
         """
-        failed = set()
-        for number, job in enumerate(jobs):
-            if self.is_stuck(job.step.slot):
-                failed |= self.refuse([job])
-                continue
-            try:
-                if job.step.gather:
-                    self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot))
-            except BaseException:
-                self.refuse(jobs[number:])
-                raise
-            self.note_store(job)
+        stuck = {job.step.slot for job in jobs if self.is_stuck(job.step.slot)}
+        waiting = deque(job for job in jobs if job.step.slot not in stuck)
+        copying: deque[tuple[StoreJob, Moment]] = deque()
+        failed = self.refuse(job for job in jobs if job.step.slot in stuck)
+        try:
+            while waiting or copying:
+                if waiting:
+                    copying.append((waiting[0], self._gather(waiting[0])))
+                    waiting.popleft()
+                job, moment = copying[0]
+                if moment is None or len(copying) > 1 or not waiting:  # one is copied while the next is gathered
+                    self.paged.reach(moment)
+                    copying.popleft()
+                    self.note_store(job)
+        except BaseException:
+            self.paged.wait()  # the slots are given back
+            self.refuse([*(job for job, _ in copying), *waiting])
+            raise
         return failed
+
+    def _gather(self, job: StoreJob) -> Moment:
+        """Start to fill a slot; what needs no gathering is there already."""
+        return self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot)) if job.step.gather else None
 
     def note_store(self, job: StoreJob) -> None:
         """A slot holds all that was gathered into it: let it be read, and start its writes."""

@@ -20,11 +20,11 @@ import torch
 
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.layout import KVLayout
+from kvstore.staging import Moment
 from kvstore.tiers.base import ByteArray
 
 BlockIds = npt.NDArray[np.int64]
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
-Moment = torch.cuda.Event | None  # None where everything is done at once
 _ELEMENTS = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -65,23 +65,26 @@ class PagedKV(Protocol):
     def after(self, moment: Moment) -> None:
         """Let what the calling thread launches from now on come after ``moment``. To be called on ``beside()``."""
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
-        """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``. Done when it returns."""
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+        """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``, which is right once ``reach`` returns."""
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """Copy blocks ``first_block ... first_block + len(block_ids)`` of a payload of ``chunk_blocks`` blocks.
 
-        Done, as far as kernels launched later can see, when it returns.
+        Done, as far as kernels launched later can see, when it returns. The payload must not change before ``wait``.
         """
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy one layer of the blocks of several chunks into their payloads, which are right after ``wait``."""
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """Copy one layer of the blocks of several chunks into their payloads: right after ``reach``, or ``wait``."""
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
         """Copy one layer of the blocks of several chunks to where kernels launched later see it.
 
         The payloads must not change before ``wait``.
         """
+
+    def reach(self, moment: Moment) -> None:
+        """Wait for a moment that ``gather`` or ``gather_layer`` returned. From any thread."""
 
     def wait(self) -> None:
         """Wait until all that was launched so far has been done."""
@@ -227,11 +230,12 @@ class HostPagedKV:
     def after(self, moment: Moment) -> None:
         """See ``PagedKV``."""
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> None:
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)
         for rows, target in self._pages(payload, len(block_ids)):
             self._take(rows, block_ids, target)
+        return None
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``PagedKV``."""
@@ -240,12 +244,13 @@ class HostPagedKV:
         for rows, source in self._pages(payload, chunk_blocks):
             rows[block_ids] = source[first_block:last_block]
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
         for chunk in chunks:
             check_block_ids(chunk.block_ids, self.num_blocks)
             for rows, target in self._layer_pages(layer, chunk):
                 self._take(rows, chunk.block_ids, target)
+        return None
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
         """See ``PagedKV``."""
@@ -253,6 +258,9 @@ class HostPagedKV:
             check_block_ids(chunk.block_ids, self.num_blocks)
             for rows, source in self._layer_pages(layer, chunk):
                 rows[chunk.block_ids] = source
+
+    def reach(self, moment: Moment) -> None:
+        """See ``PagedKV``."""
 
     def wait(self) -> None:
         """See ``PagedKV``: on the host everything is done at once."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
-from kvstore.pages import BlockIds, ChunkBlocks, Moment, PagedKV
+from kvstore.pages import BlockIds, ChunkBlocks, PagedKV
 from kvstore.slabs import SlabPool
+from kvstore.staging import Moment
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.transports.base import Parcel, Transport
@@ -194,12 +195,11 @@ class StepPush:
     def reach(self, layer: int) -> None:
         """Take what can be taken in order, now that this layer has been computed."""
         self._computed.add(layer)
-        begun = self._done_layers
         while self._done_layers in self._computed:
-            self._paged.gather_layer(self._done_layers, self._chunks)
+            moment = self._paged.gather_layer(self._done_layers, self._chunks)
             self._done_layers += 1
-        if self._done_layers > begun:
-            self._advance()
+            for delivery in self._deliveries:
+                delivery.advance(self._done_layers, moment)
 
     def finish(self, *, trusted: bool) -> None:
         """Take what is left, after the forward pass, if it is to be ``trusted``. The blocks are free then."""
@@ -220,14 +220,9 @@ class StepPush:
             payload = self._pool.slot(slot)
             parcels.append(Parcel(job.ref, payload[: layout.payload_bytes(job.ref.num_blocks)]))
             self._chunks.append(ChunkBlocks(job.block_ids, payload, job.ref.num_blocks))
-        delivery = _Delivery(sender.receiver, parcels, slots, layout.num_layers)
+        delivery = _Delivery(sender.receiver, parcels, slots, self._paged)
         self._deliveries.append(delivery)
         sender.send(delivery)
-
-    def _advance(self) -> None:
-        moment = self._paged.moment()
-        for delivery in self._deliveries:
-            delivery.advance(self._done_layers, moment)
 
     def _end(self, *, trusted: bool) -> None:
         for delivery in self._deliveries:
@@ -240,7 +235,7 @@ class StepPush:
             if not slots:
                 self._refuse(job)
                 continue
-            self._paged.gather(job.block_ids, self._pool.slot(slots[0]))
+            self._paged.reach(self._paged.gather(job.block_ids, self._pool.slot(slots[0])))
             self._start([job], slots, sender)
             self._end(trusted=True)
         self._late = []
@@ -271,11 +266,12 @@ class _Room:
 class _Delivery:
     """Chunks of one step for one receiver, between the thread that gathers them and the one that sends them."""
 
-    def __init__(self, receiver: Receiver, parcels: Sequence[Parcel], slots: Sequence[int], num_layers: int) -> None:
+    def __init__(self, receiver: Receiver, parcels: Sequence[Parcel], slots: Sequence[int], paged: PagedKV) -> None:
         self.receiver = receiver
         self.parcels = parcels
         self.slots = slots
-        self._num_layers = num_layers
+        self._num_layers = paged.layout.num_layers
+        self._reach = paged.reach
         self._changed = threading.Condition()
         self._done_layers = 0
         self._moment: Moment = None
@@ -304,8 +300,7 @@ class _Delivery:
             usable_layers, moment = self._wait_beyond(sent_layers)
             if self._trusted is False:
                 return
-            if moment is not None:
-                moment.synchronize()
+            self._reach(moment)
             yield range(sent_layers, usable_layers)
             sent_layers = usable_layers
 

@@ -7,7 +7,6 @@ cannot be used.
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,14 +17,12 @@ from rich.console import Console
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import remote_ops, serve
-from kvstore.tools.commands import configs, host, packs, proxying, stored, warming
+from kvstore.tools.commands import bench, configs, host, packs, proxying, stored, warming
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson
 from kvstore.tools.console import errors as _errors
 
 if TYPE_CHECKING:
     from kvstore.tools.demo.server import DemoError
-
-BENCH_FOLDER = Path("/var/tmp")  # noqa: S108 - on a disk where /tmp may be memory; the folder made in it is private
 
 app = typer.Typer(
     help="Tiered KV-cache offload for vLLM.",
@@ -52,6 +49,7 @@ app.command(epilog="Example: kvstore prefetch --server http://127.0.0.1:8000 --m
 app.command(epilog="Example: kvstore proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")(
     proxying.proxy
 )
+app.command(epilog="Example: kvstore bench --geometry qwen-0.5b --folder /mnt/nvme")(bench.bench)
 config_app.command(epilog="Example: kvstore config show --changed")(configs.show)
 config_app.command("from-lmcache", epilog="Example: kvstore config from-lmcache lmcache.yaml -o kvstore.yaml")(
     configs.from_lmcache
@@ -106,43 +104,6 @@ def demo(
     for problem in problems:
         _errors().print(f"failed: {problem} (logs are in {folder})")
     if problems:
-        raise typer.Exit(FAILED)
-
-
-@app.command(epilog="Example: kvstore bench --geometry qwen-0.5b --folder /mnt/nvme")
-def bench(
-    *,
-    geometry: Annotated[str, typer.Option(help="Whose KV: llama-8b or qwen-0.5b.")] = "llama-8b",
-    batch_mib: Annotated[int, typer.Option(help="Moved by one call; about eight times as much memory is used.")] = 256,
-    rounds: Annotated[int, typer.Option(min=7, help="Samples of each line.")] = 15,
-    folder: Annotated[Path, typer.Option(help="The disk to measure.", exists=True, file_okay=False)] = BENCH_FOLDER,
-    disk: Annotated[bool, typer.Option(help="Measure the disk too.")] = True,
-    redis: Annotated[bool, typer.Option(help="Measure Redis too, if redis-server is on the PATH.")] = True,
-    vllm: Annotated[bool, typer.Option(help="Measure real vLLM too, if it is installed; takes minutes.")] = True,
-    server: Annotated[bool, typer.Option(help="Measure the cache server too.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Measure every path against the limit of this machine, in one run.
-
-    Exits with 1 if a fraction is below its recorded floor, or a path lost a byte.
-    """
-    from kvstore.tools.bench import measure_and_print  # noqa: PLC0415
-
-    try:
-        held = measure_and_print(
-            geometry=geometry,
-            batch_mib=batch_mib,
-            rounds=rounds,
-            folder=folder if disk else None,
-            redis_server=Path(program) if redis and (program := shutil.which("redis-server")) else None,
-            vllm=vllm,
-            cache_server=server,
-            as_json=as_json,
-        )
-    except KVStoreError as error:
-        _errors().print(f"error: {error}")
-        raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from error
-    if not held:
         raise typer.Exit(FAILED)
 
 

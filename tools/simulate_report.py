@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from kvstore.errors import ConfigError
+from kvstore.tools.figures import new_figure, save_figure
 from kvstore.tools.simulate import BEST, Cell, Scale
 
 
@@ -57,9 +56,8 @@ def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or cannot write this file.
     """
-    figure_class = _figure_class()
     traces = list(dict.fromkeys(cell.trace for cell in cells))
-    figure = figure_class(figsize=(6.4 * len(traces), 4.8), layout="constrained")
+    figure = new_figure(6.4 * len(traces), 4.8)
     for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
         shown = [cell for cell in cells if cell.trace == trace]
         for policy in _policies(shown):
@@ -70,28 +68,7 @@ def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
         axes.set_xlabel("chunks" if scale.bytes_per_token is None else "GiB of memory")
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {file}: {error}") from error
-
-
-def require_plotting() -> None:
-    """Fail before the work, not after it.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    _figure_class()
-
-
-def _figure_class() -> type[Any]:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'vllm-kvstore[plot]'") from error
-    found: type[Any] = Figure
-    return found
+    save_figure(figure, file)
 
 
 def _sizes(cells: Sequence[Cell]) -> list[float]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvstore.errors import ConfigError
 from kvstore.tools import simulate_report
+from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import (
     Cell,
     Scale,
@@ -79,7 +80,7 @@ def simulate_and_print(
     for warning in options.warnings:
         errors.print(f"warning: {warning}")
     if plot_file is not None:
-        simulate_report.require_plotting()
+        require_plotting()
     traces = [load(path, options.scale) for path in paths]
     cells = [cell for trace in traces for cell in _with_progress(trace, options, errors)]
     if plot_file is not None:

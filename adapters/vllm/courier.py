@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from kvstore.adapters.vllm.steps import Fetch
 from kvstore.keys import PrefixKey
 from kvstore.movers import LoadResult, Mover, MoverCounters, StoreJob
-from kvstore.pages import Moment
+from kvstore.staging import Moment
 
 logger = logging.getLogger(__name__)
 

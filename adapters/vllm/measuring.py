@@ -67,8 +67,17 @@ class Samples(NamedTuple):
     control: list[Sample]
 
 
+STORE: Final = {
+    "kv_connector": "KVStoreConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"kvstore.max_local_cpu_size": _POOL_GIB},
+}
+
+
 @contextmanager
-def _engine(model: str, *, with_store: bool) -> Iterator[LLM]:
+def opened(model: str, transfer: dict[str, Any] | None) -> Iterator[LLM]:
+    """A vLLM in this process, with a connector or without one."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "block_size": BLOCK_TOKENS,
@@ -77,13 +86,8 @@ def _engine(model: str, *, with_store: bool) -> Iterator[LLM]:
         "disable_log_stats": True,
         "seed": 0,
     }
-    if with_store:
-        settings["kv_transfer_config"] = {
-            "kv_connector": "KVStoreConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kvstore.max_local_cpu_size": _POOL_GIB},
-        }
+    if transfer is not None:
+        settings["kv_transfer_config"] = transfer
     llm = LLM(model=model, **settings)
     try:
         yield llm
@@ -189,13 +193,13 @@ def _batches(llm: LLM, vocabulary: int, rounds: int) -> list[float]:
 
 def measure(model: str, vocabulary: int, rounds: int) -> Samples:
     """All lines, from engines one after the other."""
-    with _engine(model, with_store=False) as llm:
+    with opened(model, None) as llm:
         plain = _batches(llm, vocabulary, rounds)
-    with _engine(model, with_store=True) as llm:
+    with opened(model, STORE) as llm:
         ours = _batches(llm, vocabulary, rounds)
         hooks = _hooks(llm, vocabulary, rounds)
         one_token_left, any_length = _hits(llm, vocabulary, rounds)
-    with _engine(model, with_store=False) as llm:
+    with opened(model, None) as llm:
         control = _batches(llm, vocabulary, rounds)
     throughput = list(zip(plain, ours, strict=True))
     return Samples(one_token_left, any_length, hooks, throughput, list(zip(plain, control, strict=True)))

@@ -85,6 +85,7 @@ LEVELS = {
     "kvstore.directory": 9,
     "kvstore.index": 5,
     "kvstore.deviation": 3,
+    "kvstore.staging": 1,
     "kvstore.pages": 3,
     "kvstore.slabs": 3,
     "kvstore.tiers._folder": 3,
@@ -252,6 +253,18 @@ def test_nothing_that_runs_data_as_code(module: Module) -> None:
 def test_keys_need_neither_torch_nor_vllm() -> None:
     code = "import sys, kvstore, kvstore.keys; print(sorted({'torch', 'vllm'} & sys.modules.keys()))"
     assert python(code) == "[]"
+
+
+def test_the_engine_needs_little_besides_torch() -> None:
+    """So that importing it costs a process that has torch next to nothing; `kvstore bench` says how much."""
+    imports = "import sys, torch; known = set(sys.modules); import kvstore.engine, kvstore.binding; "
+    found = python(imports + "print(*sorted({name.split('.')[0] for name in set(sys.modules) - known}))").split()
+    assert set(found) - set(sys.stdlib_module_names) <= {"kvstore", "numpy", "xxhash"}
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    found = python("import sys; known = set(sys.modules); import kvstore; print(*(set(sys.modules) - known))").split()
+    assert found == ["kvstore"]
 
 
 def test_the_command_starts_without_heavy_imports() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,21 @@ import torch
 from support.redis_server import require_server
 from typer.testing import CliRunner
 
+from kvstore import binding
+from kvstore.device import DevicePagedKV
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.tiers import _folder
-from kvstore.tools import bench, bench_work
-from kvstore.tools.bench import BenchOptions, BenchReport, Bound, Line, run_bench
-from kvstore.tools.bench_codecs import codec_table, measure_codecs
-from kvstore.tools.bench_work import GEOMETRIES, BenchError, Geometry, Pair, Workbench, paired
+from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, server, start
+from kvstore.tools.bench.codecs import codec_table, measure_codecs
+from kvstore.tools.bench.floors import Bound
+from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
+from kvstore.tools.bench.limits import RawDisk
+from kvstore.tools.bench.lines import Line
+from kvstore.tools.bench.run import BenchOptions, run_bench
+from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.cli import app
 
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
@@ -36,86 +44,21 @@ TOY_COMMAND = [
     "--no-redis",
     "--no-server",
     "--no-vllm",
+    "--no-gpu",
+    "--no-start",
 ]
-
-
-def make_line(fraction: float) -> Line:
-    return Line("toy path", "memcpy", Bound(goal=0.8, floor=0.5), [Pair(fraction, 1.0)], size_bytes=1000)
-
-
-def make_report(*lines: Line) -> BenchReport:
-    return BenchReport(BenchOptions(TOY, BATCH_BYTES), list(lines))
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     """A geometry that is measured at once and never too slow."""
     monkeypatch.setitem(GEOMETRIES, "toy", TOY)
-    monkeypatch.setitem(bench.BOUNDS, "toy", dict.fromkeys(bench.BOUNDS["llama-8b"], Bound(0.0, 0.0)))
-    monkeypatch.setattr(bench, "LOOKUP_BOUND", Bound(0.0, 0.0))
-    monkeypatch.setattr(bench, "SERVER_BOUNDS", dict.fromkeys(bench.SERVER_BOUNDS, Bound(0.0, 0.0)))
-    monkeypatch.setattr(bench, "REDIS_BOUNDS", dict.fromkeys(bench.REDIS_BOUNDS, Bound(0.0, 0.0)))
-    monkeypatch.setattr(bench, "LOOKUP_ROUNDS", 3)
-    monkeypatch.setattr(bench, "POLICY_CHUNKS", 160)
-    monkeypatch.setattr(bench, "POLICY_REQUESTS", 5)
+    monkeypatch.setattr(floors, "COMMON", dict.fromkeys(floors.COMMON, Bound(0.0, 0.0)))
+    for module in (lookup, redis, server):
+        monkeypatch.setattr(module, "LOOKUP_ROUNDS", 3)
+    monkeypatch.setattr(lookup, "POLICY_CHUNKS", 160)
+    monkeypatch.setattr(lookup, "POLICY_REQUESTS", 5)
     return TOY
-
-
-def test_geometries_have_the_sizes_their_models_have() -> None:
-    assert GEOMETRIES["llama-8b"].chunk_bytes == 32 << 20
-    assert GEOMETRIES["qwen-0.5b"].chunk_bytes == 3 << 20
-    assert set(bench.BOUNDS) == set(GEOMETRIES)
-
-
-def test_floors_are_not_above_goals() -> None:
-    bounds = [bound for lines in bench.BOUNDS.values() for bound in lines.values()]
-    bounds += [*bench.REDIS_BOUNDS.values(), *bench.SERVER_BOUNDS.values(), bench.LOOKUP_BOUND]
-    assert all(0 < bound.floor <= bound.goal for bound in bounds)
-
-
-def test_fraction_is_the_median_over_pairs_not_the_ratio_of_medians() -> None:
-    # Noise that hits path and limit alike leaves each pair's fraction, but not the ratio of the medians.
-    pairs = [Pair(1.0, 2.0), Pair(10.0, 20.0), Pair(100.0, 100.0)]
-    assert Line("path", "limit", Bound(0.8, 0.4), pairs).fraction == 0.5
-
-
-def test_p99_of_few_samples_is_the_slowest() -> None:
-    line = Line("path", "limit", Bound(0.8, 0.5), [Pair(1.0, float(seconds)) for seconds in range(1, 8)])
-    assert line.p99_s == 7.0
-    assert line.path_s == 4.0
-
-
-@pytest.mark.parametrize(
-    ("fraction", "verdict", "failed"),
-    [(0.49, "BELOW FLOOR", True), (0.5, "below goal", False), (0.79, "below goal", False), (0.8, "ok", False)],
-)
-def test_verdict(fraction: float, verdict: str, failed: bool) -> None:
-    line = make_line(fraction)
-    assert (line.verdict, line.failed) == (verdict, failed)
-    assert make_report(line, make_line(1.0)).failed == ([line] if failed else [])
-
-
-def test_paired_runs_path_and_limit_in_the_order_asked_for() -> None:
-    calls: list[str] = []
-
-    def path() -> int:
-        calls.append("path")
-        return 7
-
-    for limit_first in (True, False):
-        assert paired(lambda: calls.append("limit"), path, limit_first=limit_first)[1] == 7
-    assert calls == ["limit", "path", "path", "limit"]
-
-
-def test_batches_are_fresh() -> None:
-    workbench = Workbench(TOY, 2)
-    slots = workbench.new_batch()
-    first, tokens = workbench._data.copy(), workbench.tokens
-    assert sorted(slots.tolist()) == sorted(set(slots.tolist()))
-    assert len(tokens) == workbench.num_tokens == len(slots)
-    workbench.new_batch()
-    assert (workbench._data != first).mean() > 0.9
-    assert workbench.tokens != tokens
 
 
 def retrieved(workbench: Workbench) -> torch.Tensor:
@@ -151,43 +94,68 @@ def test_check_finds_a_write_beside_the_destination() -> None:
         workbench.check(block_ids)
 
 
+def names(lines: Sequence[Line]) -> list[str]:
+    return [line.subject.name for line in lines]
+
+
 def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     if not _folder.probe_direct(_made(tmp_path)):
         pytest.skip("no direct I/O here")
     options = BenchOptions(toy, BATCH_BYTES, rounds=7, folder=tmp_path)
     ticks: list[str] = []
     report = run_bench(options, ticks.append)
-    assert [line.name for line in report.lines] == [
-        *bench.BOUNDS["toy"],
-        *bench.LOOKUP_TARGETS_S,
-        *bench.POLICY_TARGET_S,
+    assert names(report.lines) == [
+        *(subject.name for subject in cpu.SUBJECTS),
+        *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.WARM)),
+        *(subject.name for subject in (lookup.INDEX, lookup.ENGINE, lookup.POLICY)),
     ]
-    assert [len(line.pairs) for line in report.lines] == [7, 7, 7, 7, 7, 3, 3, 5]
-    assert len(ticks) == options.total_rounds
-    assert report.skipped == ["redis: not asked for, or no redis-server on the PATH", "server: not asked for"]
+    assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 5]
+    assert len(ticks) == options.total_ticks
+    assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "GPU", "vLLM")]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
 
 
 def test_run_measures_redis(toy: Geometry) -> None:
     options = BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path(require_server()))
     ticks: list[str] = []
-    report = run_bench(options, ticks.append)
-    lines = [line for line in report.lines if line.name in bench.REDIS_BOUNDS]
-    assert [line.name for line in lines] == list(bench.REDIS_BOUNDS)
+    lines = run_bench(options, ticks.append).lines[-3:]
+    assert [line.subject for line in lines] == [redis.STORE, redis.RETRIEVE, redis.LOOKUP]
     assert [len(line.pairs) for line in lines] == [7, 7, 3]
-    assert len(ticks) == options.total_rounds
-    assert report.skipped == ["disk: not asked for", "server: not asked for"]
+    assert len(ticks) == options.total_ticks
 
 
 def test_run_measures_the_cache_server(toy: Geometry) -> None:
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, cache_server=True))
     assert not report.failed
-    assert set(bench.SERVER_BOUNDS) < {line.name for line in report.lines}
+    subjects = {line.subject for line in report.lines}
+    assert subjects >= {server.STORE, server.RETRIEVE, server.TCP_STORE, server.TCP_RETRIEVE, server.LOOKUP}
+
+
+def test_run_measures_the_start(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "POOL_BYTES", 8 << 20)
+    lines = start.measure_start(1, lambda _: None)
+    assert [line.subject for line in lines] == [start.IMPORT, start.ENGINE]
+    assert all(line.path_s > 0 for line in lines)
 
 
 def test_a_redis_server_that_does_not_start_is_told(toy: Geometry) -> None:
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, redis_server=Path("/bin/false")))
-    assert report.skipped == ["disk: not asked for", "redis: redis-server does not start", "server: not asked for"]
+    assert "redis: redis-server does not start" in report.skipped
+
+
+def test_without_a_gpu_its_lines_are_skipped(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, gpu=True))
+    assert "GPU: there is none that torch can use" in report.skipped
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "HostPagedKV", DevicePagedKV)  # the same code as for a GPU
+    workbench = Workbench(toy, 3, device=torch.device(device))
+    assert isinstance(workbench.paged, DevicePagedKV)
+    lines = gpu.measure_gpu(workbench, 7, lambda _: None)
+    assert [line.subject for line in lines] == [gpu.STORE, gpu.RETRIEVE, gpu.LAYER_STORE, gpu.LAYER_RETRIEVE]
 
 
 def _made(folder: Path) -> Path:
@@ -198,7 +166,7 @@ def _made(folder: Path) -> Path:
 def test_run_without_direct_io_says_so(toy: Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_folder, "probe_direct", lambda _: False)
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, folder=tmp_path))
-    assert len(report.lines) == 5
+    assert names(report.lines)[-3:] == [subject.name for subject in (lookup.INDEX, lookup.ENGINE, lookup.POLICY)]
     assert report.skipped[0].startswith("disk: direct I/O does not work in the disk folder")
 
 
@@ -240,15 +208,30 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["geometry"]["name"] == "toy"
     assert found["failed"] == []
     assert found["skipped"] == [
-        "disk: not asked for",
-        "redis: not asked for, or no redis-server on the PATH",
-        "server: not asked for",
+        f"{name}: not asked for" for name in ("disk", "start", "redis", "server", "GPU", "vLLM")
     ]
-    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 3, 3, 5]
+    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 7, 7, 3, 3, 5]
+    assert all(line["includes"] for line in found["lines"])
+
+
+def test_an_older_run_is_shown_beside(toy: Geometry, tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(CliRunner().invoke(app, [*TOY_COMMAND, "--json"]).stdout, encoding="utf-8")
+    result = CliRunner().invoke(app, [*TOY_COMMAND, "--compare", str(old), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["geometry"]["name"] == "toy"
+    assert re.search(r"CPU store by layer .* [+-]\d+%", result.stderr)
+
+
+def test_without_matplotlib_the_extra_is_named(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = CliRunner().invoke(app, [*TOY_COMMAND, "--plot", "bench.svg"])
+    assert result.exit_code == 2
+    assert "pip install 'vllm-kvstore[plot]'" in result.stderr
 
 
 def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.BOUNDS["toy"], "CPU store", Bound(1e9, 1e9))
+    monkeypatch.setitem(floors.BOUNDS, "toy", {"CPU store": Bound(1e9, 1e9)})
     result = CliRunner().invoke(app, TOY_COMMAND)
     assert result.exit_code == 1
     assert "BELOW FLOOR" in result.stdout
@@ -258,14 +241,14 @@ def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.Monke
 def test_an_unknown_geometry_is_exit_code_2() -> None:
     result = CliRunner().invoke(app, ["bench", "--geometry", "gpt-9"])
     assert result.exit_code == 2
-    assert "llama-8b, qwen-0.5b" in result.stderr
+    assert "llama-8b, llama-70b-tp8, qwen-0.5b" in result.stderr
 
 
 def test_a_raw_transfer_cut_short_is_noticed(tmp_path: Path) -> None:
     workbench = Workbench(TOY, 1)
     if not _folder.probe_direct(_made(tmp_path)):
         pytest.skip("no direct I/O here")
-    with bench_work.RawDisk(tmp_path / "raw", workbench.paged.layout, 1, 1) as raw:
+    with RawDisk(tmp_path / "raw", workbench.paged.layout, 1, 1) as raw:
         raw.write()
         (tmp_path / "raw" / "0").write_bytes(bytes(4096))
         with pytest.raises(BenchError, match="moved only 4096 bytes"):

@@ -13,7 +13,7 @@ from kvstore.binding import bind_paged_kv
 from kvstore.device import DevicePagedKV
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.movers import as_block_ids
-from kvstore.pages import ChunkBlocks, HostPagedKV, LayerCache, PagedKV, find_planes
+from kvstore.pages import BlockIds, ChunkBlocks, HostPagedKV, LayerCache, PagedKV, find_planes
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import ByteArray
@@ -39,6 +39,11 @@ def block_outermost(layers: int, dtype: torch.dtype) -> Caches:
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def gather(paged: PagedKV, block_ids: BlockIds, slot: ByteArray) -> None:
+    """Gather, and wait for it."""
+    paged.reach(paged.gather(block_ids, slot))
 
 
 # The reference: for each block its pages, one per plane, as contiguous tensors in physical order.
@@ -152,7 +157,7 @@ def test_gather(layout: str, dtype: torch.dtype) -> None:
     for paged in (bind(caches), on_device(caches)):
         for block_ids in ([7, 0, 8, 3], [5], [2, 1]):
             slot = slot_for(paged)
-            paged.gather(as_block_ids(block_ids), slot)
+            gather(paged, as_block_ids(block_ids), slot)
             wanted = expected_payload(caches, pages, block_ids)
             assert len(wanted) == paged.layout.payload_bytes(len(block_ids))
             assert slot.tobytes() == wanted.ljust(len(slot), b"\xee")
@@ -168,7 +173,7 @@ def test_scatter_writes_these_blocks_and_nothing_else(
     sources = [3, 8, 5, 0]
     originals = make(dtype)
     payload = slot_for(bind(originals))
-    bind(originals).gather(as_block_ids(sources), payload)
+    gather(bind(originals), as_block_ids(sources), payload)
     for paged_of in (bind, on_device):
         caches = make(dtype)
         before = [_storage(cache) for cache in caches.values()]
@@ -209,7 +214,7 @@ def check_layers(
         sources = [as_block_ids([7, 0, 8, 3]), as_block_ids([5, 2])]
         whole, parts = [slot_for(paged), slot_for(paged)], [slot_for(paged), slot_for(paged)]
         for block_ids, slot in zip(sources, whole, strict=True):
-            paged.gather(block_ids, slot)
+            gather(paged, block_ids, slot)
         chunks = [ChunkBlocks(ids, slot, len(ids)) for ids, slot in zip(sources, parts, strict=True)]
         targets = [ChunkBlocks(as_block_ids([1, 6]), parts[0], 4, 1), ChunkBlocks(as_block_ids([4]), parts[1], 2, 1)]
         for layer in range(paged.layout.num_layers):
@@ -219,8 +224,8 @@ def check_layers(
         again.wait()
         assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
         moved, wanted = slot_for(paged), slot_for(paged)
-        again.gather(as_block_ids([1, 6, 4, 0]), moved)
-        paged.gather(as_block_ids([0, 8, 2, 0]), wanted)
+        gather(again, as_block_ids([1, 6, 4, 0]), moved)
+        gather(paged, as_block_ids([0, 8, 2, 0]), wanted)
         assert np.array_equal(moved, wanted)
         paged.gather_layer(0, [])
         again.scatter_layer(0, [])
@@ -246,11 +251,11 @@ def test_a_real_device_moves_the_same_bytes(layout: str, dtype: torch.dtype) -> 
     caches = make(dtype)
     paged = on_device(caches, "cuda")
     slot = slot_for(paged)
-    paged.gather(as_block_ids([7, 0, 8, 3]), slot)
+    gather(paged, as_block_ids([7, 0, 8, 3]), slot)
     assert slot.tobytes() == expected_payload(caches, pages, [7, 0, 8, 3]).ljust(len(slot), b"\xee")
     paged.scatter(as_block_ids([1, 2]), slot, 4, 2)  # what was in 8 and 3
     again = slot_for(paged)
-    paged.gather(as_block_ids([1, 7, 2]), again)
+    gather(paged, as_block_ids([1, 7, 2]), again)
     assert again.tobytes() == expected_payload(caches, pages, [8, 7, 3]).ljust(len(again), b"\xee")
 
 
@@ -259,7 +264,7 @@ def test_a_storage_at_an_odd_address() -> None:
     cache = torch.frombuffer(memory, dtype=torch.uint8, offset=1).view(B, N, 16)
     paged = bind({"l": cache})
     slot = slot_for(paged)
-    paged.gather(as_block_ids([8, 1]), slot)
+    gather(paged, as_block_ids([8, 1]), slot)
     assert slot[: 2 * N * 16].tobytes() == expected_payload({"l": cache}, logical, [8, 1])
     paged.scatter(as_block_ids([0]), slot, 2, 1)
     assert raw(cache[0]) == raw(cache[1])
@@ -272,7 +277,7 @@ def test_a_larger_cache_in_random_order() -> None:
     paged = bind_paged_kv({"a": cache, "b": cache.clone()}, num_blocks=num_blocks, block_tokens=16, chunk_tokens=256)
     block_ids = rng.permutation(num_blocks)[:16]
     slot = slot_for(paged)
-    paged.gather(block_ids, slot)
+    gather(paged, block_ids, slot)
     targets = rng.permutation(num_blocks)[:16]
     wanted = cache.clone()
     wanted[torch.from_numpy(targets)] = cache[torch.from_numpy(block_ids)]
@@ -352,7 +357,7 @@ def test_bad_block_ids_touch_nothing(bad: int, paged_of: Callable[[Caches], Page
     cache = noise((B, N, D), torch.uint8)
     paged, before, slot = paged_of({"l": cache}), cache.clone(), np.zeros(4096, np.uint8)
     with pytest.raises(InvalidCallError, match=f"block id {bad} is not in 0..{B - 1}"):
-        paged.gather(as_block_ids([0, bad, 99]), slot)
+        gather(paged, as_block_ids([0, bad, 99]), slot)
     with pytest.raises(InvalidCallError, match=f"block id {bad} "):
         paged.scatter(as_block_ids([0, bad]), slot, 2, 0)
     with pytest.raises(InvalidCallError, match=f"block id {bad} "):

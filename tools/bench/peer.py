@@ -1,6 +1,6 @@
 """The other side of the limits of the cache server's lines: plain pyzmq, and nothing else.
 
-    python -m kvstore.tools.bench_peer IPC_ADDRESS CHUNK_BYTES PIECE_BYTES
+    python -m kvstore.tools.bench.peer IPC_ADDRESS CHUNK_BYTES PIECE_BYTES
 
 Prints the TCP address that it listens on. A message of one frame is answered with itself; ``get`` with a chunk, in
 pieces; anything longer, which is a chunk, with one empty frame.

@@ -18,13 +18,15 @@ from rich.table import Table
 from kvstore.codecs import CODEC_NAMES, open_codec
 from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout
-from kvstore.tools.bench_work import BenchError, Geometry, Pair, paired, prefaulted
+from kvstore.tools.bench.limits import prefaulted
+from kvstore.tools.bench.samples import BenchError, Pair, paired
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.codecs import Codec
     from kvstore.tiers.base import ByteArray
+    from kvstore.tools.bench.geometry import Geometry
 
 WARM_UP_ROUNDS = 2
 MEASURED = [name for name in CODEC_NAMES if name != "none"]
@@ -48,7 +50,7 @@ class CodecLine:
 
 
 def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
-    """Measure every codec but ``none``, one thread each; one whose package is not installed is left out.
+    """Measure every codec but ``none``, one thread each; what cannot be opened is left out.
 
     Raises:
         BenchError: a lossless codec lost a byte.
@@ -59,7 +61,7 @@ def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
         block_tokens=geometry.block_tokens,
         chunk_tokens=geometry.chunk_tokens,
         element="bf16",
-        page_axes=(1, geometry.block_tokens, geometry.kv_heads * 2 * geometry.head_size),
+        page_axes=None if geometry.latent else (1, geometry.block_tokens, geometry.token_elements),
     )
     kinds = {"normal": _normal(layout), "KV-like": _kv_like(layout)}
     lines = []
@@ -87,9 +89,9 @@ def codec_table(lines: Sequence[CodecLine]) -> Table:
             f"{line.decode_gbps:.2f} GB/s",
             f"{line.decode_fraction:.2f}",
         )
-    missing = sorted({*MEASURED} - {line.codec for line in lines})
+    missing = ", ".join(sorted({*MEASURED} - {line.codec for line in lines}))
     if missing:
-        table.caption = f"not measured: {', '.join(missing)}, which need pip install 'vllm-kvstore\\[codecs]'"
+        table.caption = f"not measured: {missing} (lz4, split: pip install 'vllm-kvstore\\[codecs]'; int8: no channels)"
     return table
 
 

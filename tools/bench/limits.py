@@ -1,0 +1,102 @@
+"""What paths are held against: memcpy, with or without checksums, and raw direct I/O; nothing of the library's own."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import xxhash
+
+from kvstore import chunkfile
+from kvstore.lanes import WRITE_THREADS
+from kvstore.layout import round_up
+from kvstore.slabs import SlabPool
+from kvstore.tools.bench.samples import BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import TracebackType
+
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ByteArray
+
+MEMCPY_PIECE_BYTES = 32 << 20
+_POPULATE_TIMEOUT_S = 300.0
+
+
+def prefaulted(size_bytes: int) -> ByteArray:
+    """A page-aligned buffer on huge pages, every page of it touched: what the library's own pool is made of."""
+    pool = SlabPool(1, round_up(size_bytes, 4096))
+    if not pool.wait_populated(_POPULATE_TIMEOUT_S):
+        raise BenchError(f"{size_bytes} bytes of memory were not there within {_POPULATE_TIMEOUT_S:.0f} s")
+    pool.slot(0)[:] = 1  # kernels before 5.14 do not populate
+    return pool.slot(0)[:size_bytes]
+
+
+def memcpy(target: ByteArray, source: ByteArray) -> None:
+    """One thread copies contiguous pieces of 32 MiB."""
+    for begin in range(0, len(source), MEMCPY_PIECE_BYTES):
+        end = begin + MEMCPY_PIECE_BYTES
+        np.copyto(target[begin:end], source[begin:end])
+
+
+def memcpy_and_sum(target: ByteArray, source: ByteArray) -> None:
+    """``memcpy``, and xxh3 of what was copied, on the same thread."""
+    memcpy(target, source)
+    for begin in range(0, len(target), MEMCPY_PIECE_BYTES):
+        xxhash.xxh3_64_intdigest(target[begin : begin + MEMCPY_PIECE_BYTES].data)
+
+
+class RawDisk:
+    """The limit of a folder: direct I/O of as many files, of the same size, as a batch has chunks, and nothing else.
+
+    Files are made once and then overwritten, as the disk tier recycles its own. Threads are as many as the library's.
+    """
+
+    def __init__(self, folder: Path, layout: KVLayout, num_chunks: int, read_threads: int) -> None:
+        folder.mkdir()
+        self._paths = [folder / str(number) for number in range(num_chunks)]
+        header_bytes = chunkfile.header_bytes(layout)
+        body_bytes = chunkfile.body_bytes(layout, layout.blocks_per_chunk)
+        self._headers = prefaulted(num_chunks * header_bytes).reshape(num_chunks, header_bytes)
+        self._bodies = prefaulted(num_chunks * body_bytes).reshape(num_chunks, body_bytes)
+        self._writers = ThreadPoolExecutor(WRITE_THREADS)
+        self._readers = ThreadPoolExecutor(read_threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writers.shutdown()
+        self._readers.shutdown()
+
+    def write(self) -> None:
+        """Write all files."""
+        for _ in self._writers.map(self._write, range(len(self._paths))):
+            pass
+
+    def read(self) -> None:
+        """Read all files."""
+        for _ in self._readers.map(self._read, range(len(self._paths))):
+            pass
+
+    def _write(self, number: int) -> None:
+        self._move(number, os.O_WRONLY | os.O_CREAT, os.pwritev)
+
+    def _read(self, number: int) -> None:
+        self._move(number, os.O_RDONLY, os.preadv)
+
+    def _move(self, number: int, flags: int, call: Callable[[int, list[memoryview], int], int]) -> None:
+        buffers = [self._headers[number].data, self._bodies[number].data]
+        fd = os.open(self._paths[number], flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            moved_bytes = call(fd, buffers, 0)
+        finally:
+            os.close(fd)
+        if moved_bytes != sum(buffer.nbytes for buffer in buffers):
+            raise BenchError(f"a raw transfer moved only {moved_bytes} bytes: is the disk full?")

@@ -1,0 +1,156 @@
+"""What the bench found out: a line for each path, and the report of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore.tools.bench.floors import Bound, bound_of
+from kvstore.tools.bench.samples import WARM_UP_ROUNDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvstore.tools.bench.geometry import Geometry
+    from kvstore.tools.bench.samples import Pair
+    from kvstore.tools.bench.workbench import Workbench
+
+
+class Subject(NamedTuple):
+    """What a line is about.
+
+    Attributes:
+        name: of the path.
+        limit_name: what it is held against.
+        includes: what the timed part of the path consists of.
+    """
+
+    name: str
+    limit_name: str
+    includes: str
+
+    def line(self, geometry: Geometry, pairs: Sequence[Pair], size_bytes: int = 0) -> Line:
+        """The line of these samples, with the bounds recorded for it."""
+        return Line(self, bound_of(geometry.name, self.name), pairs, size_bytes)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One path against its limit.
+
+    Attributes:
+        subject: what was measured.
+        bound: goal and floor of the fraction.
+        pairs: the samples.
+        size_bytes: moved by one call; 0 where calls are counted, not bytes.
+    """
+
+    subject: Subject
+    bound: Bound
+    pairs: Sequence[Pair]
+    size_bytes: int = 0
+
+    @property
+    def path_s(self) -> float:
+        """The median time of a call."""
+        return statistics.median(pair.path_s for pair in self.pairs)
+
+    @property
+    def limit_s(self) -> float:
+        """The median time of the limit."""
+        return statistics.median(pair.limit_s for pair in self.pairs)
+
+    @property
+    def p99_s(self) -> float:
+        """The time that 99 of 100 calls stayed within; the slowest of fewer than 100."""
+        return float(np.percentile([pair.path_s for pair in self.pairs], 99, method="higher"))
+
+    @property
+    def fraction(self) -> float:
+        """How much of the limit's speed the path reaches: the median over pairs, which noise hits on both sides."""
+        return statistics.median(pair.limit_s / pair.path_s for pair in self.pairs)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the fraction is below its floor."""
+        return self.fraction < self.bound.floor
+
+    @property
+    def verdict(self) -> str:
+        """The fraction against its bounds, in words."""
+        if self.failed:
+            return "BELOW FLOOR"
+        return "below goal" if self.fraction < self.bound.goal else "ok"
+
+    def to_json(self) -> dict[str, object]:
+        """Everything known about the line, samples included."""
+        return {
+            **self.subject._asdict(),
+            "size_bytes": self.size_bytes,
+            "median_s": self.path_s,
+            "limit_median_s": self.limit_s,
+            "p99_s": self.p99_s,
+            "fraction": self.fraction,
+            "goal": self.bound.goal,
+            "floor": self.bound.floor,
+            "verdict": self.verdict,
+            "samples_s": [pair.path_s for pair in self.pairs],
+            "limit_samples_s": [pair.limit_s for pair in self.pairs],
+        }
+
+
+def move_lines(samples: Mapping[Subject, Sequence[Pair]], workbench: Workbench) -> list[Line]:
+    """The lines of what moves a batch, rounds of warming up left out."""
+    return [
+        subject.line(workbench.geometry, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes)
+        for subject, pairs in samples.items()
+    ]
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The result of one run.
+
+    Attributes:
+        geometry: whose KV was moved.
+        batch_bytes: by one call.
+        rounds: samples of most lines.
+        lines: what was measured.
+        skipped: what was not, and why.
+    """
+
+    geometry: Geometry
+    batch_bytes: int
+    rounds: int
+    lines: list[Line]
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Line]:
+        """The lines below their floors."""
+        return [line for line in self.lines if line.failed]
+
+    def to_json(self) -> dict[str, object]:
+        """The report as one JSON object; times in seconds."""
+        return {
+            "geometry": asdict(self.geometry),
+            "batch_bytes": self.batch_bytes,
+            "rounds": self.rounds,
+            "machine": {
+                "platform": platform.platform(),
+                "cpus": os.cpu_count(),
+                "load": os.getloadavg()[0],
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                "torch": str(torch.__version__),
+                "numpy": np.__version__,
+            },
+            "lines": [line.to_json() for line in self.lines],
+            "skipped": self.skipped,
+            "failed": [line.subject.name for line in self.failed],
+        }

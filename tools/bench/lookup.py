@@ -1,0 +1,59 @@
+"""The lines of what is counted in calls: looking up, and what a policy costs. Their limits are targets in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.index import ChunkIndex
+from kvstore.keys import PrefixHasher
+from kvstore.policies import Adaptive
+from kvstore.tiers.base import ChunkRef
+from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.lines import Line, Subject
+from kvstore.tools.bench.policy import measure_policy
+from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Pair, require, timed
+from kvstore.tools.bench.workbench import Workbench
+
+POLICY_CHUNKS = 100_000
+POLICY_REQUESTS = 2_000
+_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # looking up does not depend on how large chunks are
+INDEX = Subject("lookup, 128 known keys", "60 us", "the index, with keys as they are known for a running request")
+ENGINE = Subject("lookup, list of 32,768 tokens", "1 ms", "keys of the token list, index")
+POLICY = Subject("adaptive policy, a chunk touched", "20 us", "lookup, noting the use, and for half of them room made")
+
+
+def measure_lookups() -> list[Line]:
+    """Look up 128 chunks, all known: by keys, and by the tokens of a Python list.
+
+    Raises:
+        BenchError: not all were found.
+    """
+    workbench = Workbench(_TINY, LOOKUP_CHUNKS)
+    slots = workbench.new_batch()
+    hasher = PrefixHasher(_TINY.chunk_tokens, _TINY.block_tokens)
+    hasher.update(workbench.tokens)
+    index = ChunkIndex(LOOKUP_CHUNKS)
+    steps = index.prepare_store([ChunkRef(key, _TINY.blocks_per_chunk) for key in hasher.chunk_keys()])
+    index.complete_store(steps, set())
+    with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(workbench.pool_bytes)) as engine:
+        engine.store(workbench.tokens, slot_mapping=slots)
+        return [
+            _line(INDEX, 60e-6, lambda: index.lookup(hasher).num_tokens, workbench.num_tokens),
+            _line(ENGINE, 1e-3, lambda: engine.lookup(workbench.tokens), workbench.num_tokens),
+        ]
+
+
+def measure_touches() -> Line:
+    """What the default policy costs, in a tier that is full."""
+    cost = measure_policy(Adaptive.name, resident_chunks=POLICY_CHUNKS, requests=POLICY_REQUESTS)
+    return POLICY.line(_TINY, [Pair(20e-6, seconds) for seconds in cost.touch_s])
+
+
+def _line(subject: Subject, target_s: float, call: Callable[[], int], num_tokens: int) -> Line:
+    pairs = []
+    for _ in range(LOOKUP_ROUNDS):
+        seconds, known_tokens = timed(call)
+        require(known_tokens == num_tokens, f"{subject.name} found {known_tokens} of {num_tokens} tokens")
+        pairs.append(Pair(target_s, seconds))
+    return subject.line(_TINY, pairs)

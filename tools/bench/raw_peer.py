@@ -1,0 +1,65 @@
+"""The limits of the network, for the cache server's lines: plain pyzmq to another process, which is ``peer.py``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import zmq
+
+    from kvstore.tiers.base import ByteArray
+
+_TIMEOUT_S = 60.0
+
+
+class RawPeer:
+    """One connection over TCP for chunks, and one over ipc for pings."""
+
+    def __init__(self, folder: Path, chunk: ByteArray, piece_bytes: int) -> None:
+        import zmq  # noqa: PLC0415 - an extra
+
+        self._pieces = [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]
+        ipc_address = f"ipc://{folder}/peer"
+        command = [sys.executable, "-m", "kvstore.tools.bench.peer", ipc_address, str(len(chunk)), str(piece_bytes)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: S603 - ourselves
+        assert self._process.stdout is not None
+        with self._process.stdout as said:
+            tcp_address = said.readline().decode().strip()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tcp, self._ipc = (self._connect(address, zmq.DEALER) for address in (tcp_address, ipc_address))
+
+    def close(self) -> None:
+        """End the other process."""
+        self._process.kill()
+        self._process.wait()
+        self._context.destroy(linger=0)
+
+    def store(self, num_chunks: int) -> None:
+        """Send chunks."""
+        for _ in range(num_chunks):
+            self._tcp.send_multipart(self._pieces, copy=False)
+        for _ in range(num_chunks):
+            self._tcp.recv()
+
+    def retrieve(self, num_chunks: int) -> None:
+        """Get chunks."""
+        for _ in range(num_chunks):
+            self._tcp.send(b"get")
+        for _ in range(num_chunks):
+            self._tcp.recv_multipart(copy=False)
+
+    def ping(self) -> None:
+        """One round trip over ipc."""
+        self._ipc.send(b"ping")
+        self._ipc.recv()
+
+    def _connect(self, address: str, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.rcvtimeo = socket.sndtimeo = int(_TIMEOUT_S * 1000)
+        socket.connect(address)
+        return socket

@@ -1,0 +1,81 @@
+"""The limit of the Redis lines: a plain socket client.
+
+It moves values of the same size, in the same number, over the same kind of connection, and does nothing else: no
+transactions, no checksums, no names to make up. It uses none of the library's code.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from kvstore.tools.bench.samples import BenchError
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import ByteArray
+
+_TIMEOUT_S = 60.0
+_WINDOW = 3  # values asked for ahead, as the tier does
+
+
+class RawRedis:
+    """Values of ``part_bytes`` under numbers, from and to prepared memory, one connection.
+
+    Values are the payload cut in pieces, the last one shorter, as in the tier.
+    """
+
+    def __init__(self, port: int, payloads: ByteArray, part_bytes: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), _TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._replies = self._socket.makefile("rb")
+        self._views = [
+            payload.data[begin : begin + part_bytes]
+            for payload in payloads
+            for begin in range(0, len(payload), part_bytes)
+        ]
+
+    def close(self) -> None:
+        """Hang up."""
+        self._replies.close()
+        self._socket.close()
+
+    def store(self) -> None:
+        """SET all values in one pipeline."""
+        end = b""
+        for number, view in enumerate(self._views):
+            name = b"raw:%d" % number
+            self._socket.sendall(end + b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(view)))
+            self._socket.sendall(view)
+            end = b"\r\n"
+        self._socket.sendall(end)
+        for _ in self._views:
+            self._expect(b"+OK\r\n")
+
+    def retrieve(self) -> None:
+        """GET all values, a few asked for ahead."""
+        ask = [b"*2\r\n$3\r\nGET\r\n$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views))]
+        self._socket.sendall(b"".join(ask[:_WINDOW]))
+        for number, view in enumerate(self._views):
+            self._expect(b"$%d\r\n" % len(view))
+            done = self._replies.readinto(view)  # reads large amounts straight into the memory
+            while done < len(view):
+                done += self._replies.readinto(view[done:])
+            self._expect(b"\r\n")
+            if number + _WINDOW < len(ask):
+                self._socket.sendall(ask[number + _WINDOW])
+
+    def remove(self) -> None:
+        """Delete all values."""
+        names = b"".join(b"$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views)))
+        self._socket.sendall(b"*%d\r\n$6\r\nUNLINK\r\n" % (1 + len(self._views)) + names)
+        self._expect(b":%d\r\n" % len(self._views))
+
+    def ping(self) -> None:
+        """One round trip."""
+        self._socket.sendall(b"*1\r\n$4\r\nPING\r\n")
+        self._expect(b"+PONG\r\n")
+
+    def _expect(self, line: bytes) -> None:
+        found = self._replies.readline()
+        if found != line:
+            raise BenchError(f"the Redis server answered {found[:60]!r} instead of {line!r}")

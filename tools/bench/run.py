@@ -1,0 +1,141 @@
+"""A run of the bench: which lines are asked for, one after the other."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvstore.errors import ConfigError
+from kvstore.hostlimits import require_memory
+from kvstore.tools.bench.cpu import measure_cpu
+from kvstore.tools.bench.disk import measure_disk
+from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.gpu import measure_gpu
+from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.lookup import measure_lookups, measure_touches
+from kvstore.tools.bench.redis import measure_redis
+from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick, one_torch_thread
+from kvstore.tools.bench.server import measure_server
+from kvstore.tools.bench.start import measure_start
+from kvstore.tools.bench.vllm import measure_vllm
+from kvstore.tools.bench.workbench import Workbench
+
+MAX_BATCH_CHUNKS = 64  # as many files as the disk tier keeps for reuse
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure.
+
+    Attributes:
+        geometry: whose KV.
+        batch_bytes: moved by one call, rounded down to whole chunks. The bench takes about eight times as much memory.
+        rounds: samples of each line, warm-up excluded.
+        folder: where to make a folder for the disk lines; None leaves them out.
+        redis_server: the program to start for the redis lines; None leaves them out.
+        start: measure importing the library and opening an engine too.
+        cache_server: measure our own server too.
+        gpu: measure a GPU too, if there is one.
+        vllm: measure real vLLM too, if it is installed.
+    """
+
+    geometry: Geometry
+    batch_bytes: int = 256 * MIB
+    rounds: int = 15
+    folder: Path | None = None
+    redis_server: Path | None = None
+    start: bool = False
+    cache_server: bool = False
+    gpu: bool = False
+    vllm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < MIN_ROUNDS:
+            raise ConfigError(f"{self.rounds} rounds say little: take at least {MIN_ROUNDS}")
+        if self.batch_bytes < self.geometry.chunk_bytes:
+            raise ConfigError(
+                f"a batch of {self.batch_bytes / MIB:.0f} MiB does not hold one chunk of "
+                f"{self.geometry.chunk_bytes / MIB:.0f} MiB: raise it"
+            )
+
+    @property
+    def batch_chunks(self) -> int:
+        """Chunks moved by one call."""
+        return min(self.batch_bytes // self.geometry.chunk_bytes, MAX_BATCH_CHUNKS)
+
+    @property
+    def total_ticks(self) -> int:
+        """How often ``run_bench`` calls ``tick``, unless something cannot be measured."""
+        kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.gpu
+        return (self.rounds + WARM_UP_ROUNDS) * kinds + 2 + self.rounds * self.start + self.vllm
+
+
+def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport:
+    """Measure all lines asked for.
+
+    Raises:
+        BenchError: a path did not move what it should have.
+        ConfigError: there is too little memory.
+    """
+    # In the order of use: caches of two batches, data, copy, random base, pool of two batches, raw disk buffers.
+    require_memory(8 * options.batch_chunks * options.geometry.chunk_bytes, "the bench", key="--batch-mib")
+    lines: list[Line] = []
+    skipped = []
+    with one_torch_thread():
+        for name, measure in _sections(Workbench(options.geometry, options.batch_chunks), options, tick):
+            if measure is None:
+                skipped.append(f"{name}: not asked for")
+                continue
+            try:
+                lines += measure()
+            except ConfigError as error:
+                skipped.append(f"{name}: {error}")
+    batch_bytes = options.batch_chunks * options.geometry.chunk_bytes
+    return BenchReport(options.geometry, batch_bytes, options.rounds, lines, skipped)
+
+
+Section = tuple[str, Callable[[], list[Line]] | None]
+
+
+def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterator[Section]:
+    """What can be measured; None for what nobody asked for."""
+    rounds = options.rounds
+    yield "CPU", lambda: measure_cpu(workbench, rounds, tick)
+    yield "disk", (lambda: _in_folder(workbench, options, tick)) if options.folder else None
+    yield "lookup", lambda: _calls(tick)
+    yield "start", (lambda: measure_start(rounds, tick)) if options.start else None
+    redis_server = options.redis_server
+    yield "redis", (lambda: measure_redis(workbench, redis_server, rounds, tick)) if redis_server else None
+    yield "server", (lambda: measure_server(workbench, rounds, tick)) if options.cache_server else None
+    yield "GPU", (lambda: _on_gpu(options, tick)) if options.gpu else None
+    yield "vLLM", (lambda: _with_vllm(options, tick)) if options.vllm else None
+
+
+def _in_folder(workbench: Workbench, options: BenchOptions, tick: Tick) -> list[Line]:
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.folder) as folder:
+        return measure_disk(workbench, Path(folder), options.rounds, tick)
+
+
+def _calls(tick: Tick) -> list[Line]:
+    tick("lookup")
+    lookups = measure_lookups()
+    tick("policy")
+    return [*lookups, measure_touches()]
+
+
+def _on_gpu(options: BenchOptions, tick: Tick) -> list[Line]:
+    if not torch.cuda.is_available():
+        raise ConfigError("there is none that torch can use")
+    workbench = Workbench(options.geometry, options.batch_chunks, device=torch.device("cuda", 0))
+    return measure_gpu(workbench, options.rounds, tick)
+
+
+def _with_vllm(options: BenchOptions, tick: Tick) -> list[Line]:
+    tick("vLLM")
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.folder) as folder:
+        return measure_vllm(options.geometry, Path(folder), options.rounds)

@@ -1,0 +1,83 @@
+"""What ``kvstore bench`` prints for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kvstore.tools.bench.compare import Change
+    from kvstore.tools.bench.lines import BenchReport, Line
+
+_STYLES = {"ok": "green", "below goal": "yellow", "BELOW FLOOR": "red"}
+
+
+def bench_table(report: BenchReport) -> Table:
+    """Figure, fraction of the limit and p99 of every path."""
+    chunks = report.batch_bytes // report.geometry.chunk_bytes
+    table = Table(
+        title=f"kvstore bench, {report.geometry.name}: {chunks} chunks of "
+        f"{report.geometry.chunk_bytes / (1 << 20):.0f} MiB a call, medians of {report.rounds} rounds"
+    )
+    for title in ("path", "limit"):
+        table.add_column(title)
+    for title in ("path's speed", "limit's speed", "fraction", "goal", "floor", "p99 of a call"):
+        table.add_column(title, justify="right")
+    table.add_column("verdict")
+    for line in report.lines:
+        table.add_row(
+            line.subject.name,
+            line.subject.limit_name,
+            _speed(line.path_s, line.size_bytes),
+            _speed(line.limit_s, line.size_bytes),
+            f"{line.fraction:.2f}",
+            f"{line.bound.goal:.2f}",
+            f"{line.bound.floor:.2f}",
+            _duration(line.p99_s),
+            f"[{_STYLES[line.verdict]}]{line.verdict}[/]",
+        )
+    if report.skipped:
+        table.caption = "not measured: " + "; ".join(report.skipped)
+    return table
+
+
+def timed_table(report: BenchReport) -> Table:
+    """What the timed part of every path consists of."""
+    table = Table(title="what is timed; every byte moved is compared outside of it", show_header=False)
+    for line in report.lines:
+        table.add_row(line.subject.name, line.subject.includes)
+    return table
+
+
+def change_table(changes: list[Change], old_name: str) -> Table:
+    """Fractions of an older run and of this one."""
+    table = Table(title=f"fractions, compared with {old_name}")
+    table.add_column("path")
+    for title in ("then", "now", "change"):
+        table.add_column(title, justify="right")
+    for change in changes:
+        style = "red" if change.is_loss else "green" if change.is_gain else "dim"
+        table.add_row(
+            change.name,
+            "" if change.then is None else f"{change.then:.2f}",
+            "" if change.now is None else f"{change.now:.2f}",
+            "" if change.share is None else f"[{style}]{change.share:+.0%}[/]",
+        )
+    return table
+
+
+def failure(line: Line) -> str:
+    """A line below its floor, in words."""
+    return (
+        f"{line.subject.name}: {line.fraction:.2f} of {line.subject.limit_name} is below the floor of "
+        f"{line.bound.floor:.2f}"
+    )
+
+
+def _speed(seconds: float, size_bytes: int) -> str:
+    return f"{size_bytes / seconds / 1e9:.2f} GB/s" if size_bytes else _duration(seconds)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

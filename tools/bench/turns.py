@@ -1,0 +1,223 @@
+"""Conversations over real vLLM: ``kvstore bench --turns``.
+
+A conversation is asked turn by turn, each prompt the one before and a few hundred tokens more: *cold*. Then vLLM's own
+prefix cache is emptied, as other requests would have done, and the same conversation is asked again: *warm*. Each
+connector runs beside two vLLMs without one, all three alive at the same time and asked in turn, so that the second
+shows the noise of the first. TTFT is the time to one token; throughput that of several last turns at once.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+from rich.table import Table
+
+from kvstore.errors import ConfigError
+from kvstore.tools.bench import redis, server
+from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
+from kvstore.tools.models import DEMO, build_llama
+
+MODULE: Final = "kvstore.adapters.vllm.turns"
+MARK: Final = "BENCH ANSWER "
+CONNECTORS: Final = ("example", "memory", "disk", "redis", "server")  # vLLM's ExampleConnector, and ours by tier
+PLAIN, CONTROL = "plain vLLM", "plain vLLM, again"
+TURNS: Final = 4
+TURN_TOKENS: Final = 400
+TOGETHER: Final = 3  # conversations whose last turns are asked at once
+ANSWER_TOKENS: Final = 16
+_WRITES_S: Final = 1.0  # what is written behind gets there
+_POOL_GIB: Final = 1.0
+
+Transfer = dict[str, Any] | None
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass
+class Samples:
+    """Of one vLLM: seconds to the first token of each turn, and tokens a second of several at once."""
+
+    cold_ttft_s: list[float] = field(default_factory=list)
+    warm_ttft_s: list[float] = field(default_factory=list)
+    cold_tokens_per_s: list[float] = field(default_factory=list)
+    warm_tokens_per_s: list[float] = field(default_factory=list)
+    warm_cached_share: list[float] = field(default_factory=list)
+
+
+def parse_connectors(text: str) -> list[str]:
+    """Names of ``CONNECTORS``, with commas between them; ``all`` for all of them.
+
+    Raises:
+        ConfigError: there is no such connector.
+    """
+    names = list(CONNECTORS) if text == "all" else text.split(",")
+    for name in names:
+        if name not in CONNECTORS:
+            raise ConfigError(f"--turns knows {', '.join(CONNECTORS)} and all, not {name!r}")
+    return names
+
+
+def measure_turns(
+    connectors: list[str], rounds: int, folder: Path, redis_server: Path | None
+) -> dict[str, dict[str, Samples]]:
+    """Samples by connector, each with those of the two plain vLLMs beside it.
+
+    Raises:
+        ConfigError: vLLM is not installed, or a server does not start.
+        BenchError: a vLLM ended.
+    """
+    require_vllm()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="kvstore-turns-", dir=folder) as made:
+        model = build_llama(Path(made) / "model", DEMO)
+        for connector in connectors:
+            place = Path(made) / connector
+            place.mkdir()
+            with ExitStack() as stack:
+                transfer = stack.enter_context(_transfer(connector, place, redis_server))
+                engines = {
+                    name: stack.enter_context(_engine(model, given))
+                    for name, given in ((PLAIN, None), (connector, transfer), (CONTROL, None))
+                }
+                found[connector] = _converse(engines, rounds)
+    return found
+
+
+def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
+    """Medians for people."""
+    table = Table(title=f"conversations of {TURNS} turns, {TURN_TOKENS} tokens each: TTFT of a turn, tokens a second")
+    table.add_column("connector")
+    table.add_column("vLLM")
+    for title in ("TTFT cold", "TTFT warm", "tokens/s cold", "tokens/s warm", "found again"):
+        table.add_column(title, justify="right")
+    for connector, samples in found.items():
+        for name, one in samples.items():
+            table.add_row(
+                connector if name == connector else "",
+                "with it" if name == connector else name,
+                f"{statistics.median(one.cold_ttft_s) * 1e3:.0f} ms",
+                f"{statistics.median(one.warm_ttft_s) * 1e3:.0f} ms",
+                f"{statistics.median(one.cold_tokens_per_s):.1f}",
+                f"{statistics.median(one.warm_tokens_per_s):.1f}",
+                f"{statistics.median(one.warm_cached_share):.0%}",
+            )
+        table.add_section()
+    return table
+
+
+def _converse(engines: dict[str, Ask], rounds: int) -> dict[str, Samples]:
+    """Interleaved: every conversation is asked of every vLLM before the next; the first to be asked alternates."""
+    chooser = random.Random(0)  # noqa: S311 - prompts that are the same in every run
+    samples = {name: Samples() for name in engines}
+    for number in range(rounds + 1):
+        conversations = [_conversation(chooser) for _ in range(1 + TOGETHER)]
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            one = _ask_all(engines[name], conversations)
+            if number:  # the first is for whatever is done only once
+                for kept, fresh in zip(vars(samples[name]).values(), vars(one).values(), strict=True):
+                    kept.extend(fresh)
+    return samples
+
+
+def _ask_all(ask: Ask, conversations: list[list[list[int]]]) -> Samples:
+    single, *others = conversations
+    last = [turns[-1] for turns in others]
+    samples = Samples()
+    for ttft_s, tokens_per_s in (
+        (samples.cold_ttft_s, samples.cold_tokens_per_s),
+        (samples.warm_ttft_s, samples.warm_tokens_per_s),
+    ):
+        for prompt in single:
+            answer = ask({"prompts": [prompt], "max_tokens": 1})
+            ttft_s.append(answer["seconds"])
+            if ttft_s is samples.warm_ttft_s and prompt is single[0]:
+                samples.warm_cached_share.append(answer["cached_tokens"][0] / len(prompt))
+        seconds = ask({"prompts": last, "max_tokens": ANSWER_TOKENS})["seconds"]
+        tokens_per_s.append(len(last) * ANSWER_TOKENS / seconds)
+        time.sleep(_WRITES_S)
+        ask({"forget": True})
+    return samples
+
+
+def _conversation(chooser: random.Random) -> list[list[int]]:
+    """The prompts of its turns; each begins with the one before."""
+    tokens = [chooser.randrange(5, VOCABULARY) for _ in range(TURNS * TURN_TOKENS)]
+    return [tokens[: (turn + 1) * TURN_TOKENS] for turn in range(TURNS)]
+
+
+@contextmanager
+def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterator[Transfer]:
+    """The KV transfer configuration of a connector, with the server that it needs."""
+    if connector == "example":
+        yield {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        }
+        return
+    settings: dict[str, Any] = {"max_local_cpu_size": _POOL_GIB, "local_cpu": connector == "memory"}
+    with ExitStack() as stack:
+        if connector == "disk":
+            settings |= {"local_disk": str(folder), "max_local_disk_size": 4 * _POOL_GIB}
+        elif connector == "redis":
+            if redis_server is None:
+                raise ConfigError("redis-server is not on the PATH")
+            settings["remote_url"] = (
+                f"redis://127.0.0.1:{stack.enter_context(redis.private_server(redis_server, folder))}"
+            )
+        elif connector == "server":
+            short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
+            settings["remote_url"] = stack.enter_context(server.private_server(short, 2 << 30))[0]
+        yield {
+            "kv_connector": "KVStoreConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {f"kvstore.{key}": value for key, value in settings.items()},
+        }
+
+
+@contextmanager
+def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
+    """A vLLM in a process of its own, ready to be asked."""
+    command = [sys.executable, "-m", MODULE, str(model), json.dumps(transfer)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(  # noqa: S603 - our own module, in this interpreter
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, said = process.stdin, process.stdout
+        try:
+            _listen(said, log)
+
+            def ask(task: dict[str, Any]) -> dict[str, Any]:
+                told.write(json.dumps(task) + "\n")
+                told.flush()
+                return _listen(said, log)
+
+            yield ask
+        finally:
+            process.kill()
+            process.wait()
+            told.close()
+            said.close()
+
+
+def _listen(said: IO[str], log: IO[bytes]) -> dict[str, Any]:
+    for line in said:
+        if line.startswith(MARK):
+            answer: dict[str, Any] = json.loads(line[len(MARK) :])
+            return answer
+    log.seek(0)
+    raise BenchError(f"a vLLM ended: {log.read()[-2000:].decode(errors='replace')}")

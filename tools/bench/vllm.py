@@ -1,0 +1,95 @@
+"""The vLLM lines of the bench: real vLLM on the CPU, with a model that is made up, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import ConfigError
+from kvstore.tools.bench.lines import Line, Subject
+from kvstore.tools.bench.samples import BenchError, Pair
+from kvstore.tools.models import DEMO, build_llama
+
+if TYPE_CHECKING:
+    from kvstore.tools.bench.geometry import Geometry
+
+_MODULE: Final = "kvstore.adapters.vllm.measuring"
+_MARK: Final = "BENCH SAMPLES "
+_NO_WORDS: Final = 8  # at the end of the made-up vocabulary
+_TIMEOUT_S: Final = 1800.0
+VOCABULARY: Final = DEMO.vocab - _NO_WORDS
+_SETTINGS: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+# Ours is held against a hit in vLLM's own prefix cache, 1.3 such and a block computed, a hundredth of the steps, and
+# vLLM without the connector.
+SUBJECTS: Final = {
+    "one_token_left": Subject(
+        "vLLM: hit in memory, one token left", "vLLM's prefix cache", "a prompt of 2,049 tokens, to its first token"
+    ),
+    "any_length": Subject(
+        "vLLM: hit in memory, any length", "1.3 of it, a block", "four lengths, each ending inside of a block"
+    ),
+    "hooks": Subject("vLLM: all hooks, no hit", "1% of the steps", "every hook of the connector, stores included"),
+    "throughput": Subject("vLLM: throughput, no hit", "no connector", "a batch of new prompts"),
+    "control": Subject("vLLM: no connector, again", "no connector", "a batch of new prompts, in another such vLLM"),
+}
+
+
+def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
+    """Run vLLM with a model in ``folder``.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+        BenchError: the run failed.
+    """
+    require_vllm()
+    samples = _run(build_llama(folder / "model", DEMO), rounds)
+    return [subject.line(geometry, [Pair(*pair) for pair in samples[name]]) for name, subject in SUBJECTS.items()]
+
+
+def require_vllm() -> None:
+    """Fail before a model is made.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("it is not installed: run make bench, which installs it")
+
+
+def environment() -> dict[str, str]:
+    """That of a process with a vLLM in it: small, quiet, and without a network."""
+    return {**os.environ, **_SETTINGS}
+
+
+def _run(model: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """The samples of each line, under the names in ``_MODULE``.
+
+    Raises:
+        BenchError: the run failed.
+    """
+    done = subprocess.run(  # noqa: S603 - our own module, in this interpreter
+        [sys.executable, "-m", _MODULE, str(model), str(VOCABULARY), str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        env=environment(),
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not lines:
+        raise BenchError(f"vLLM ended with status {done.returncode}: {done.stderr[-2000:]}")
+    samples: dict[str, list[tuple[float, float]]] = json.loads(lines[0][len(_MARK) :])
+    return samples

@@ -1,0 +1,121 @@
+"""The bench's own model: a paged KV cache, and the prompt that is moved at the moment.
+
+Nothing here uses the library's own copies to make or to check data: blocks are filled and compared through torch's
+indexing, so the paths measured cannot vouch for themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvstore.binding import bind_paged_kv
+from kvstore.tools.bench import limits
+from kvstore.tools.bench.limits import prefaulted
+from kvstore.tools.bench.samples import BenchError
+
+if TYPE_CHECKING:
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ByteArray
+    from kvstore.tools.bench.geometry import Geometry
+
+_POISON = 0x5A5A
+_HOST = torch.device("cpu")
+
+
+class Workbench:
+    """A paged KV cache of two batches, the data of the batch at hand, and memcpy of as many bytes.
+
+    Caches are logical ``[B, H, N, C]`` tensors in NHD order, as vLLM registers them, or ``[B, N, C]`` for a latent. A
+    *batch* is one prompt of ``num_chunks`` whole chunks.
+    """
+
+    def __init__(self, geometry: Geometry, num_chunks: int, *, device: torch.device = _HOST, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self.geometry = geometry
+        self._batch_blocks = num_chunks * geometry.blocks_per_chunk
+        self.num_chunks = num_chunks
+        self.num_tokens = num_chunks * geometry.chunk_tokens
+        self.batch_bytes = num_chunks * geometry.chunk_bytes
+        self.tokens: list[int] = []
+        rows = (geometry.block_tokens, geometry.kv_heads, geometry.token_elements // geometry.kv_heads)
+        shape = (2 * self._batch_blocks, *rows)
+        caches = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(geometry.layers)]
+        self._caches = [cache.view(torch.int16) for cache in caches]  # NaNs are not equal to themselves
+        self.paged = bind_paged_kv(
+            {
+                f"layers.{layer}": cache[:, :, 0] if geometry.latent else cache.permute(0, 2, 1, 3)
+                for layer, cache in enumerate(caches)
+            },
+            num_blocks=shape[0],
+            block_tokens=geometry.block_tokens,
+            chunk_tokens=geometry.chunk_tokens,
+            has_channels=not geometry.latent,
+        )
+        self.pool_bytes = num_chunks * self.paged.layout.slot_bytes  # of a pool that holds one batch
+        self._base = self._random.integers(1 << 63, size=self.batch_bytes // 8, dtype=np.uint64)
+        self._data = prefaulted(self.batch_bytes)
+        self._copy = prefaulted(self.batch_bytes)
+        self._expected = torch.from_numpy(self._data.view(np.int16)).view(
+            geometry.layers, self._batch_blocks, *shape[1:]
+        )
+
+    def memcpy(self) -> None:
+        """The limit: one thread copies the batch's data in contiguous pieces."""
+        limits.memcpy(self._copy, self._data)
+
+    def memcpy_and_sum(self) -> None:
+        """The limit of what is also verified."""
+        limits.memcpy_and_sum(self._copy, self._data)
+
+    def new_batch(self) -> torch.Tensor:
+        """Put a prompt never seen before, with random KV, in random blocks; returns its slot mapping."""
+        np.multiply(
+            self._base, self._random.integers(1 << 63, dtype=np.uint64) | np.uint64(1), out=self._data.view("u8")
+        )
+        self.tokens = self._random.integers(32_000, size=self.num_tokens).tolist()
+        block_ids = self._some_blocks()
+        for cache, expected in zip(self._caches, self._expected, strict=True):
+            cache[block_ids] = expected.to(cache.device)
+        return self._slot_mapping(block_ids)
+
+    def destination(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Overwrite the whole cache, and name the random blocks that the batch is to return to.
+
+        Returns:
+            Their ids, for ``check``, and their slot mapping.
+        """
+        for cache in self._caches:
+            cache.fill_(_POISON)
+        block_ids = self._some_blocks()
+        return block_ids, self._slot_mapping(block_ids)
+
+    def check(self, block_ids: torch.Tensor) -> None:
+        """Compare every byte of the cache: the batch in ``block_ids``, and poison everywhere else.
+
+        Raises:
+            BenchError: something differs.
+        """
+        others = torch.ones(2 * self._batch_blocks, dtype=torch.bool)
+        others[block_ids] = False
+        for layer, (cache, expected) in enumerate(zip(self._caches, self._expected, strict=True)):
+            if not torch.equal(cache[block_ids].cpu(), expected):
+                raise BenchError(f"layer {layer}: the bytes retrieved are not those stored")
+            if not bool((cache[others] == _POISON).all()):
+                raise BenchError(f"layer {layer}: blocks were overwritten that nobody asked for")
+
+    def _some_blocks(self) -> torch.Tensor:
+        return torch.from_numpy(self._random.permutation(2 * self._batch_blocks)[: self._batch_blocks])
+
+    def _slot_mapping(self, block_ids: torch.Tensor) -> torch.Tensor:
+        size = self.geometry.block_tokens
+        return (block_ids[:, None] * size + torch.arange(size)).reshape(-1)
+
+
+def transfer_slots(layout: KVLayout, num_chunks: int) -> ByteArray:
+    """Prefaulted slots for tiers without an engine: uint8 ``[2, num_chunks, slot_bytes]``, the first half random."""
+    slots = prefaulted(2 * num_chunks * layout.slot_bytes).reshape(2, num_chunks, layout.slot_bytes)
+    slots[0] = np.random.default_rng(0).integers(256, size=slots[0].shape, dtype=np.uint8)
+    return slots

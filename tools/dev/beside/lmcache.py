@@ -1,0 +1,217 @@
+"""LMCache 0.5.6 on the CPU: in process, with a stand-in for its GPU connectors, and its server mode."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, CHUNK_TOKENS, HEAD_SIZE, HEADS, LAYERS, Prompts
+from kvstore.tools.dev.beside.systems import SETTLE_S
+
+GIB = 1 << 30
+
+
+class CpuConnector:
+    """What LMCache's engine asks of a GPU connector, for tensors on the CPU; the copies are LMCache's own."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        from lmcache import device_ops  # noqa: PLC0415
+        from lmcache.lmcache_native import EngineKVFormat, TransferDirection  # noqa: PLC0415
+
+        self._transfer = device_ops.multi_layer_kv_transfer
+        self._format = EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
+        self._in, self._out = TransferDirection.D2H, TransferDirection.H2D
+        self._slots_total = prompts.num_blocks * BLOCK_TOKENS
+        self._layers = [cache.view(2, self._slots_total, HEADS * HEAD_SIZE) for cache in prompts.caches]
+
+    def initialize_kvcaches_ptr(self, **_: object) -> None:
+        """The caches are known."""
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Of a chunk: K and V, layers, tokens, elements."""
+        return torch.Size([2, LAYERS, num_tokens, HEADS * HEAD_SIZE])
+
+    def batched_from_gpu(
+        self, memory_objs: list[Any], starts: list[int], ends: list[int], *, slot_mapping: torch.Tensor, **_: object
+    ) -> None:
+        """Gather chunks."""
+        self._move(memory_objs, starts, ends, slot_mapping, self._in)
+
+    def batched_to_gpu(
+        self, memory_objs: list[Any], starts: list[int], ends: list[int], *, slot_mapping: torch.Tensor, **_: object
+    ) -> None:
+        """Scatter chunks."""
+        self._move(memory_objs, starts, ends, slot_mapping, self._out)
+
+    def _move(
+        self,
+        chunks: list[Any],
+        starts: list[int],
+        ends: list[int],
+        slots: torch.Tensor,
+        way: Any,  # noqa: ANN401 - LMCache's
+    ) -> None:
+        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+            self._transfer(
+                chunk.tensor,
+                self._layers,
+                slots[start:end],
+                torch.device("cpu"),
+                self._slots_total,
+                way,
+                self._format,
+                block_size=BLOCK_TOKENS,
+                head_size=HEAD_SIZE,
+            )
+
+
+class Lmcache:
+    """LMCache in process, through ``LMCacheEngine``."""
+
+    def __init__(self, prompts: Prompts, settings: dict[str, Any]) -> None:
+        from lmcache.v1.cache_engine import LMCacheEngineBuilder  # noqa: PLC0415
+        from lmcache.v1.config import LMCacheEngineConfig  # noqa: PLC0415
+        from lmcache.v1.metadata import LMCacheMetadata  # noqa: PLC0415
+
+        self._writes_behind = not settings["local_cpu"]
+        self._redis: Any = None
+        if "remote_url" in settings:
+            from redis import Redis  # noqa: PLC0415
+
+            self._redis = Redis.from_url(settings["remote_url"])
+        config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK_TOKENS, **settings)
+        shape = (LAYERS, 2, CHUNK_TOKENS, HEADS, HEAD_SIZE)
+        metadata = LMCacheMetadata("side-by-side", 1, 1, 0, 0, torch.bfloat16, shape, role="worker")
+        one_rank: list[Callable[..., Any]] = [lambda tensor, _: tensor, lambda thing, _: thing]
+        self._engine: Any = LMCacheEngineBuilder.get_or_create(
+            "side-by-side", config, metadata, CpuConnector(prompts), *one_rank
+        )
+        self._engine.post_init()
+
+    def store(self, tokens: list[int], slots: torch.Tensor) -> None:
+        """See ``System``."""
+        self._engine.store(tokens=tokens, slot_mapping=slots)
+        deadline_s = time.monotonic() + SETTLE_S
+        while self._writes_behind and self.lookup(tokens) < len(tokens):  # it has no flush
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"LMCache: {self.lookup(tokens)} of {len(tokens)} tokens after {SETTLE_S:.0f} s")
+            time.sleep(0.001)
+
+    def lookup(self, tokens: list[int]) -> int:
+        """See ``System``."""
+        return int(self._engine.lookup(tokens))
+
+    def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
+        """See ``System``."""
+        return int(self._engine.retrieve(tokens=tokens, slot_mapping=slots).sum())
+
+    def clear(self, tokens: list[int]) -> None:
+        """See ``System``."""
+        if self._redis is None:
+            self._engine.clear(tokens=tokens)
+        elif names := self._redis.keys("*side-by-side*"):  # its clear is not implemented there
+            self._redis.delete(*names)
+
+
+class LmcacheServer:
+    """LMCache's server mode, through the adapters that vLLM's connector uses."""
+
+    def __init__(self, prompts: Prompts, url: str) -> None:
+        import zmq  # noqa: PLC0415
+        from lmcache.integration.vllm import vllm_multi_process_adapter as adapters  # noqa: PLC0415
+
+        self._operation = adapters.LoadStoreOp
+        alone = adapters.ParallelStrategy(False, 1, 0, 1, 1, 1)
+        given = ("side-by-side", BLOCK_TOKENS, alone)
+        context = zmq.Context()
+        self._scheduler = adapters.LMCacheMPSchedulerAdapter([url], context, *given)
+        self._worker = adapters.LMCacheMPWorkerAdapter(url, context, *given)
+        layers = {f"layers.{layer}": cache for layer, cache in enumerate(prompts.caches)}
+        self._worker.register_kv_caches(layers, layout_hints={"kv_layout": "NHD"})
+        self._requests = 0
+        self._looked_up: list[str] = []  # and not retrieved: each holds a lock
+
+    def store(self, tokens: list[int], slots: torch.Tensor) -> None:
+        """See ``System``."""
+        name = self._name()
+        self._worker.submit_store_request(name, self._of(tokens, slots), self._worker.create_recorded_event())
+        self._await(lambda: name in (self._worker.get_finished({name})[0] or ()))
+
+    def lookup(self, tokens: list[int]) -> int:
+        """See ``System``."""
+        name = self._name()
+        self._scheduler.maybe_submit_lookup_request(name, tokens)
+        found: list[int | None] = [None]
+
+        def answered() -> bool:
+            found[0] = self._scheduler.check_lookup_result(name)
+            return found[0] is not None
+
+        self._await(answered)
+        self._looked_up.append(name)
+        return found[0] or 0
+
+    def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
+        """See ``System``; loads what the last lookup locked, as vLLM does."""
+        name = self._looked_up.pop()
+        self._worker.submit_retrieve_request(name, self._of(tokens, slots), self._worker.create_recorded_event())
+        self._await(lambda: name in (self._worker.get_finished(set())[1] or ()))
+        return 0 if self._worker.get_block_ids_with_load_errors() else len(tokens)
+
+    def clear(self, tokens: list[int]) -> None:
+        """See ``System``; it forgets everything that is not locked."""
+        while self._looked_up:
+            self._scheduler.free_lookup_locks(tokens, 0, len(tokens), self._looked_up.pop())
+        self._scheduler.reset_cache()
+
+    def _of(self, tokens: list[int], slots: torch.Tensor) -> Any:  # noqa: ANN401 - LMCache's
+        blocks = (slots[::BLOCK_TOKENS] // BLOCK_TOKENS).tolist()
+        return self._operation(tokens, [blocks], 0, len(tokens))
+
+    def _name(self) -> str:
+        self._requests += 1
+        return f"request-{self._requests}"
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + SETTLE_S
+        while not done():
+            if time.monotonic() > deadline_s:
+                raise SystemExit("LMCache's server does not answer")
+            time.sleep(0.0001)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def lmcache_server(folder: Path, pool_bytes: int) -> Iterator[str]:
+    """LMCache's own server, with memory only."""
+    port = free_port()
+    command = [str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)]
+    command += ["--http-port", str(free_port()), "--chunk-size", str(CHUNK_TOKENS), "--eviction-policy", "LRU"]
+    command += ["--l1-size-gb", str(1.5 * pool_bytes / GIB)]
+    command += ["--supported-transfer-mode", "auto", "--shm-name", f"side_{os.getpid()}"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # its threads and ours would fight for the same cores
+    with (folder / "lmcache.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=alone)  # noqa: S603 - the other's own
+    try:
+        deadline_s = time.monotonic() + SETTLE_S
+        while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,47 @@
+"""Figures of matplotlib, which is an extra, for commands with ``--plot``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+
+def require_plotting() -> None:
+    """Fail before the work, not after it.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    _figure_class()
+
+
+def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN401 - matplotlib's, which is not always there
+    """An empty figure.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    return _figure_class()(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def save_figure(figure: Any, file: Path) -> None:  # noqa: ANN401 - see new_figure
+    """Write a figure; the file's ending chooses the format.
+
+    Raises:
+        ConfigError: that is not possible.
+    """
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the plot cannot be written to {file}: {error}") from error
+
+
+def _figure_class() -> type[Any]:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'vllm-kvstore[plot]'") from error
+    found: type[Any] = Figure
+    return found
