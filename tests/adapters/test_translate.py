@@ -367,14 +367,15 @@ def test_of_ranks_that_hold_the_same_each_fills_its_own_server() -> None:
 def test_the_port_of_a_worker(given: int | tuple[int, ...], rank: int, replica: int, port: int) -> None:
     config = worker_config(rank=rank, tp=2, pp=2)
     config.parallel_config.data_parallel_rank = replica
-    assert translate._own_port(config, StoreConfig(enable_pd=True, pd_peer_init_port=given)) == port
+    store_config = StoreConfig(enable_pd=True, pd_peer_init_port=given)
+    assert translate._port_of(config, store_config, translate._rank_of(config)) == port
 
 
 def test_a_worker_without_a_port() -> None:
     config = worker_config(rank=1, tp=2)
     config.parallel_config.data_parallel_rank = 0
     with pytest.raises(ConfigError, match="pd_peer_init_port has 1 ports, and none for worker 1"):
-        translate._own_port(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)))
+        translate._port_of(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)), rank=1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvstore.tools.models import DEMO, build_llama
 if TYPE_CHECKING:
     from kvstore.tools.bench.geometry import Geometry
 
-_MODULE: Final = "kvstore.adapters.vllm.measuring"
+_MODULES: Final = ("kvstore.adapters.vllm.measuring", "kvstore.adapters.vllm.measuring_handover")
 _MARK: Final = "BENCH SAMPLES "
 _NO_WORDS: Final = 8  # at the end of the made-up vocabulary
 _TIMEOUT_S: Final = 1800.0
@@ -32,8 +32,8 @@ _SETTINGS: Final = {
 }
 
 
-# Ours is held against a hit in vLLM's own prefix cache, 1.3 such and a block computed, a hundredth of the steps, and
-# vLLM without the connector.
+# Ours is held against a hit in vLLM's own prefix cache, 1.3 such and a block computed, a hundredth of the steps,
+# vLLM without the connector, and a fifth of the time that a prompt takes.
 SUBJECTS: Final = {
     "one_token_left": Subject(
         "vLLM: hit in memory, one token left", "vLLM's prefix cache", "a prompt of 2,049 tokens, to its first token"
@@ -44,6 +44,11 @@ SUBJECTS: Final = {
     "hooks": Subject("vLLM: all hooks, no hit", "1% of the steps", "every hook of the connector, stores included"),
     "throughput": Subject("vLLM: throughput, no hit", "no connector", "a batch of new prompts"),
     "control": Subject("vLLM: no connector, again", "no connector", "a batch of new prompts, in another such vLLM"),
+    "handover": Subject(
+        "vLLM: hand-over behind a prefill",
+        "a fifth of the prefill",
+        "until another process has its KV",
+    ),
 }
 
 
@@ -55,7 +60,8 @@ def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
         BenchError: the run failed.
     """
     require_vllm()
-    samples = _run(build_llama(folder / "model", DEMO), rounds)
+    model = build_llama(folder / "model", DEMO)
+    samples = {name: pairs for module in _MODULES for name, pairs in _run(module, model, rounds).items()}
     return [subject.line(geometry, [Pair(*pair) for pair in samples[name]]) for name, subject in SUBJECTS.items()]
 
 
@@ -74,14 +80,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, **_SETTINGS}
 
 
-def _run(model: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """The samples of each line, under the names in ``_MODULE``.
+def _run(module: str, model: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """The samples of each line that a module measures.
 
     Raises:
         BenchError: the run failed.
     """
     done = subprocess.run(  # noqa: S603 - our own module, in this interpreter
-        [sys.executable, "-m", _MODULE, str(model), str(VOCABULARY), str(rounds)],
+        [sys.executable, "-m", module, str(model), str(VOCABULARY), str(rounds)],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
