@@ -10,7 +10,9 @@ Nothing here holds a lock between two layers. Whoever begins must end: ``finish`
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -27,6 +29,7 @@ from kvstore.tiers.base import ByteArray, Outcome
 
 READ_BYTES = 768 << 10  # of a chunk in one read, at least: smaller ones are slower in sum
 MAX_GROUPS = 16  # more would not let the model begin much earlier
+IDLE_SHARE = 0.1  # of the time that a layer takes: a model that computes for less does not compute
 READ_AHEAD_GROUPS = 2  # on their way, behind the group that is being used
 
 T = TypeVar("T")
@@ -58,6 +61,7 @@ class LayerLoad:
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
         self._goes_aside = mover.paged.device.type == "cpu"
         self._aside: Future[None] | None = None  # the next layer
+        self._returned_s = -math.inf  # when the last layer was there
         self._scattering = threading.RLock()  # the collector may call ``halt`` on the very thread that scatters
         self._is_halted = False
 
@@ -66,15 +70,19 @@ class LayerLoad:
 
         From the layer on at which a chunk fails, its blocks stay as they were.
         """
+        begin_s = time.perf_counter()
         self._read_ahead(layer)
         if self._aside is None or self._aside.cancel():  # another load's layer may be in the way, for long
             self._bring(layer)
         else:
             self._aside.result()
         self._aside = None
-        if self._goes_aside and layer + 1 < self._num_layers:
+        computed_s, took_s = begin_s - self._returned_s, time.perf_counter() - begin_s
+        # A thread that is woken for nothing costs more than it brings where nothing is computed in between.
+        if self._goes_aside and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
             self._read_ahead(layer + 1)
             self._aside = self._mover.aside(lambda: self._bring(layer + 1))
+        self._returned_s = time.perf_counter()
 
     def _bring(self, layer: int) -> None:
         """Wait for a layer and scatter it. On any thread: it uses only what is its own."""
