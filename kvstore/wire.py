@@ -58,6 +58,7 @@ class Refusal(IntEnum):
     UNKNOWN = 6  # no such namespace
     MALFORMED = 7  # the request was none; nothing more is listened to on this connection
     FOREIGN = 8  # the server belongs to an engine with other KV
+    DISK = 9  # chunks were forgotten, and the disk has not let go of all of their files
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -205,7 +205,7 @@ class Service:
             case wire.Remove():
                 self._stock.remove(session.space, wire.unpack_refs(request.refs))
             case wire.Clear():
-                self._stock.clear(session.space)
+                return self._clear(session, request)
             case wire.Scan():
                 return self._scan(session, request)
         return self._done(session, request)
@@ -243,7 +243,7 @@ class Service:
 
     def _clear_spaces(self, request: wire.ClearSpaces) -> wire.Answer:
         spaces = [s for s in self._stock.spaces.values() if not request.space or s.id == request.space]
-        return _report(request, {"chunks": sum(self._stock.clear(space) for space in spaces)})
+        return _report(request, {"chunks": sum(map(self._clear_space, spaces))})
 
     def _pin(self, request: wire.Pin) -> wire.Answer:
         space = self._stock.spaces.get(request.space)
@@ -346,6 +346,26 @@ class Service:
             lease = session.leases.get(number)
             if lease is not None and not lease.is_write:
                 self._sessions.give_back(session, lease, is_whole=True)
+
+    def _clear(self, session: Session, request: wire.Clear) -> wire.Answer | None:
+        """Forget the chunks of a namespace; the answer says that they do not come back either."""
+
+        def cleared(is_clear: bool) -> None:
+            refusal = wire.Refused(request.serial, Refusal.DISK, "the disk has not let go of all chunks yet")
+            if not session.is_over:
+                self._ways.send(session.peer, self._done(session, request) if is_clear else refusal, ())
+
+        self._clear_space(session.space, cleared)
+        return None if self._shelves is not None else self._done(session, request)
+
+    def _clear_space(self, space: Space, cleared: Callable[[bool], None] = lambda _: None) -> int:
+        """Forget the chunks of a namespace, and start to forget their files; how many there were."""
+        self._sweep()
+        count = self._stock.clear(space)
+        refs = [ref for _, ref in self._stock.take_removals()]
+        if self._shelves is not None:
+            self._shelves.clear(space, refs, cleared)
+        return count
 
     def _scan(self, session: Session, request: wire.Scan) -> wire.Answer:
         refs = list(session.space.chunks)

@@ -81,6 +81,21 @@ class _Shelf(NamedTuple):
     tier: Tier  # guarded
 
 
+@dataclass
+class _Traffic:
+    """What is done to the files of one namespace.
+
+    Attributes:
+        active: works under way, or waiting for their file.
+        held: what came after a clear that has not ended; None without one.
+        clear: begins that, once nothing is active.
+    """
+
+    active: int = 0
+    held: deque[Callable[[], None]] | None = None
+    clear: Callable[[], None] = lambda: None
+
+
 class Shelves:
     """The folder, owned by this process. Thread-safe.
 
@@ -112,6 +127,7 @@ class Shelves:
         self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write-disk")
         self._staging = threading.local()
         self._turns: dict[bytes, deque[_Work]] = {}  # what waits for the file of a chunk, while something is done to it
+        self._traffic: dict[bytes, _Traffic] = {}  # by namespace
         self._turns_lock = threading.Lock()
         self._is_closing = False
 
@@ -123,7 +139,7 @@ class Shelves:
     @property
     def is_busy(self) -> bool:
         """Whether files are being written or deleted."""
-        return bool(self._turns)
+        return any(traffic.active or traffic.held is not None for traffic in list(self._traffic.values()))
 
     def open_all(self) -> list[Found]:
         """What an earlier server has left. Namespaces of past epochs, and what cannot be read, are deleted.
@@ -150,7 +166,7 @@ class Shelves:
 
     def write(self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[int | None], None]) -> None:
         """Start to write a chunk; ``done`` is called with the size of its file, or None, by the thread that decides."""
-        self._in_turn(chunk.key, partial(self._write, chunk, parts, done))
+        self._in_turn(chunk.space, chunk.key, partial(self._write, chunk, parts, done))
 
     def read(
         self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[Outcome], None], freed: Callable[[], None]
@@ -168,7 +184,28 @@ class Shelves:
     def remove(self, removals: Sequence[tuple[Space, ChunkRef]]) -> None:
         """Start to delete the files of chunks."""
         for space, ref in removals:
-            self._in_turn(space.key_of(ref), partial(self._remove, space, ref))
+            self._in_turn(space, space.key_of(ref), partial(self._remove, space, ref))
+
+    def clear(self, space: Space, refs: Sequence[ChunkRef], done: Callable[[bool], None]) -> None:
+        """Start to forget all files of a namespace, of which ``refs`` are known.
+
+        What was begun before ends first, and what comes later waits. ``done`` is called by the thread that decides:
+        with True if no file can be found any more, not even after a crash; otherwise they are deleted one by one.
+        """
+
+        def begin() -> None:
+            with suppress(RuntimeError):  # it is closing now
+                self._writers.submit(self._clear, space, refs, done)
+
+        with self._turns_lock:
+            traffic = self._traffic.setdefault(space.id, _Traffic())
+            if traffic.held is not None:
+                traffic.held.append(lambda: self.clear(space, refs, done))
+                return
+            traffic.held, traffic.clear = deque(), begin
+            is_quiet = not traffic.active
+        if is_quiet:
+            begin()
 
     def close(self, timeout_s: float) -> None:
         """End the threads, and close all tiers; what hangs is left behind."""
@@ -186,30 +223,47 @@ class Shelves:
             shelf.tier.close()
         self._owner.release()
 
-    def _in_turn(self, key: bytes, work: _Work) -> None:
-        """Start to do something to the file of a chunk once nothing else is done to it."""
+    def _in_turn(self, space: Space, key: bytes, work: _Work) -> None:
+        """Start to do something to the file of a chunk once nothing else is done to it, and no clear is under way."""
         with self._turns_lock:
+            traffic = self._traffic.setdefault(space.id, _Traffic())
+            if traffic.held is not None:
+                traffic.held.append(lambda: self._in_turn(space, key, work))
+                return
+            traffic.active += 1
             waiting = self._turns.get(key)
             if waiting is None:
                 self._turns[key] = deque()
             else:
                 waiting.append(work)
         if waiting is None:
-            self._start(key, work)
+            self._start(space, key, work)
 
-    def _start(self, key: bytes, work: _Work) -> None:
+    def _start(self, space: Space, key: bytes, work: _Work) -> None:
         if not self._is_closing:
             with suppress(RuntimeError):  # it is closing now
-                self._writers.submit(work, lambda: self._end_turn(key))
+                self._writers.submit(work, lambda: self._end_turn(space, key))
 
-    def _end_turn(self, key: bytes) -> None:
+    def _end_turn(self, space: Space, key: bytes) -> None:
         with self._turns_lock:
             waiting = self._turns[key]
             work = waiting.popleft() if waiting else None
             if work is None:
                 del self._turns[key]
+            traffic = self._traffic[space.id]
+            traffic.active -= 1
+            may_clear = traffic.held is not None and not traffic.active
         if work is not None:
-            self._start(key, work)
+            self._start(space, key, work)
+        if may_clear:
+            traffic.clear()
+
+    def _end_clear(self, space: Space) -> None:
+        with self._turns_lock:
+            traffic = self._traffic[space.id]
+            held, traffic.held = traffic.held, None
+        for resume in held or ():
+            resume()
 
     # -- on the threads ----------------------------------------------------------------------------------------------
 
@@ -220,6 +274,9 @@ class Shelves:
             self._report(lambda: done(size_bytes))
             end()
 
+        if chunk.is_gone:  # while it waited: a clear need not wait for it
+            report(None)
+            return
         try:
             shelf = self._open(chunk.space)
             buffer = self._gathered(chunk, parts)
@@ -278,6 +335,25 @@ class Shelves:
         except TierError as error:  # the breaker remembers it
             self._complain(error)
         end()
+
+    def _clear(self, space: Space, refs: Sequence[ChunkRef], done: Callable[[bool], None]) -> None:
+        def end(*, is_clear: bool) -> None:
+            self._report(lambda: done(is_clear))
+            self._end_clear(space)
+            if not is_clear:
+                self.remove([(space, ref) for ref in refs])
+
+        shelf = self._shelves.get(space.id)
+        try:
+            if shelf is not None:
+                shelf.tier.clear()
+            end(is_clear=True)
+        except TierTimeoutError as error:
+            self._complain(error)
+            error.pending.add_done_callback(lambda _: end(is_clear=False))
+        except TierError as error:
+            self._complain(error)
+            end(is_clear=False)
 
     def _open(self, space: Space) -> _Shelf:
         with self._lock:

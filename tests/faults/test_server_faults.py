@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from kvstore.server import sessions
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.shelves import ShelfOptions, Shelves
+from kvstore.server.spaces import Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers._server_link import Link, NoSessionError
 from kvstore.tiers._server_moves import Mapped
@@ -364,9 +367,13 @@ class TestEnd:
             gate.wait(WAIT_S)
             return put(tier, transfers)
 
-        def end_turn_late(shelves: Shelves, key: bytes) -> None:
+        def end_turn_late(shelves: Shelves, space: Space, key: bytes) -> None:
             time.sleep(0.3)  # the server knows by now that the write has ended, and might think that this was all
-            end_turn(shelves, key)
+            end_turn(shelves, space, key)
+
+        def clear(tier: Tier) -> None:
+            with suppress(TierError):  # the server goes before it has answered
+                tier.clear()
 
         end_turn = Shelves._end_turn
         monkeypatch.setattr(Shelves, "_end_turn", end_turn_late)
@@ -374,15 +381,59 @@ class TestEnd:
         with serving_tcp(disk=disk) as server:
             tier = open_tier(server.url)
             assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
-            tier.clear()
-            tier.close()
+            clearing = threading.Thread(target=clear, args=(tier,))
+            clearing.start()
+            wait_for("it is cleared", lambda: tier.contains([A]) == [False])
             server.hub.stop()
             wait_for("it is closing", lambda: server.hub.service.is_closing)
             gate.set()
+            clearing.join(WAIT_S)
+            tier.close()
             wait_for("it has ended", lambda: server.drained is not None)
         with serving_tcp(disk=disk) as server:
             tier = open_tier(server.url)
             assert tier.contains([A]) == [False]
+            tier.close()
+
+    def test_what_was_cleared_stays_away_after_a_crash(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """When the call has returned, the disk has nothing left, although no file was deleted yet."""
+        disk, copy = ShelfOptions(tmp_path / "disk", 1 << 20), tmp_path / "copy"
+        for name in ("remove", "_delete_dead"):
+            monkeypatch.setattr(DiskTier, name, lambda *_: None)
+        with serving_tcp(disk=disk) as server:
+            tier = open_tier(server.url)
+            tier.put([make_transfer(EVEN, A), make_transfer(EVEN, B)])
+            wait_for("both are on disk", lambda: not server.hub.service.num_writing)
+            tier.clear()
+            tier.put([make_transfer(EVEN, B, version=1)])
+            wait_for("it is on disk", lambda: not server.hub.service.num_writing)
+            shutil.copytree(disk.folder, copy)  # as a crash would leave it now
+            assert tier.contains([A, B]) == [False, True]
+            tier.close()
+        with serving_tcp(disk=ShelfOptions(copy, 1 << 20)) as server:
+            tier = open_tier(server.url)
+            assert tier.contains([A, B]) == [False, True]
+            assert check_read(tier, B, version=1) is Outcome.HIT
+            tier.close()
+
+    def test_a_disk_that_does_not_let_go_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is found, and the files are deleted one by one when that works."""
+
+        def refuse(_: DiskTier) -> None:
+            raise TierError("broken on purpose")
+
+        with serving_tcp(disk=ShelfOptions(tmp_path, 1 << 20)) as server:
+            tier = open_tier(server.url)
+            tier.put([make_transfer(EVEN, A)])
+            wait_for("it is on disk", lambda: bool(list(tmp_path.rglob("*.safetensors"))))
+            with monkeypatch.context() as broken:
+                broken.setattr(DiskTier, "clear", refuse)
+                with pytest.raises(TierError, match="not let go"):
+                    tier.clear()
+            assert tier.contains([A]) == [False]
+            wait_for(
+                "its file is gone", lambda: not [p for p in tmp_path.rglob("*.safetensors") if p.parent.name != ".free"]
+            )
             tier.close()
 
     def test_nothing_new_while_it_ends(self) -> None:
