@@ -24,6 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvstore.adapters.vllm import translate
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
+from kvstore.adapters.vllm.steps import shards_of
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.directory import RemoteDirectory
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.tokenizers import TokenizerLike
 
-    from kvstore.adapters.vllm.steps import WorkerFacts, shards_of
+    from kvstore.adapters.vllm.steps import WorkerFacts
     from kvstore.layout import KVLayout
     from kvstore.tiers.base import ChunkRef
 

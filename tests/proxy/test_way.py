@@ -182,7 +182,7 @@ class TestWhereKvGoes:
             "created": 7,
             "model": "m",
             "choices": [],
-            "kv_transfer_params": {"remote_host": TO_A.host, "remote_port": TO_A.port, "num_tokens": 7},
+            "kv_transfer_params": {"remote_host": TO_A.host, "remote_port": TO_A.port, "num_tokens": 6},
         }
 
         shown = client.post(PATH, json={**STREAMED, "stream_options": {"include_usage": True}}).content
