@@ -97,7 +97,7 @@ class StoreScheduler:
         self._pins: dict[str, tuple[PrefixHasher, int]] = {}  # of ended requests, until that step is reported
         self._choice = LoadChoice(options.load_rules)
         self._clock = StepClock()
-        self._num_running = 0  # requests in the last step
+        self._running: set[str] = set()  # requests of the last step that have not ended
         self._last_hit = ("", NO_HIT)  # of the request last allocated
         self._loads: LoadPlanner | None = None  # with the index
         self._saves: SavePlanner | None = None
@@ -341,7 +341,7 @@ class StoreScheduler:
     def _promise(self, loads: LoadPlanner, tracker: RequestTracker, spec: LoadSpec) -> int | None:
         """Choose how to load, if at all; None while others are bringing what is needed."""
         tokens = loads.sources(spec)
-        others_run = self._num_running > 0
+        others_run = not self._running <= {tracker.request.request_id}
         beside = self._choice.goes_beside(tokens, others_run=others_run)
         if loads.must_wait(spec.match, beside=beside):
             return None
@@ -424,6 +424,7 @@ class StoreScheduler:
 
     def finish_request(self, request_id: str, block_ids: Sequence[int]) -> bool:
         """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
+        self._running.discard(request_id)
         if self._remote is not None:
             self._remote.end(request_id)
         if self._canary is not None:
@@ -494,7 +495,7 @@ class StoreScheduler:
                     self._plan_save(req_id, tracker, save, block_ids_of(req_id))
         if self._loads is not None:
             self._loads.note_blocks(num_scheduled_tokens, block_ids_of)
-        self._num_running = len(num_scheduled_tokens)
+        self._running = set(num_scheduled_tokens)
         plan = self._emit(preempts=preempts)
         loads_within = any(meta.loads for meta in plan.requests)
         self._clock.planned(time.monotonic(), 0 if loads_within else sum(num_scheduled_tokens.values()))

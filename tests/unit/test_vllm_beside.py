@@ -12,6 +12,7 @@ from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
 from support.gate import HANG_GUARD_S, Gate
 
 from kvstore import metrics
+from kvstore.adapters.vllm import choice
 from kvstore.adapters.vllm.steps import Fetch
 from kvstore.keys import NO_EXTRAS, PrefixHasher
 from kvstore.pages import HostPagedKV
@@ -241,3 +242,18 @@ def test_a_fault_of_the_program_reaches_vllm(build: Build, monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         worker.end_loads()
     worker._courier._fetching.clear()
+
+
+def test_those_that_have_ended_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chat, turn after turn: nobody would gain from a load beside the steps, so none goes there."""
+    monkeypatch.setattr(choice, "BRIEF_S", 0.0)
+    with one_after_the_other(Setup(gpu_blocks=200, slots=40, beside=None)) as build:
+        vllm = build()
+        prompt = [number % 50 for number in range(8 * CHUNK)]  # long enough to be measured
+        for number in range(6):
+            vllm.ask(f"turn {number}", prompt)
+            vllm.forget_local()
+            assert vllm.loaded_tokens[f"turn {number}"] == (len(prompt) - 1 if number else 0)
+        assert vllm.scheduler._choice._load_s({Place.MEMORY: len(prompt)})  # enough is known to choose
+        assert vllm.scheduler._loads is not None
+        assert vllm.scheduler._loads._number == 0
