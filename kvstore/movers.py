@@ -109,9 +109,8 @@ class Mover:
         self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
         self._stuck = {} if stuck is None else stuck
         self._is_passage = is_passage
-        remote = self._lanes.get(Place.REMOTE)
         may_borrow = is_passage and Place.DISK not in self._lanes and paged.device.type == "cpu"
-        self._lender = remote if may_borrow and remote is not None and remote.lends else None
+        self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
     def beside(self) -> Mover:
         """One over the same tiers for another thread, to move blocks that the model does not use meanwhile.
@@ -125,19 +124,21 @@ class Mover:
 
         A job without blocks brings its chunk only to its slot.
         """
-        borrowing = [job for job in jobs if self._is_borrowed(job)]
-        result = self._load_through_slots([job for job in jobs if not self._is_borrowed(job)] if borrowing else jobs)
-        if self._lender is not None and borrowing:
-            borrowed = self._load_borrowed(self._lender, borrowing)
-            result = LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
-        return result
+        lender = self._may_lend
+        if lender is None or not lender.lends:  # a tier stops to lend when it gets peers, whose chunks are copied
+            return self._load_through_slots(jobs)
+        lent: list[LoadJob] = []
+        others: list[LoadJob] = []
+        for job in jobs:
+            (lent if self._is_lent(job) else others).append(job)
+        result, borrowed = self._load_through_slots(others), self._load_borrowed(lender, lent)
+        return LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
 
-    def _is_borrowed(self, job: LoadJob) -> bool:
+    def _is_lent(self, job: LoadJob) -> bool:
         """Whether a chunk is read from where it is lent: also one that another load was to bring to its slot."""
-        if self._lender is None or not len(job.block_ids):
-            return False
         ref, slot, source = job.step
-        return source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
+        is_elsewhere = source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
+        return is_elsewhere and len(job.block_ids) > 0
 
     def _load_borrowed(self, lender: Lane, jobs: Sequence[LoadJob]) -> LoadResult:
         def scatter(number: int, payload: ByteArray) -> None:

@@ -105,7 +105,7 @@ class StoreWorker:
         self._written: deque[Written] = deque()
         lanes = self._tiers.open_lanes(engine, self._on_written)
         self._mover = Mover(
-            paged, self._tiers.cpu, lanes, self._tiers.hot, is_passage=not (engine.local_cpu or options.layer_names)
+            paged, self._tiers.cpu, lanes, self._tiers.hot, is_passage=not (engine.local_cpu or options.layerwise)
         )
         self._courier = Courier(self._mover)
         self._counters = partial(_moved, self._mover, self._courier)

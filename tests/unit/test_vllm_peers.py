@@ -72,6 +72,15 @@ def test_an_engine_finds_in_its_own_server_what_it_has_no_room_for(build: Build)
     assert engine.workers[1]._mover.counters.chunks_loaded_from_remote == 4
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_only_passes_through_is_lent_by_its_own_server(build: Build, *, layerwise: bool) -> None:
+    """Then no slot has it; layer by layer it goes through slots."""
+    engine = filled(build, local_cpu=False, layerwise=layerwise)
+    engine.workers[0]._tiers.cpu.clear()  # what was stored passed through slots, which still have it
+    assert loaded(engine, "again") == WHOLE
+    assert any(label is not None for label in engine.workers[0]._tiers.cpu._labels) is layerwise
+
+
 def test_a_chunk_that_one_rank_lacks_is_not_there(build: Build) -> None:
     engine = filled(build, ranks=2)
     reader = build(ranks=2, peers=(url_of(engine),))
@@ -97,6 +106,22 @@ class TestNamedByRequests:
         assert loaded(reader, "before", OTHER) == 0
         reader.scheduler.note_peer(url_of(engine))
         assert loaded(reader, "after") == WHOLE
+
+    def test_an_engine_that_borrowed_from_its_own_server_reads_it(self, build: Build) -> None:
+        """What peers have is copied, so nothing is borrowed any more."""
+        engine = filled(build)
+        reader = filled(build, local_cpu=False)
+        assert loaded(reader, "own") == WHOLE
+        engine.ask("other", OTHER)
+        engine.settle()
+        assert loaded(reader, "before", OTHER) == 0
+        reader.settle()
+        reader.scheduler.clear()
+        for worker in reader.workers:
+            worker._mover.clear()
+        reader.scheduler.note_peer(url_of(engine))
+        assert loaded(reader, "after", OTHER) == WHOLE
+        assert not reader.recovered
 
     def test_workers_are_told_once_each_time_it_is_named(self, build: Build) -> None:
         reader = build(peers=())
