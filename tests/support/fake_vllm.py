@@ -244,9 +244,14 @@ class FakeVllm:
         self.caches = [
             [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(layers)] for layers in stages
         ]
+        self.workers: list[StoreWorker] = []
         with patch.object(opening, "open_tier", setup.server.open) if setup.server else nullcontext():
-            self.workers = [self._worker(rank) for rank in range(len(stages))]
-            self.scheduler.connect([worker.facts() for worker in self.workers])
+            try:
+                self.workers.extend(self._worker(rank) for rank in range(len(stages)))
+                self.scheduler.connect([worker.facts() for worker in self.workers])
+            except BaseException:
+                self.close()
+                raise
         self._has_survivors = len(self.index) > 0
         self.free: deque[int] = deque(range(1, setup.gpu_blocks))  # vLLM keeps block 0 for itself
         self.uses = dict.fromkeys(range(setup.gpu_blocks), 0)
