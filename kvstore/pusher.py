@@ -203,11 +203,8 @@ class StepPush:
 
     def finish(self, *, trusted: bool) -> None:
         """Take what is left, after the forward pass, if it is to be ``trusted``. The blocks are free then."""
-        num_layers = self._paged.layout.num_layers
-        if trusted and self._done_layers < num_layers:
-            for layer in range(self._done_layers, num_layers):
-                self._paged.gather_layer(layer, self._chunks)
-            self._done_layers = num_layers
+        for layer in range(self._done_layers, self._paged.layout.num_layers if trusted else 0):
+            self.reach(layer)
         self._paged.wait()
         self._end(trusted=trusted)
         if trusted:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstore.adapters.vllm.disagg import DisaggSpec, Handover, Source
+from kvstore.adapters.vllm.loads import BlocksOf
 from kvstore.adapters.vllm.steps import ReqMeta
 from kvstore.adapters.vllm.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.movers import as_block_ids
@@ -155,7 +156,7 @@ class Handovers:
 
     # -- what goes to others -----------------------------------------------------------------------------------------
 
-    def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, block_ids: Sequence[int]) -> None:
+    def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, block_ids_of: BlocksOf) -> None:
         """Add to the next plan what the coming step of ``num_scheduled_tokens`` completes of a prompt."""
         request = tracker.request
         sending = self._sending.get(request.request_id)
@@ -172,6 +173,7 @@ class Handovers:
             return
         meta = self._metas.setdefault(request.request_id, ReqMeta(request.request_id))
         meta.receiver = sending.spec
+        block_ids = block_ids_of(request.request_id)
         for ref, begin in chunks.first_blocks().items():
             meta.pushes.append(PushJob(ref, as_block_ids(block_ids[begin : begin + ref.num_blocks])))
 
@@ -179,11 +181,6 @@ class Handovers:
         """What the coming step hands over."""
         metas, self._metas = list(self._metas.values()), {}
         return metas
-
-    def sends(self, request_id: str) -> bool:
-        """Whether a request's KV still goes elsewhere."""
-        sending = self._sending.get(request_id)
-        return sending is not None and not sending.is_complete
 
     def restart(self) -> None:
         """Send everything again, as some of it was computed in vain; what has arrived is left out then."""

@@ -486,8 +486,8 @@ class StoreScheduler:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and self._canary is not None:
                     self._plan_verify(self._index, self._canary, tracker, num_tokens, block_ids_of)
-                if tracker is not None and self._handovers is not None and self._handovers.sends(req_id):
-                    self._handovers.plan(tracker, num_tokens, block_ids_of(req_id))
+                if tracker is not None and self._handovers is not None:
+                    self._handovers.plan(tracker, num_tokens, block_ids_of)
                 if tracker is None or tracker.is_saved:
                     continue
                 save = tracker.take_save(num_tokens)

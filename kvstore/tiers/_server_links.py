@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.tiers._server_link import Link, NoSessionError
 from kvstore.tiers._server_url import ServerTarget
+from kvstore.tiers.base import ChunkRef
 
 _CLOSE_WAIT_S = 2.0
 Result = TypeVar("Result")
@@ -86,10 +87,9 @@ class Links:
             TierError: the server cannot be reached, or all connections are in use for too long; or as the action.
         """
         with self._turn():
-            try:
-                return self._use_once(action)
-            except NoSessionError:
-                return self._use_once(action)
+            home, link, result = self._act(action)
+            self._give(home, link)
+            return result
 
     def hold(self, action: Callable[[Link, Home], Result]) -> tuple[Result, Hold]:
         """As ``use``, but the connection stays the caller's until the hold ends, in whatever thread.
@@ -99,10 +99,7 @@ class Links:
         """
         with ExitStack() as begun:
             begun.enter_context(self._turn())
-            try:
-                home, link, result = self._act(action)
-            except NoSessionError:
-                home, link, result = self._act(action)
+            home, link, result = self._act(action)
             return result, Hold(link, partial(self._give, home, link), begun.pop_all())
 
     def require_open(self) -> None:
@@ -132,12 +129,13 @@ class Links:
         if is_quiet:  # or it would wait for sockets that are in use
             self._context.term()
 
-    def _use_once(self, action: Callable[[Link, Home], Result]) -> Result:
-        home, link, result = self._act(action)
-        self._give(home, link)
-        return result
-
     def _act(self, action: Callable[[Link, Home], Result]) -> tuple[Home, Link, Result]:
+        try:
+            return self._act_once(action)
+        except NoSessionError:
+            return self._act_once(action)
+
+    def _act_once(self, action: Callable[[Link, Home], Result]) -> tuple[Home, Link, Result]:
         home, link = self._take()
         try:
             return home, link, action(link, home)
@@ -203,3 +201,20 @@ class Links:
             idle, self._idle = self._idle, []
         for _, link in idle:
             link.close()
+
+
+def held(link: Link, home: Home, refs: Sequence[ChunkRef]) -> list[bool]:
+    """For each chunk, whether the server has it: one round trip for thousands.
+
+    Raises:
+        TierError: the server failed.
+    """
+    found: list[bool] = []
+    for begin in range(0, len(refs), wire.MAX_REFS):
+        packed = wire.pack_refs(refs[begin : begin + wire.MAX_REFS])
+        answer = link.ask(wire.Lookup(link.new_serial(), packed), wire.Held)
+        home.note(answer.usage)
+        found += [byte == 1 for byte in answer.found]
+    if len(found) != len(refs):
+        raise TierError("the cache server did not answer about every chunk")
+    return found

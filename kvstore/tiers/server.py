@@ -25,7 +25,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
 from kvstore.runs import PAGE_BYTES
 from kvstore.tiers._server_link import Link
-from kvstore.tiers._server_links import Home, Links
+from kvstore.tiers._server_links import Home, Links, held
 from kvstore.tiers._server_moves import Framed, Mapped, Move, Mover, commit
 from kvstore.tiers._server_url import OPTIONS, ServerTarget, parse_server
 from kvstore.tiers.base import (
@@ -131,18 +131,8 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed.
         """
-
-        def ask(link: Link, home: Home) -> list[bool]:
-            found: list[bool] = []
-            for begin in range(0, len(refs), wire.MAX_REFS):
-                packed = wire.pack_refs(refs[begin : begin + wire.MAX_REFS])
-                held = link.ask(wire.Lookup(link.new_serial(), packed), wire.Held)
-                home.note(held.usage)
-                found += [byte == 1 for byte in held.found]
-            return found
-
         self._links.require_open()
-        return self._links.use(ask) if refs else []
+        return self._links.use(partial(held, refs=refs)) if refs else []
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers; call from several threads to overlap them."""

@@ -14,10 +14,10 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers._server_link import Link, NoSessionError
-from kvstore.tiers._server_links import Home, Links
+from kvstore.tiers._server_links import Home, Links, held
 from kvstore.tiers._server_moves import PieceSender, commit
 from kvstore.tiers._server_url import ServerTarget, parse_server
-from kvstore.tiers.base import ChunkRef, Outcome
+from kvstore.tiers.base import Outcome
 from kvstore.transports.base import Parcel, Transport
 
 
@@ -44,17 +44,18 @@ class TcpTransport(Transport):
 
     def _deliver(self, link: Link, home: Home, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """Send while layers come; then, each by itself, what had no room beside the others."""
-        missing = _missing(link, [parcel.ref for parcel in parcels])
-        outcomes = [Outcome.FAILED if is_missing else Outcome.STORED for is_missing in missing]
-        places = self._reserve(link, parcels, [number for number, is_missing in enumerate(missing) if is_missing])
+        is_there = held(link, home, [parcel.ref for parcel in parcels])
+        outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
+        missing = [number for number, here in enumerate(is_there) if not here]
+        places = self._reserve(link, parcels, missing)
         try:
             is_whole = self._send_layers(link, parcels, places, ready)
             committed = commit(link, home, list(places.values()), is_whole=is_whole)
             if is_whole:
                 for number, outcome in zip(places, committed, strict=True):
                     outcomes[number] = outcome
-                for number, is_missing in enumerate(missing):
-                    if is_missing and number not in places:
+                for number in missing:
+                    if number not in places:
                         outcomes[number] = self._send_whole(link, home, parcels, number)
         except NoSessionError as error:  # it would be tried again from the start, and the layers come only once
             raise TierError(str(error)) from error
@@ -97,17 +98,6 @@ class TcpTransport(Transport):
         self._send_layers(link, parcels, places, iter([range(self._layout.num_layers)]))
         (outcome,) = commit(link, home, list(places.values()), is_whole=True)
         return outcome
-
-
-def _missing(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
-    """Which chunks the server does not have."""
-    missing: list[bool] = []
-    for begin in range(0, len(refs), wire.MAX_REFS):
-        packed = wire.pack_refs(refs[begin : begin + wire.MAX_REFS])
-        missing += [byte != 1 for byte in link.ask(wire.Lookup(link.new_serial(), packed), wire.Held).found]
-    if len(missing) != len(refs):
-        raise TierError("the cache server did not answer about every chunk")
-    return missing
 
 
 def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:

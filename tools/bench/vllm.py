@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Final
 from kvstore.errors import ConfigError
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import BenchError, Pair
+from kvstore.tools.bench.server import private_server
 from kvstore.tools.models import DEMO, build_llama
 
 if TYPE_CHECKING:
     from kvstore.tools.bench.geometry import Geometry
 
-_MODULES: Final = ("kvstore.adapters.vllm.measuring", "kvstore.adapters.vllm.measuring_handover")
+_MODULE: Final = "kvstore.adapters.vllm.measuring"
+_HANDOVER_MODULE: Final = "kvstore.adapters.vllm.measuring_handover"
+_RECEIVER_BYTES: Final = 512 << 20
 _MARK: Final = "BENCH SAMPLES "
 _NO_WORDS: Final = 8  # at the end of the made-up vocabulary
 _TIMEOUT_S: Final = 1800.0
@@ -61,7 +64,9 @@ def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
     """
     require_vllm()
     model = build_llama(folder / "model", DEMO)
-    samples = {name: pairs for module in _MODULES for name, pairs in _run(module, model, rounds).items()}
+    samples = _run(_MODULE, model, rounds)
+    with private_server(folder, _RECEIVER_BYTES) as (_, url):
+        samples |= _run(_HANDOVER_MODULE, model, rounds, url)
     return [subject.line(geometry, [Pair(*pair) for pair in samples[name]]) for name, subject in SUBJECTS.items()]
 
 
@@ -80,14 +85,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, **_SETTINGS}
 
 
-def _run(module: str, model: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def _run(module: str, model: Path, rounds: int, *more: str) -> dict[str, list[tuple[float, float]]]:
     """The samples of each line that a module measures.
 
     Raises:
         BenchError: the run failed.
     """
     done = subprocess.run(  # noqa: S603 - our own module, in this interpreter
-        [sys.executable, "-m", module, str(model), str(VOCABULARY), str(rounds)],
+        [sys.executable, "-m", module, str(model), str(VOCABULARY), str(rounds), *more],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
