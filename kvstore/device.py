@@ -77,6 +77,13 @@ class DevicePagedKV:
             lambda staged: self.scatter_on_device(block_ids, staged[:size_bytes], chunk_blocks, first_block),
         )
 
+    def chunk(
+        self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
+    ) -> ChunkBlocks:
+        """See ``pages.PagedKV``."""
+        check_block_ids(block_ids, self.num_blocks)
+        return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
+
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``pages.PagedKV``."""
         last: Moment = None  # copies leave one after the other
@@ -179,7 +186,7 @@ class DevicePagedKV:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair each chunk's blocks of a plane in host memory with their part of the staging buffer."""
         done = 0
-        for block_ids, payload, chunk_blocks, first_block in chunks:
+        for block_ids, payload, chunk_blocks, first_block, _ in chunks:
             begin = self.layout.layer_range(layer, chunk_blocks)[0]
             begin += (plane * chunk_blocks + first_block) * self.layout.page_bytes[layer]
             end = begin + len(block_ids) * self.layout.page_bytes[layer]

@@ -59,6 +59,7 @@ class LayerLoad:
         self._failed: set[PrefixKey] = set()
         self._lost: set[PrefixKey] = set()
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
+        self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
         self._goes_aside = mover.paged.device.type == "cpu"
         self._aside: Future[None] | None = None  # the next layer
         self._returned_s = -math.inf  # when the last layer was there
@@ -87,20 +88,27 @@ class LayerLoad:
     def _bring(self, layer: int) -> None:
         """Wait for a layer and scatter it. On any thread: it uses only what is its own."""
         arrived = []
-        for job in self._jobs:
-            ref = job.step.ref
-            if ref.prefix_key in self._failed:
+        for number, job in enumerate(self._jobs):
+            key = job.step.ref.prefix_key
+            if key in self._failed:
                 continue
             source = self._source(job.step, layer)
             if source is None or not len(job.block_ids):
                 continue
             if layer == 0 and self._mover.scatter_hot(job):
-                self._hot.add(ref.prefix_key)
-            if ref.prefix_key not in self._hot:
-                arrived.append(ChunkBlocks(job.block_ids, source, ref.num_blocks, job.first_block))
+                self._hot.add(key)
+            if key not in self._hot:
+                arrived.append(self._blocks_of(number, source))
         with self._scattering:
             if not self._is_halted:
                 self._mover.paged.scatter_layer(layer, arrived)
+
+    def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
+        """Where a job's chunk is: found for the first layer, and right for all."""
+        if number not in self._blocks:
+            step, block_ids, first_block = self._jobs[number]
+            self._blocks[number] = self._mover.paged.chunk(block_ids, source, step.ref.num_blocks, first_block)
+        return self._blocks[number]
 
     def halt(self) -> None:
         """Leave the blocks alone from now on. From any thread; waits for a copy under way, and for nothing else."""
@@ -142,16 +150,15 @@ class LayerLoad:
         """The slot of a chunk in which ``layer`` is right, or None, and why not is noted."""
         reading = self._reading.get(step.slot)
         if reading is None:
-            source = self._mover.cpu.read(step.slot, step.ref)
-            outcome = Outcome.FAILED if source is None else Outcome.HIT
+            source, outcome = self._mover.cpu.read(step.slot, step.ref), Outcome.FAILED
             self._mislabelled += source is None
         else:
             outcome = reading.wait(layer)
             source = reading.buffer if outcome is Outcome.HIT else None
-        if outcome is not Outcome.HIT:
+        if source is None:
             self._failed.add(step.ref.prefix_key)
-        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
-            self._lost.add(step.ref.prefix_key)
+            if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+                self._lost.add(step.ref.prefix_key)
         return source
 
 
@@ -205,15 +212,17 @@ class LayerStore:
         self._mover = mover
         self._jobs = list(jobs)
         self._stuck = {job.step.slot for job in jobs if mover.is_stuck(job.step.slot)}
-        self._chunks = [
-            ChunkBlocks(job.block_ids, mover.cpu.claim(job.step.slot), job.step.ref.num_blocks)
-            for job in jobs
-            if job.step.gather and job.step.slot not in self._stuck
-        ]
+        self._chunks: list[ChunkBlocks] = []
         self._done_layers = 0
 
     def move(self, layer: int) -> None:
         """Gather one layer of all chunks, the layers in order."""
+        if layer == 0:
+            self._chunks = [
+                self._mover.paged.chunk(job.block_ids, self._mover.cpu.claim(job.step.slot))
+                for job in self._jobs
+                if job.step.gather and job.step.slot not in self._stuck
+            ]
         self._mover.paged.gather_layer(layer, self._chunks)
         self._done_layers = layer + 1
 

@@ -216,7 +216,7 @@ class StepPush:
         for job, slot in zip(jobs, slots, strict=True):
             payload = self._pool.slot(slot)
             parcels.append(Parcel(job.ref, payload[: layout.payload_bytes(job.ref.num_blocks)]))
-            self._chunks.append(ChunkBlocks(job.block_ids, payload, job.ref.num_blocks))
+            self._chunks.append(self._paged.chunk(job.block_ids, payload))
         delivery = _Delivery(sender.receiver, parcels, slots, self._paged)
         self._deliveries.append(delivery)
         sender.send(delivery)

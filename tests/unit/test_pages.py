@@ -13,7 +13,7 @@ from kvstore.binding import bind_paged_kv
 from kvstore.device import DevicePagedKV
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.movers import as_block_ids
-from kvstore.pages import BlockIds, ChunkBlocks, HostPagedKV, LayerCache, PagedKV, find_planes
+from kvstore.pages import BlockIds, HostPagedKV, LayerCache, PagedKV, find_planes
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import ByteArray
@@ -215,8 +215,8 @@ def check_layers(
         whole, parts = [slot_for(paged), slot_for(paged)], [slot_for(paged), slot_for(paged)]
         for block_ids, slot in zip(sources, whole, strict=True):
             gather(paged, block_ids, slot)
-        chunks = [ChunkBlocks(ids, slot, len(ids)) for ids, slot in zip(sources, parts, strict=True)]
-        targets = [ChunkBlocks(as_block_ids([1, 6]), parts[0], 4, 1), ChunkBlocks(as_block_ids([4]), parts[1], 2, 1)]
+        chunks = [paged.chunk(ids, slot) for ids, slot in zip(sources, parts, strict=True)]
+        targets = [again.chunk(as_block_ids([1, 6]), parts[0], 4, 1), again.chunk(as_block_ids([4]), parts[1], 2, 1)]
         for layer in range(paged.layout.num_layers):
             paged.gather_layer(layer, chunks)
             paged.wait()
@@ -361,8 +361,6 @@ def test_bad_block_ids_touch_nothing(bad: int, paged_of: Callable[[Caches], Page
     with pytest.raises(InvalidCallError, match=f"block id {bad} "):
         paged.scatter(as_block_ids([0, bad]), slot, 2, 0)
     with pytest.raises(InvalidCallError, match=f"block id {bad} "):
-        paged.scatter_layer(0, [ChunkBlocks(as_block_ids([0, bad]), slot, 2)])
-    with pytest.raises(InvalidCallError, match=f"block id {bad} "):
-        paged.gather_layer(0, [ChunkBlocks(as_block_ids([0, bad]), slot, 2)])
+        paged.chunk(as_block_ids([0, bad]), slot)
     assert torch.equal(cache, before)
     assert not slot.any()

@@ -87,7 +87,7 @@ def late(layers: dict[str, torch.Tensor]) -> tuple[DevicePagedKV, LateStreams]:
 def chunks_of(paged: DevicePagedKV, order: np.ndarray[Any, Any]) -> list[ChunkBlocks]:
     payloads = np.zeros((CHUNKS, paged.layout.slot_bytes), np.uint8)
     parts = order[: CHUNKS * CHUNK_BLOCKS].reshape(CHUNKS, -1)
-    return [ChunkBlocks(as_block_ids(ids), payload, CHUNK_BLOCKS) for ids, payload in zip(parts, payloads, strict=True)]
+    return [paged.chunk(as_block_ids(ids), payload) for ids, payload in zip(parts, payloads, strict=True)]
 
 
 def expected(layers: dict[str, torch.Tensor], planes: int, chunk: ChunkBlocks) -> bytes:
