@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvstore.tiers.base import ByteArray, Outcome
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-COPY_THREADS: Final = 2
+_MAX_COPY_THREADS: Final = 4
 _MAX_SUMS: Final = 256  # of one chunk: those of all pieces of one GiB
 
 
@@ -53,7 +54,7 @@ class Freight:
         self._pool = pool
         self._sessions = sessions
         self._ways = ways
-        self._copiers = ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
+        self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
 
     def take(self, session: Session, request: wire.Piece, frame: Buffer) -> None:
         """Put a piece where it belongs, and say so when it is there.
@@ -140,6 +141,11 @@ class Freight:
         if offset_bytes + num_bytes > lease.chunk.num_bytes:
             raise ProtocolError("a part of a chunk lies behind its end")
         return self._pool.parts(lease.chunk.runs, offset_bytes, num_bytes)
+
+
+def _copy_threads() -> int:
+    """For half of the processors at most: sending, receiving and deciding needs the others."""
+    return max(1, min(_MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def _place(source: memoryview, parts: Sequence[ByteArray]) -> bytes:

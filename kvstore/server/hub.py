@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvstore import wire
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
+from kvstore.loopback import buffer_bytes
 from kvstore.server.doors import Doors
 from kvstore.server.freight import Ways
 from kvstore.server.locks import Locks
@@ -191,6 +192,7 @@ class Hub:
         door.router_mandatory = True
         door.maxmsgsize = wire.MAX_FRAME_BYTES
         door.rcvhwm, door.sndhwm = _RECEIVE_QUEUE, _SEND_QUEUE
+        door.sndbuf = door.rcvbuf = buffer_bytes(address)
         door.handshake_ivl = 5000
         door.ipv6 = "[" in address
         if address.startswith("tcp"):

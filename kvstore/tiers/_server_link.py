@@ -21,6 +21,7 @@ import zmq
 
 from kvstore import wire
 from kvstore.errors import ProtocolError, TierError, TierSetupError
+from kvstore.loopback import buffer_bytes
 from kvstore.pieces import Placing
 from kvstore.tiers._server_url import ServerTarget
 from kvstore.wire import Refusal
@@ -64,6 +65,7 @@ class Link:
         self._socket.linger = 0
         self._socket.immediate = True  # what cannot be sent now is an error, not a message for the next server
         self._socket.sndhwm = _SEND_QUEUE
+        self._socket.sndbuf = self._socket.rcvbuf = buffer_bytes(target.address)
         self._socket.ipv6 = "[" in target.address
         if target.keys is not None and target.server_key is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = target.keys
