@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,10 +23,11 @@ from kvstore.chunkfile import Damage
 from kvstore.keys import ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers._folder import FILE_MODE
+from kvstore.tiers._shared_reads import SharedReads
 from kvstore.tiers.base import ByteArray, ChunkRef, Transfer, payload_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
 
 PIECE_BYTES = 8 << 20  # what is not longer is summed up in place: handing it over would cost more
@@ -76,6 +77,7 @@ class ChunkIO:
         self._header_bytes = chunkfile.header_bytes(layout)
         self._pieces = tuple(tuple(_cut(layout, blocks)) for blocks in range(layout.blocks_per_chunk + 1))
         self._thread = threading.local()
+        self._shared = SharedReads()
         self._aside = ThreadPoolExecutor(SUM_THREADS, "kvstore-sum")
 
     def check(self, transfer: Transfer) -> Body:
@@ -112,12 +114,12 @@ class ChunkIO:
         header = self._header_buffer()
         sums = []
         with self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, is_aligned=body.is_aligned) as fd:
-            for piece in self._pieces[body.ref.num_blocks]:
-                target = body.array.data[piece.begin_bytes : piece.end_bytes]
-                views = [target] if piece.begin_bytes else [header.data, target]
-                if not read_whole(fd, views, self._header_bytes + piece.begin_bytes if piece.begin_bytes else 0):
-                    return Damage.SIZE
-                sums.append(self._sum_up(body, piece.layers))
+            pieces = self._pieces[body.ref.num_blocks]
+            with closing(self._results([self._read_of(fd, body, header, piece) for piece in pieces])) as results:
+                for piece, is_whole in zip(pieces, results, strict=True):
+                    if not is_whole:
+                        return Damage.SIZE
+                    sums.append(self._sum_up(body, piece.layers))
             layer_sums = "".join(part() for part in sums)
             damage = chunkfile.compare(self._layout, self._key(body.ref), body.ref.num_blocks, header, layer_sums)
             if damage is None:
@@ -221,6 +223,21 @@ class ChunkIO:
         if begin_bytes == 0:
             return read_whole(fd, [header.data, *views], 0)
         return read_whole(fd, [header.data], 0) and read_whole(fd, views, self._header_bytes + begin_bytes)
+
+    def _read_of(self, fd: int, body: Body, header: ByteArray, piece: _Piece) -> Callable[[], bool]:
+        """Reads a piece, the first one with the header."""
+        views = [body.array.data[piece.begin_bytes : piece.end_bytes]]
+        if piece.begin_bytes == 0:
+            return partial(read_whole, fd, [header.data, *views], 0)
+        return partial(read_whole, fd, views, self._header_bytes + piece.begin_bytes)
+
+    def _results(self, reads: Sequence[Callable[[], bool]]) -> Generator[bool, None, None]:
+        """Carry out reads in order; several at once where the disk itself is read, and not the system's cache."""
+        if len(reads) > 1 and self.direct_flag:
+            yield from self._shared.results(reads)
+        else:
+            for read in reads:
+                yield read()
 
     def _sum_up(self, body: Body, layers: range) -> Callable[[], str]:
         """Start to sum up layers of a payload; the result waits for their checksums."""

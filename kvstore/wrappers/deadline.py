@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.tasks import Work, carry_out
 from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers.base import TierWrapper
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Work = tuple["Future[Any]", "Callable[[], Any]"]
 
 
 class Deadline(TierWrapper):
@@ -245,18 +245,5 @@ def _start(name: str, work: SimpleQueue[Work | None]) -> None:
 def _serve(work: SimpleQueue[Work | None]) -> None:
     """A thread's life: calls in order, until None."""
     while item := work.get():
-        _carry_out(*item)
+        carry_out(item)
         del item  # or the last call's buffers would be kept alive until the next one
-
-
-def _carry_out(future: Future[Any], action: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = action()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's thread raises it
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    finally:
-        del future  # as in ``_call``

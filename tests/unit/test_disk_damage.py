@@ -7,12 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.diskwork import (
     CHUNK_BYTES,
     EVEN,
+    MINE,
     OTHER,
     bytes_on_disk,
     cut,
@@ -26,10 +28,13 @@ from support.diskwork import (
     put,
 )
 
+from kvstore import chunkfile
+from kvstore.layout import KVLayout
 from kvstore.tiers.base import Outcome
 from kvstore.tiers.disk import DiskTier
 
 CAPACITY_BYTES = 16 * CHUNK_BYTES
+LARGE = KVLayout(page_bytes=(1 << 20,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
 
 Open = Callable[..., DiskTier]
 
@@ -130,6 +135,41 @@ def test_unreadable_sector_fails_one_chunk(open_tier: Open, monkeypatch: pytest.
         assert get(tier, make_ref(1)) is Outcome.FAILED
     assert tier.counters.failed == 1
     assert get(tier, make_ref(1)) is Outcome.HIT
+
+
+@pytest.mark.parametrize("direct", [None, False])
+def test_large_chunks_that_several_threads_read_in_pieces(folder: Path, direct: bool | None) -> None:
+    """Each is what its own file holds, whoever has read it, and no read outlives its call."""
+    refs = [make_ref(number) for number in range(6)]
+    tier = DiskTier(folder, MINE, LARGE, len(refs) * chunkfile.file_bytes(LARGE, 8), direct=direct)
+    put(tier, *refs, layout=LARGE)
+    flip(path_of(folder, refs[1]), 30 << 20)
+    os.truncate(path_of(folder, refs[2]), 20 << 20)
+    path_of(folder, refs[4]).unlink()
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(lambda ref: get(tier, ref, LARGE), refs))
+    hit, corrupt = Outcome.HIT, Outcome.CORRUPT
+    assert outcomes == [hit, corrupt, corrupt, hit, Outcome.MISS, hit]
+    assert not any(future.running() for future, _ in tier._io._shared._waiting)
+    tier.close()
+
+
+def test_an_unreadable_piece_fails_its_own_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(folder, MINE, LARGE, 4 * chunkfile.file_bytes(LARGE, 8))
+    refs = [make_ref(number) for number in range(4)]
+    put(tier, *refs, layout=LARGE)
+    broken, read = path_of(folder, refs[2]), os.preadv
+
+    def refuse(fd: int, views: Sequence[memoryview], at: int) -> int:
+        if at > 20 << 20 and os.path.samestat(os.fstat(fd), broken.stat()):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(lambda ref: get(tier, ref, LARGE), refs))
+    assert outcomes == [Outcome.HIT, Outcome.HIT, Outcome.FAILED, Outcome.HIT]
+    tier.close()
 
 
 def test_recycled_while_it_is_read_is_a_miss(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
