@@ -32,7 +32,9 @@ HOOK_SHARE: Final = 0.01  # of a step's time
 HIT_COST: Final = 1.3  # times a hit in vLLM's own prefix cache
 _BATCH_PROMPTS: Final = 4
 _BATCH_TOKENS: Final = 384
-_POOL_GIB: Final = 1.0
+_START_S: Final = 1.0  # that the connector may add
+_START_POOL_GIB: Final = 4.0
+_MAX_STARTS: Final = 5
 _HOOKS: Final = (
     "handle_preemptions",
     "bind_connector_metadata",
@@ -65,14 +67,19 @@ class Samples(NamedTuple):
     hooks: list[Sample]
     throughput: list[Sample]
     control: list[Sample]
+    start: list[Sample]
 
 
-STORE: Final = {
-    "kv_connector": "KVStoreConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"kvstore.max_local_cpu_size": _POOL_GIB},
-}
+def _store(pool_gib: float) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kvstore.max_local_cpu_size": pool_gib},
+    }
+
+
+STORE: Final = _store(1.0)
 
 
 @contextmanager
@@ -191,6 +198,18 @@ def _batches(llm: LLM, vocabulary: int, rounds: int) -> list[float]:
     return [asker.ask(*(asker.prompt(_BATCH_TOKENS) for _ in range(_BATCH_PROMPTS)))[0] for _ in range(rounds)]
 
 
+def _starts(model: str, rounds: int) -> list[Sample]:
+    """Until vLLM takes requests, without the connector and with it."""
+
+    def start_s(transfer: dict[str, Any] | None) -> float:
+        begin_s = time.perf_counter()
+        with opened(model, transfer):
+            return time.perf_counter() - begin_s
+
+    big = _store(_START_POOL_GIB)
+    return [(start_s(None) + _START_S, start_s(big)) for _ in range(min(rounds, _MAX_STARTS))]
+
+
 def measure(model: str, vocabulary: int, rounds: int) -> Samples:
     """All lines, from engines one after the other."""
     with opened(model, None) as llm:
@@ -201,8 +220,8 @@ def measure(model: str, vocabulary: int, rounds: int) -> Samples:
         one_token_left, any_length = _hits(llm, vocabulary, rounds)
     with opened(model, None) as llm:
         control = _batches(llm, vocabulary, rounds)
-    throughput = list(zip(plain, ours, strict=True))
-    return Samples(one_token_left, any_length, hooks, throughput, list(zip(plain, control, strict=True)))
+    throughput, again = (list(zip(plain, others, strict=True)) for others in (ours, control))
+    return Samples(one_token_left, any_length, hooks, throughput, again, _starts(model, rounds))
 
 
 if __name__ == "__main__":

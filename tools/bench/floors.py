@@ -66,6 +66,7 @@ COMMON: dict[str, Bound] = {
     "vLLM: hit in memory, any length": Bound(1.0, 0.70),
     "vLLM: all hooks, no hit": Bound(1.0, 0.50),
     "vLLM: throughput, no hit": Bound(0.97, 0.75),
+    "vLLM: start, pool of 4 GiB": Bound(1.0, 0.70),
     "vLLM: hand-over behind a prefill": Bound(1.0, 0.50),
     "vLLM: no connector, again": Bound(0.97, 0.0),  # how such a vLLM compares with itself shows the noise
 }

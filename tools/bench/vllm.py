@@ -36,7 +36,7 @@ _SETTINGS: Final = {
 
 
 # Ours is held against a hit in vLLM's own prefix cache, 1.3 such and a block computed, a hundredth of the steps,
-# vLLM without the connector, and a fifth of the time that a prompt takes.
+# vLLM without the connector, its start and a second, and a fifth of the time that a prompt takes.
 SUBJECTS: Final = {
     "one_token_left": Subject(
         "vLLM: hit in memory, one token left", "vLLM's prefix cache", "a prompt of 2,049 tokens, to its first token"
@@ -47,6 +47,9 @@ SUBJECTS: Final = {
     "hooks": Subject("vLLM: all hooks, no hit", "1% of the steps", "every hook of the connector, stores included"),
     "throughput": Subject("vLLM: throughput, no hit", "no connector", "a batch of new prompts"),
     "control": Subject("vLLM: no connector, again", "no connector", "a batch of new prompts, in another such vLLM"),
+    "start": Subject(
+        "vLLM: start, pool of 4 GiB", "no connector, and 1 s", "from the call until it takes requests, imports aside"
+    ),
     "handover": Subject(
         "vLLM: hand-over behind a prefill",
         "a fifth of the prefill",

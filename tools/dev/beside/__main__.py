@@ -1,6 +1,6 @@
 """kvstore and LMCache 0.5.6 in one interleaved run: the same KV, the same tokens, the same checks.
 
-    python -m kvstore.tools.dev.beside memory|disk|redis|server [--rounds 7] [--mib 1024] [--folder /var/tmp]
+    python -m kvstore.tools.dev.beside memory|disk|redis|server [--rounds 7] [--mib 1024] [--chunk-tokens 256]
 
 Run it with an interpreter that has both; docs/benchmarks.md says how to make one without CUDA. KV is that of Llama-8B
 on the CPU, as ``[2, blocks, tokens, heads, head size]`` tensors, which both systems read where they are. LMCache's
@@ -101,8 +101,8 @@ def opened(tier: str, prompts: Prompts, folder: Path) -> Iterator[dict[str, Syst
         ours = EngineOptions(pool_bytes, local_cpu=tier == "memory", io_timeout_s=SETTLE_S)
         if tier == "disk":
             room_bytes = 3 * pool_bytes
-            writes = prompts.num_tokens // CHUNK_TOKENS
-            ours = replace(ours, local_disk=folder / "ours", max_local_disk_bytes=room_bytes, max_write_queue=writes)
+            ours = replace(ours, local_disk=folder / "ours", max_local_disk_bytes=room_bytes)
+            ours = replace(ours, max_write_queue=prompts.num_chunks)
             theirs |= {"local_disk": f"file://{folder}/theirs/"}
             theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # clear gives files back there, but no room
             theirs |= {"extra_config": {"use_odirect": True}}
@@ -116,7 +116,7 @@ def opened(tier: str, prompts: Prompts, folder: Path) -> Iterator[dict[str, Syst
         elif tier == "server":
             url, _ = stack.enter_context(private_server(folder, 2 * pool_bytes))
             ours = replace(ours, remote=remote(url, prompts))
-            their_url = stack.enter_context(lmcache_server(folder, pool_bytes))
+            their_url = stack.enter_context(lmcache_server(folder, pool_bytes, prompts.chunk_tokens))
             yield {"kvstore": Kvstore(prompts, ours), "LMCache": LmcacheServer(prompts, their_url)}
             return
         yield {"kvstore": Kvstore(prompts, ours), "LMCache": Lmcache(prompts, theirs)}
@@ -124,8 +124,7 @@ def opened(tier: str, prompts: Prompts, folder: Path) -> Iterator[dict[str, Syst
 
 def remote(url: str, prompts: Prompts) -> RemoteOptions:
     """A remote tier that is asked anew by every lookup here."""
-    writes = prompts.num_tokens // CHUNK_TOKENS
-    return RemoteOptions(url, lookup_timeout_s=SETTLE_S, hold_s=HOLD_S, max_queue=writes)
+    return RemoteOptions(url, lookup_timeout_s=SETTLE_S, hold_s=HOLD_S, max_queue=prompts.num_chunks)
 
 
 def table(samples: dict[str, Samples], num_bytes: int, title: str) -> Table:
@@ -153,16 +152,18 @@ def main() -> None:
     parser.add_argument("tier", choices=["memory", "disk", "redis", "server"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"))  # noqa: S108
     given = parser.parse_args()
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_MP_TRANSFER_MODE", "engine_driven")  # through shared memory: its way on a CPU
-    prompts = Prompts((given.mib << 20) // TOKEN_BYTES)
+    prompts = Prompts((given.mib << 20) // TOKEN_BYTES, given.chunk_tokens)
     with one_torch_thread(), tempfile.TemporaryDirectory(prefix="side-", dir=given.folder) as folder:
         with opened(given.tier, prompts, Path(folder)) as systems:
             samples = measure(systems, prompts, given.rounds)
-        Console(width=100).print(table(samples, prompts.num_bytes, f"{given.tier}, {given.mib} MiB of Llama-8B KV"))
+        title = f"{given.tier}, {prompts.num_chunks} chunks, {given.mib} MiB of Llama-8B KV"
+        Console(width=100).print(table(samples, prompts.num_bytes, title))
         print(json.dumps({"tier": given.tier, "samples_s": {name: part._asdict() for name, part in samples.items()}}))
         sys.stdout.flush()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, CHUNK_TOKENS, HEAD_SIZE, HEADS, LAYERS, Prompts
+from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, HEAD_SIZE, HEADS, LAYERS, Prompts
 from kvstore.tools.dev.beside.systems import SETTLE_S
 
 GIB = 1 << 30
@@ -88,8 +88,8 @@ class Lmcache:
             from redis import Redis  # noqa: PLC0415
 
             self._redis = Redis.from_url(settings["remote_url"])
-        config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK_TOKENS, **settings)
-        shape = (LAYERS, 2, CHUNK_TOKENS, HEADS, HEAD_SIZE)
+        config = LMCacheEngineConfig.from_defaults(chunk_size=prompts.chunk_tokens, **settings)
+        shape = (LAYERS, 2, prompts.chunk_tokens, HEADS, HEAD_SIZE)
         metadata = LMCacheMetadata("side-by-side", 1, 1, 0, 0, torch.bfloat16, shape, role="worker")
         one_rank: list[Callable[..., Any]] = [lambda tensor, _: tensor, lambda thing, _: thing]
         self._engine: Any = LMCacheEngineBuilder.get_or_create(
@@ -197,11 +197,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def lmcache_server(folder: Path, pool_bytes: int) -> Iterator[str]:
+def lmcache_server(folder: Path, pool_bytes: int, chunk_tokens: int) -> Iterator[str]:
     """LMCache's own server, with memory only."""
     port = free_port()
     command = [str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)]
-    command += ["--http-port", str(free_port()), "--chunk-size", str(CHUNK_TOKENS), "--eviction-policy", "LRU"]
+    command += ["--http-port", str(free_port()), "--chunk-size", str(chunk_tokens), "--eviction-policy", "LRU"]
     command += ["--l1-size-gb", str(1.5 * pool_bytes / GIB)]
     command += ["--supported-transfer-mode", "auto", "--shm-name", f"side_{os.getpid()}"]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # its threads and ours would fight for the same cores

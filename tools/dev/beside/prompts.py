@@ -15,8 +15,10 @@ TOKEN_BYTES = LAYERS * HEADS * HEAD_SIZE * 2 * 2
 class Prompts:
     """Caches of two prompts' blocks, a prompt in some of them, and the copy it is compared with."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.num_tokens = num_tokens
+        self.chunk_tokens = chunk_tokens
+        self.num_chunks = num_tokens // chunk_tokens
         self.num_bytes = num_tokens * TOKEN_BYTES
         self.num_blocks = 2 * num_tokens // BLOCK_TOKENS
         self.tokens: list[int] = []

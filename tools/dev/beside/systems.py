@@ -9,7 +9,7 @@ import torch
 from kvstore.binding import bind_paged_kv
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.keys import Namespace
-from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, CHUNK_TOKENS, Prompts
+from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, Prompts
 
 SETTLE_S = 60.0  # within which everything written behind must be where it belongs
 
@@ -38,7 +38,7 @@ class Kvstore:
             {f"layers.{layer}": cache for layer, cache in enumerate(prompts.caches)},
             num_blocks=prompts.num_blocks,
             block_tokens=BLOCK_TOKENS,
-            chunk_tokens=CHUNK_TOKENS,
+            chunk_tokens=prompts.chunk_tokens,
         )
         self._engine = CacheEngine(paged, Namespace({"model": "side by side"}), options)
         self.close = self._engine.close
