@@ -16,7 +16,7 @@ demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 test: venv  ## all tests, real vLLM included
 	@$(BIN)/pytest
 
-test-unit: venv-unit  ## tests of the engine: no vLLM, under 30 seconds
+test-unit: venv-unit  ## tests of the engine: no vLLM, about a minute
 	@$(BIN)/pytest tests/unit
 
 test-gpu: venv-unit  ## tests that need a CUDA device; skipped where there is none
