@@ -191,6 +191,8 @@ class StepPush:
         self._late += [(job, sender) for job in later]
         if now:
             self._start(now, slots, sender)
+            blocks = zip(now, slots, strict=True)
+            self._chunks += [self._paged.chunk(job.block_ids, self._pool.slot(slot)) for job, slot in blocks]
 
     def reach(self, layer: int) -> None:
         """Take what can be taken in order, now that this layer has been computed."""
@@ -216,7 +218,6 @@ class StepPush:
         for job, slot in zip(jobs, slots, strict=True):
             payload = self._pool.slot(slot)
             parcels.append(Parcel(job.ref, payload[: layout.payload_bytes(job.ref.num_blocks)]))
-            self._chunks.append(self._paged.chunk(job.block_ids, payload))
         delivery = _Delivery(sender.receiver, parcels, slots, self._paged)
         self._deliveries.append(delivery)
         sender.send(delivery)

@@ -101,8 +101,12 @@ def opened(tier: str, prompts: Prompts, folder: Path) -> Iterator[dict[str, Syst
         ours = EngineOptions(pool_bytes, local_cpu=tier == "memory", io_timeout_s=SETTLE_S)
         if tier == "disk":
             room_bytes = 3 * pool_bytes
-            ours = replace(ours, local_disk=folder / "ours", max_local_disk_bytes=room_bytes)
-            ours = replace(ours, max_write_queue=prompts.num_chunks)
+            ours = replace(
+                ours,
+                local_disk=folder / "ours",
+                max_local_disk_bytes=room_bytes,
+                max_write_queue=prompts.num_chunks,
+            )
             theirs |= {"local_disk": f"file://{folder}/theirs/"}
             theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # clear gives files back there, but no room
             theirs |= {"extra_config": {"use_odirect": True}}
