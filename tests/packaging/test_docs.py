@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from kvstore.tools.bench.redis import MALLOC_CONF, MALLOC_NAMES
 from kvstore.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,3 +53,8 @@ def test_commands_exist(page: Path) -> None:
     code = "\n".join(CODE.findall(page.read_text(encoding="utf-8")))
     commands = getattr(get_command(app), "commands")  # noqa: B009 - the group's type is not exported
     assert set(re.findall(r"(?:^|`|\$ )kvstore ([a-z][a-z-]*)", code, re.MULTILINE)) <= set(commands)
+
+
+def test_the_bench_measures_the_redis_that_is_recommended() -> None:
+    page = (ROOT / "docs" / "redis.md").read_text(encoding="utf-8")
+    assert f"\nexport {MALLOC_NAMES[0]}={MALLOC_CONF}\nexport {MALLOC_NAMES[1]}=${MALLOC_NAMES[0]}\n" in page

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from kvstore.tools.bench.workbench import Workbench
 
 # As docs/redis.md recommends: without it the server gives memory back to the system, and takes it again, page by page.
-MALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+# Debian's redis-server reads one of the names, Redis built with its own allocator the other.
+MALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:20"
+MALLOC_NAMES = ("MALLOC_CONF", "JE_MALLOC_CONF")
 _START_TIMEOUT_S = 10.0
 _TIMEOUT_S = 60.0
 _LOOKUP_SLACK_S = 0.5e-3
@@ -59,7 +61,7 @@ def private_server(program: Path, folder: Path) -> Iterator[int]:
         port = int(probe.getsockname()[1])
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), "--logfile", "redis.log"]
     process = subprocess.Popen(  # noqa: S603 - found on PATH
-        [program, *options], stdout=subprocess.DEVNULL, env={**os.environ, "MALLOC_CONF": MALLOC_CONF}
+        [program, *options], stdout=subprocess.DEVNULL, env={**os.environ, **dict.fromkeys(MALLOC_NAMES, MALLOC_CONF)}
     )
     try:
         _wait_for_port(process, port)
