@@ -231,8 +231,7 @@ class RedisTier(Tier):
         The old ones are unreachable at once, and deleted as far as the servers answer.
         """
         with self._operation():
-            old = self._home
-            self._move(lambda: True, Home(namespace.id))
+            old = self._move(lambda: True, Home(namespace.id))
             try:
                 self._sweeper.sweep(self._renew(old))
             except TierError as error:
@@ -298,13 +297,19 @@ class RedisTier(Tier):
         # Asked for again: of two threads that clear, the later epoch holds.
         return self._current_home() if self._home.namespace_id == new.namespace_id else new
 
-    def _move(self, may_move: Callable[[], bool], home: Home) -> None:
+    def _move(self, may_move: Callable[[], bool], home: Home) -> Home:
+        """Go there, if it may, and forget what is booked. Returns the former: of two that move, each leaves another."""
+        left = self._home
+
         def change() -> bool:
+            nonlocal left
+            left = self._home
             if moves := may_move():
                 self._home = home
             return moves
 
         self._ledger.strike_all(change)
+        return left
 
     # Chunks one by one
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from kvstore.layout import KVLayout
 from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
 from kvstore.tiers._redis_chunk import PREFIX
-from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
+from kvstore.tiers._redis_ledger import WRITE_ID_BYTES, Ledger
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.redis import RedisTier
 from kvstore.wrappers import GuardOptions, guarded
@@ -134,6 +134,21 @@ class TestTcp(Redis):
         }
         assert tier.stored_bytes(2) == tier.used_bytes == 16 + 8 + len(header) + 24
         tier.close()
+
+    def test_of_two_resets_at_once_each_sweeps_what_it_leaves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Chunks stored between the two are in a namespace of which nobody knows afterwards."""
+        tier = self.start()
+        strike_all = Ledger.strike_all
+
+        def strike_all_later(ledger: Ledger, change: Callable[[], bool]) -> None:
+            monkeypatch.undo()
+            tier.reset(Namespace({"model": "the other's"}))
+            assert self.put(make_ref(1)) == [Outcome.STORED]
+            strike_all(ledger, change)
+
+        monkeypatch.setattr(Ledger, "strike_all", strike_all_later)
+        tier.reset(Namespace({"model": "mine"}))
+        assert tier.used_bytes == self.raw_used_bytes() == 0
 
 
 class TestTcpWithLz4(Redis):
