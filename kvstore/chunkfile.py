@@ -29,6 +29,8 @@ import xxhash
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import numpy.typing as npt
 
     from kvstore.keys import ChunkKey
@@ -108,6 +110,42 @@ def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: ran
     wanted = range(layout.num_layers) if layers is None else layers
     ranges = (layout.layer_range(layer, num_blocks) for layer in wanted)
     return "".join(xxhash.xxh3_64_hexdigest(view[begin:end]) for begin, end in ranges)
+
+
+class RunningSums:
+    """The ``checksums`` of a payload that passes in pieces, in order. It belongs to one thread.
+
+    A piece that was just received, or is about to be sent, is summed up while it is in the processor's cache.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self._ends = iter([end for _, end in layout.layer_ranges(num_blocks)])
+        self._end = next(self._ends, 0)  # of the layer at hand
+        self._done_bytes = 0
+        self._layer = xxhash.xxh3_64()
+        self._sums: list[str] = []
+
+    def add(self, piece: memoryview) -> None:
+        """The next bytes of the payload. The GIL is released while a large piece is summed up."""
+        while len(piece) and self._done_bytes < self._end:
+            step = min(len(piece), self._end - self._done_bytes)
+            self._layer.update(piece[:step])
+            self._done_bytes += step
+            piece = piece[step:]
+            if self._done_bytes == self._end:
+                self._sums.append(self._layer.hexdigest())
+                self._layer.reset()
+                self._end = next(self._ends, 0)
+
+    def over(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield pieces, each after it was added."""
+        for piece in pieces:
+            self.add(piece)
+            yield piece
+
+    def text(self) -> str:
+        """The checksums of the layers that have passed whole."""
+        return "".join(self._sums)
 
 
 def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: ByteArray) -> bytes:

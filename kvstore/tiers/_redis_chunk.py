@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
@@ -26,7 +26,7 @@ from kvstore.tiers._redis_wire import Buffer, Link, Reply, pack
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.layout import KVLayout
     from kvstore.tiers._redis_ledger import WriteId
@@ -106,13 +106,13 @@ class Outgoing(NamedTuple):
         ref: which one.
         data: what goes into its parts.
         size_bytes: of all its values together.
-        header: makes the header of its commit, without trailing spaces.
+        header: of its commit, without trailing spaces; None if it follows from what is sent.
     """
 
     ref: ChunkRef
     data: ByteArray
     size_bytes: int
-    header: Callable[[], bytes]
+    header: bytes | None
 
 
 class Incoming(NamedTuple):
@@ -138,12 +138,14 @@ class Fetched:
         is_whole: whether every part is there, of the right length, and of the write that the commit names.
         is_evicted: whether a part is not there at all.
         size_bytes: of all its values together, if it is whole.
+        layer_sums: the checksums of what was read, if it is whole and was read to where it belongs.
     """
 
     commit: bytes | None
     is_whole: bool = False
     is_evicted: bool = False
     size_bytes: int = 0
+    layer_sums: str = ""
 
 
 def num_parts(data_bytes: int) -> int:
@@ -188,15 +190,13 @@ class ChunkIO:
         return values_bytes(len(blank.rstrip()), data_bytes)
 
     @contextmanager
-    def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:
+    def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:  # noqa: ARG002 - a codec's
         """A chunk as it will be stored.
 
         Raises:
             TierError: all buffers for that are in use for too long.
         """
-        key = ChunkKey(home.namespace_id, ref.prefix_key)
-        header = partial(chunkfile.encode_header, self._layout, key, ref.num_blocks, payload)
-        yield Outgoing(ref, payload, self.stored_bytes(ref.num_blocks), lambda: header().rstrip())
+        yield Outgoing(ref, payload, self.stored_bytes(ref.num_blocks), None)
 
     @contextmanager
     def incoming(self, ref: ChunkRef, payload: ByteArray) -> Iterator[Incoming]:
@@ -217,11 +217,17 @@ class ChunkIO:
         Raises:
             ResponseError: the server refused for another reason.
         """
-        fresh = _fresh_keys(home, chunk, write_id)
-        link.send(_set_commands(fresh, write_id, split(chunk.data), self._ttl_s or UNCOMMITTED_TTL_S))
-        header = chunk.header()  # summed up here, while the server takes in what is still on its way
+        fresh, parts = _fresh_keys(home, chunk, write_id), split(chunk.data)
+        sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
+        passing = sums.over(parts) if chunk.header is None else parts
+        link.send(_set_commands(fresh, write_id, passing, self._ttl_s or UNCOMMITTED_TTL_S))
+        header = chunk.header or self._header(home, chunk.ref, sums.text())
         failure = first_error([link.reader.reply() for _ in fresh])
         return write_id + header if failure is None else self._give_up(link, failure, fresh)
+
+    def _header(self, home: Home, ref: ChunkRef, layer_sums: str) -> bytes:
+        key = ChunkKey(home.namespace_id, ref.prefix_key)
+        return chunkfile.build_header(self._layout, key, ref.num_blocks, layer_sums).rstrip()
 
     def commit(
         self, link: Link, home: Home, write_id: WriteId, chunk: Outgoing, value: bytes
@@ -267,7 +273,7 @@ class ChunkIO:
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
 
     def fetch(self, link: Link, home: Home, chunk: Incoming) -> Fetched:
-        """Read the parts of a chunk into ``chunk.data``, as far as they are there. The bytes are not verified yet.
+        """Read the parts of a chunk into ``chunk.data``, as far as they are there. ``is_sound`` tells what they are.
 
         Raises:
             ResponseError: the server refused.
@@ -277,6 +283,7 @@ class ChunkIO:
         link.send([b"".join(commands[:asked])])
         commit = _commit(link.reader.reply())
         views = self._views(home, chunk, commit)
+        sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
         is_whole, is_evicted = commit is not None and bool(views), False
         while read < asked:
             is_needed = read <= len(views)  # with a codec, there may be less than was asked for ahead
@@ -288,24 +295,22 @@ class ChunkIO:
                 if is_whole and asked <= len(views):
                     link.send([commands[asked]])
                     asked += 1
-        return Fetched(commit, is_whole, is_evicted, len(commit or b"") + sum(WRITE_ID_BYTES + len(v) for v in views))
+                if is_whole and chunk.data is chunk.payload:
+                    sums.add(views[read - 2])
+        size_bytes = len(commit or b"") + sum(WRITE_ID_BYTES + len(view) for view in views)
+        return Fetched(commit, is_whole, is_evicted, size_bytes, sums.text())
 
     def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:  # noqa: ARG002 - with a codec it says
         """Where the parts go; none of them if the commit is not that of a chunk."""
         return split(chunk.data)
 
-    def is_sound(self, home: Home, chunk: Incoming, commit: bytes) -> bool:
+    def is_sound(self, home: Home, chunk: Incoming, found: Fetched) -> bool:
         """Whether what was fetched is the chunk that was asked for: key, length and checksums agree.
 
         Only then ``chunk.payload`` is its KV.
         """
-        text = commit[WRITE_ID_BYTES:]
-        header_bytes = chunkfile.header_bytes(self._layout)
-        if len(text) > header_bytes or text != text.rstrip():
-            return False
-        ref = chunk.ref
-        key = ChunkKey(home.namespace_id, ref.prefix_key)
-        return chunkfile.verify(self._layout, key, ref.num_blocks, text.ljust(header_bytes), chunk.payload) is None
+        said = (found.commit or b"")[WRITE_ID_BYTES:]
+        return found.is_whole and said == self._header(home, chunk.ref, found.layer_sums)
 
     def is_foreign(self, commit: bytes) -> bool:
         """Whether another codec has encoded the chunk, one that is not read here."""
@@ -355,7 +360,7 @@ def _fresh_keys(home: Home, chunk: Outgoing, write_id: WriteId) -> list[bytes]:
 
 
 def _set_commands(
-    names: Sequence[bytes], write_id: WriteId, views: Sequence[memoryview], ttl_s: int
+    names: Sequence[bytes], write_id: WriteId, views: Iterable[memoryview], ttl_s: int
 ) -> Iterator[Buffer]:
     """SET commands for all parts, their bytes as views of the payload."""
     tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s)

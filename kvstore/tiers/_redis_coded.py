@@ -13,7 +13,7 @@ from kvstore import chunkfile
 from kvstore.chunkfile import Encoding
 from kvstore.coding import ChunkCoder, Image
 from kvstore.keys import ChunkKey
-from kvstore.tiers._redis_chunk import ChunkIO, Home, Incoming, Outgoing, split, values_bytes
+from kvstore.tiers._redis_chunk import ChunkIO, Fetched, Home, Incoming, Outgoing, split, values_bytes
 from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
 from kvstore.tiers._scratch import Scratch
 
@@ -53,7 +53,7 @@ class CodedIO(ChunkIO):
             return super().size_of(num_blocks, data_bytes)
         share, rest = divmod(data_bytes, self._layout.num_layers)  # only their sum changes the header's length
         layers = Encoding(self.codec_name, (share + rest, *[share] * (self._layout.num_layers - 1)))
-        blank = self._header(ChunkKey(bytes(8), bytes(16)), num_blocks, layers, self._blank_sums())
+        blank = self._coded_header(ChunkKey(bytes(8), bytes(16)), num_blocks, layers, self._blank_sums())
         return values_bytes(len(blank), data_bytes)
 
     @contextmanager
@@ -61,11 +61,11 @@ class CodedIO(ChunkIO):
         """See ``ChunkIO``: encodes the chunk."""
         with self._scratch.borrowed() as scratch:
             layers, sums = self._coder.encode_layers(ref.num_blocks, payload, scratch)
-            header = self._header(ChunkKey(home.namespace_id, ref.prefix_key), ref.num_blocks, layers, sums)
+            header = self._coded_header(ChunkKey(home.namespace_id, ref.prefix_key), ref.num_blocks, layers, sums)
             size_bytes = values_bytes(len(header), layers.total_bytes)
-            yield Outgoing(ref, scratch[: layers.total_bytes], size_bytes, lambda: header)
+            yield Outgoing(ref, scratch[: layers.total_bytes], size_bytes, header)
 
-    def _header(self, key: ChunkKey, num_blocks: int, layers: Encoding, sums: str) -> bytes:
+    def _coded_header(self, key: ChunkKey, num_blocks: int, layers: Encoding, sums: str) -> bytes:
         is_smaller = layers.total_bytes < self._layout.payload_bytes(num_blocks)
         encoding = layers if is_smaller else None
         return chunkfile.build_header(self._layout, key, num_blocks, sums, encoding=encoding).rstrip()
@@ -81,9 +81,9 @@ class CodedIO(ChunkIO):
         image = self._image(home, chunk, commit) if commit is not None else None
         return split(chunk.data[: image.size_bytes]) if image is not None else []
 
-    def is_sound(self, home: Home, chunk: Incoming, commit: bytes) -> bool:
+    def is_sound(self, home: Home, chunk: Incoming, found: Fetched) -> bool:
         """See ``ChunkIO``: decodes every layer whose checksum agrees."""
-        image = self._image(home, chunk, commit)
+        image = self._image(home, chunk, found.commit) if found.is_whole and found.commit is not None else None
         if image is None:
             return False
         return all(image.decode(layer, chunk.payload) is None for layer in range(self._layout.num_layers))

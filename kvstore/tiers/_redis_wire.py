@@ -196,7 +196,7 @@ class Link:
 
     def send(self, pieces: Iterable[Buffer]) -> None:
         """Send packed commands, piece by piece; large ones as views of where they lie."""
-        self._connection.send_packed_command(list(pieces))
+        self._connection.send_packed_command(pieces)
 
     def ask(self, commands: Sequence[bytes]) -> list[Reply]:
         """Send packed commands in one go and read one reply for each, errors as values."""

@@ -348,7 +348,7 @@ class RedisTier(Tier):
                 known = self._ledger.settled(ref)
                 found = self._calls.at(tag, lambda link: self._io.fetch(link, home, chunk))
                 commit = found.commit
-                if commit is not None and found.is_whole and self._io.is_sound(home, chunk, commit):
+                if self._io.is_sound(home, chunk, found):
                     return Outcome.HIT, found.size_bytes
                 if commit is None and not known:
                     return _MISS

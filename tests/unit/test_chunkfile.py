@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,24 @@ def test_checksums_cover_each_layer() -> None:
     for layer in range(ODD.num_layers):
         begin, end = ODD.layer_range(layer, 3)
         assert text[16 * layer : 16 * layer + 16] == xxhash.xxh3_64_hexdigest(slot[begin:end].tobytes())
+
+
+@given(st.lists(st.integers(0, 300), max_size=12), st.sampled_from([(EVEN, 1), (ODD, 3), (DEEP, 2)]))
+def test_checksums_of_pieces_are_those_of_the_whole(sizes: list[int], chunk: tuple[KVLayout, int]) -> None:
+    layout, num_blocks = chunk
+    view = make_payload(layout, num_blocks).data
+    ends = sorted({min(size, 64) * layout.payload_bytes(num_blocks) // 64 for size in sizes})
+    pieces = [view[begin:end] for begin, end in pairwise([0, *ends, len(view)])]
+    sums = chunkfile.RunningSums(layout, num_blocks)
+    assert list(sums.over(pieces)) == pieces
+    assert sums.text() == chunkfile.checksums(layout, num_blocks, np.frombuffer(view, np.uint8))
+
+
+def test_checksums_of_a_payload_cut_short_are_those_of_its_whole_layers() -> None:
+    view = make_payload(ODD, 3).data
+    sums = chunkfile.RunningSums(ODD, 3)
+    sums.add(view[: ODD.layer_range(1, 3)[1] + 1])
+    assert sums.text() == chunkfile.checksums(ODD, 3, np.frombuffer(view, np.uint8), range(2))
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(1, 4096), (80, 4096), (192, 4096), (193, 8192), (448, 8192)])
