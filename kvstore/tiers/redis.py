@@ -156,7 +156,7 @@ class RedisTier(Tier):
                     raise
                 with self._changed:
                     self.counters.swept += swept
-                if self._ledger.end_scan(before, sizes, lambda home=home: self._home is home):  # type: ignore[misc]
+                if self._ledger.end_scan(before, home.epoch, sizes, lambda home=home: self._home is home):  # type: ignore[misc]
                     return self._trimmed(home, sizes)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -246,7 +246,7 @@ class RedisTier(Tier):
 
     def size_of(self, ref: ChunkRef) -> int:
         """The length of all values of a chunk that this tier has stored or found. Readable after ``close``."""
-        return self._ledger.size_of(ref) or self._sizes[ref.num_blocks]
+        return self._ledger.size_of(self._home.epoch, ref) or self._sizes[ref.num_blocks]
 
     @property
     def used_bytes(self) -> int:
@@ -345,7 +345,7 @@ class RedisTier(Tier):
         tag = home.tag(ref)
         with self._io.incoming(ref, payload) as chunk:
             for _ in range(_LOOKS):
-                known = self._ledger.settled(ref)
+                known = self._ledger.settled(home.epoch, ref)
                 found = self._calls.at(tag, lambda link: self._io.fetch(link, home, chunk))
                 commit = found.commit
                 if self._io.is_sound(home, chunk, found):
@@ -366,13 +366,13 @@ class RedisTier(Tier):
 
     def _store(self, home: Home, chunk: Outgoing) -> Outcome:
         ref, size_bytes = chunk.ref, chunk.size_bytes
-        write_id = self._ledger.book(ref, size_bytes)
-        if write_id is None and self._ledger.settled(ref):
+        write_id = self._ledger.book(home.epoch, ref, size_bytes)
+        if write_id is None and self._ledger.settled(home.epoch, ref):
             self._remove(home, [ref])  # without room for two of them, the new one takes the place of the old
-            write_id = self._ledger.book(ref, size_bytes)
+            write_id = self._ledger.book(home.epoch, ref, size_bytes)
         if write_id is None:
             return Outcome.FULL
-        known = self._ledger.settled(ref)
+        known = self._ledger.settled(home.epoch, ref)
         is_committing = False
 
         def write(link: Link) -> set[WriteId] | ResponseError:
@@ -411,7 +411,7 @@ class RedisTier(Tier):
         failure: TierError | None = None
         for begin in range(0, len(refs), _BATCH_CHUNKS):
             batch = refs[begin : begin + _BATCH_CHUNKS]
-            known = [self._ledger.settled(ref) for ref in batch]
+            known = [self._ledger.settled(home.epoch, ref) for ref in batch]
             answers = self._calls.ask_all([(home.tag(ref), self._io.remove_commands(home, ref)) for ref in batch])
             full = [number for number, answer in enumerate(answers) if isinstance(answer, NoMemoryError)]
             forced = [(home.tag(batch[n]), self._io.forced_remove_commands(home, batch[n])) for n in full]

@@ -150,6 +150,31 @@ class TestTcp(Redis):
         tier.reset(Namespace({"model": "mine"}))
         assert tier.used_bytes == self.raw_used_bytes() == 0
 
+    @pytest.mark.parametrize("name", ["get", "put", "remove"])
+    def test_a_call_of_the_old_epoch_does_not_strike_what_is_in_the_new_one(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """A clear, and the chunk stored again, after the call has learnt where it is and before what there is."""
+        tier = self.start()
+        ref = make_ref(1)
+        call: dict[str, Callable[[], object]] = {
+            "get": lambda: self.get(ref),
+            "put": lambda: self.put(ref),
+            "remove": lambda: tier.remove([ref]),
+        }
+        self.put(ref)
+        settled = Ledger.settled
+
+        def settled_later(ledger: Ledger, *place: Any) -> set[bytes]:
+            monkeypatch.undo()
+            tier.clear()
+            assert self.put(ref) == [Outcome.STORED]
+            return settled(ledger, *place)
+
+        monkeypatch.setattr(Ledger, "settled", settled_later)
+        call[name]()
+        assert tier.used_bytes == self.raw_used_bytes() == tier.stored_bytes(ref.num_blocks)
+
 
 class TestTcpWithLz4(Redis):
     """Through a codec. Some chunks shrink to a fraction, others not at all."""

@@ -13,6 +13,7 @@ from kvstore.tiers.base import TierSetup
 
 SINGLE, SENTINEL, CLUSTER = Kind.SINGLE, Kind.SENTINEL, Kind.CLUSTER
 HERE = (Address("here", 6379),)
+EPOCH = b"now"
 
 GOOD = {
     "redis://here": RedisTarget(SINGLE, HERE),
@@ -93,19 +94,19 @@ def test_options_of_the_tier() -> None:
 def test_a_write_that_ended_before_it_was_settled_stays_ended() -> None:
     """Another thread may hear of the end first."""
     ledger = Ledger(100)
-    write_id = ledger.book(make_ref(1), 60)
+    write_id = ledger.book(EPOCH, make_ref(1), 60)
     assert write_id is not None
-    assert ledger.book(make_ref(2), 41) is None
-    assert ledger.settled(make_ref(1)) == set()
+    assert ledger.book(EPOCH, make_ref(2), 41) is None
+    assert ledger.settled(EPOCH, make_ref(1)) == set()
     ledger.strike([write_id])
     ledger.settle(write_id)
     assert ledger.used_bytes == 0
-    assert ledger.settled(make_ref(1)) == set()
+    assert ledger.settled(EPOCH, make_ref(1)) == set()
 
 
 def test_a_scan_does_not_book_what_ended_meanwhile() -> None:
     ledger = Ledger(100)
-    ids = [ledger.book(make_ref(number), 10) for number in range(3)]
+    ids = [ledger.book(EPOCH, make_ref(number), 10) for number in range(3)]
     for write_id in ids[:2]:
         assert write_id is not None
         ledger.settle(write_id)
@@ -113,8 +114,21 @@ def test_a_scan_does_not_book_what_ended_meanwhile() -> None:
     assert before == set(ids[:2])
     ledger.strike(ids[:1])  # type: ignore[arg-type] # they are no Nones
     found = {make_ref(0): 10, make_ref(2): 10, make_ref(7): 10}
-    assert ledger.end_scan(before, found, lambda: True)
-    assert [bool(ledger.settled(make_ref(number))) for number in (0, 1, 2, 7)] == [False, False, False, True]
+    assert ledger.end_scan(before, EPOCH, found, lambda: True)
+    assert [bool(ledger.settled(EPOCH, make_ref(number))) for number in (0, 1, 2, 7)] == [False, False, False, True]
     assert ledger.used_bytes == 20  # the one under way, and the one found
-    assert not ledger.end_scan(ledger.begin_scan(), {}, lambda: False)
+    assert not ledger.end_scan(ledger.begin_scan(), EPOCH, {}, lambda: False)
     assert ledger.used_bytes == 20
+
+
+def test_a_scan_strikes_what_is_left_of_another_epoch() -> None:
+    """Such as a write whose end nobody heard of."""
+    ledger = Ledger(100)
+    for epoch in (b"before", EPOCH):
+        write_id = ledger.book(epoch, make_ref(1), 10)
+        assert write_id is not None
+        ledger.settle(write_id)
+    assert ledger.end_scan(ledger.begin_scan(), EPOCH, {make_ref(1): 10}, lambda: True)
+    assert ledger.settled(b"before", make_ref(1)) == set()
+    assert len(ledger.settled(EPOCH, make_ref(1))) == 1
+    assert ledger.used_bytes == 10
