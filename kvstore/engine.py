@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from kvstore.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers
 from kvstore.pages import BlockIds, PagedKV
-from kvstore.plans import IndexCounters, Place
+from kvstore.plans import IndexCounters, Match, Place
 from kvstore.remote import RemoteView
 from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
 from kvstore.tiers.base import ChunkRef, TierCounters
@@ -43,6 +43,7 @@ from kvstore.tiers.base import ChunkRef, TierCounters
 __all__ = ["CacheEngine", "EngineOptions", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,13 @@ class CacheEngine:
         the same name renews the lease. All leases together hold at most half of the pool: what goes beyond, or is
         only at the remote tier, is answered all the same, without a lease.
         """
-        hasher = hash_tokens(self.layout, tokens, extras)
-        self._ask_remote(hasher)
-        with self._index_lock:
-            self._begin_decision()
-            match = self._index.lookup(hasher)
+
+        def answer(match: Match) -> int:
             if lease_id is not None:
                 self._index.lease(lease_id, match.refs, self._options.lease_timeout_s)
             return match.num_tokens
+
+        return self._match(hash_tokens(self.layout, tokens, extras), answer)
 
     def release(self, lease_id: str) -> None:
         """End a lease. Unknown and ended ones are ignored."""
@@ -370,18 +370,28 @@ class CacheEngine:
         self._index.set_remote_answers(answers=self._tiers.remote_answers)
 
     def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> None:
-        """Find out what the remote tier holds of a sequence; the index then knows for a while."""
-        if self._directory is None or self._view is None:
-            return
+        """Find out what the remote tier holds of a sequence, if there is one."""
+        if self._directory is not None:
+            self._match(hasher, lambda _: None, skip_tokens)
+
+    def _match(self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0) -> Result:
+        """Decide on the longest prefix that is known, under the lock, after the remote tier was asked for what is not.
+
+        The index knows its answers for a while.
+        """
         for _ in range(QUESTION_ROUNDS):
             with self._index_lock:
                 self._begin_decision()
-                questions = self._index.questions(hasher, self._index.lookup(hasher, skip_tokens), skip_tokens)
-            if not questions:
-                return
-            answers = self._directory.ask(questions).result()  # each tier's deadline bounds it
+                match = self._index.lookup(hasher, skip_tokens)
+                questions = self._index.questions(hasher, match, skip_tokens)
+                if self._directory is None or self._view is None or not questions:
+                    return then(match)
+            answers = self._directory.answer(questions)
             with self._index_lock:
                 self._view.note(questions, answers, time.monotonic())
+        with self._index_lock:
+            self._begin_decision()
+            return then(self._index.lookup(hasher, skip_tokens))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -156,12 +156,15 @@ class PrefixHasher:
         if len(tokens) == known:
             return
         try:
-            fresh = array("I", tokens[known:])
+            fresh = array("I", tokens[known:] if known else tokens)  # to slice a list touches every number in it
         except (OverflowError, TypeError) as error:
             raise InvalidCallError(f"token ids must be integers in 0..{_MAX_TOKEN_ID}: {error}") from error
         if np.frombuffer(fresh, np.uint32).max() > _MAX_TOKEN_ID:
             raise InvalidCallError(f"token id {0xFFFFFFFF} is reserved: ids must be in 0..{_MAX_TOKEN_ID}")
-        self._tokens.extend(fresh)
+        if known:
+            self._tokens.extend(fresh)
+        else:
+            self._tokens = fresh
         self._absorb_whole_chunks()
 
     def reset(self) -> None:
@@ -185,28 +188,33 @@ class PrefixHasher:
         begin = chunk * self.chunk_tokens
         end = min(begin + self.chunk_tokens, len(self._tokens))
         keys = []
-        for stop in range(begin + self.block_tokens, end + 1, self.block_tokens):
-            self._absorb_block(running, stop - self.block_tokens, stop)
-            keys.append(running.digest()[:PREFIX_KEY_BYTES])
+        with memoryview(self._tokens) as tokens:
+            for stop in range(begin + self.block_tokens, end + 1, self.block_tokens):
+                self._absorb(running, tokens, stop - self.block_tokens, stop)
+                keys.append(running.digest()[:PREFIX_KEY_BYTES])
         return keys
 
     def _absorb_whole_chunks(self) -> None:
         first, last = len(self._chunk_keys), len(self._tokens) // self.chunk_tokens
-        for chunk in range(first, last):
-            running = self._snapshots[-1].copy()
-            begin = chunk * self.chunk_tokens
-            step = self.block_tokens if self._features else self.chunk_tokens
-            for start in range(begin, begin + self.chunk_tokens, step):
-                self._absorb_block(running, start, start + step)
-            self._snapshots.append(running)
-            self._chunk_keys.append(running.digest()[:PREFIX_KEY_BYTES])
+        step = self.block_tokens if self._features else self.chunk_tokens
+        running = self._snapshots[-1]
+        with memoryview(self._tokens) as tokens:  # a part of which is no copy
+            for chunk in range(first, last):
+                running = running.copy()
+                begin = chunk * self.chunk_tokens
+                for start in range(begin, begin + self.chunk_tokens, step):
+                    self._absorb(running, tokens, start, start + step)
+                self._snapshots.append(running)
+                self._chunk_keys.append(running.digest()[:PREFIX_KEY_BYTES])
 
-    def _absorb_block(self, running: _Hash, begin: int, end: int) -> None:
+    def _absorb(self, running: _Hash, tokens: memoryview, begin: int, end: int) -> None:
         """Hash the tokens ``[begin, end)`` and the features that overlap them."""
-        tokens = self._tokens[begin:end]
+        part = tokens[begin:end]
         if sys.byteorder == "big":  # pragma: no cover - no such machine in the field
-            tokens.byteswap()
-        running.update(tokens)
+            swapped = array("I", part)
+            swapped.byteswap()
+            part = memoryview(swapped)
+        running.update(part)
         for feature in self._features:
             if feature.offset < end and feature.offset + feature.length > begin:
                 running.update(_FEATURE_MARK + _tagged(feature.identifier) + struct.pack("<Q", feature.offset))

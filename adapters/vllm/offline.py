@@ -158,7 +158,7 @@ class OfflineEngine:
         """For each chunk, whether it is in every tier that outlives this process, of every worker."""
         if not refs:
             return []
-        remote = self._directory.ask(list(refs)).result() if self._directory else [False] * len(refs)
+        remote = self._directory.answer(refs) if self._directory else [False] * len(refs)
         if self._is_remote_read_only:
             return [has or self._on_disk(ref) for ref, has in zip(refs, remote, strict=True)]
         if self._directory is not None and not self._config.local_disk_folders:

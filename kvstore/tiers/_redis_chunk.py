@@ -47,6 +47,12 @@ def commit_key(tag: bytes) -> bytes:
     return PREFIX + tag + b"}:c"
 
 
+def exists_command(tag: bytes) -> bytes:
+    """Ask whether the chunk with this tag is there. Of these a lookup sends one a chunk."""
+    key = commit_key(tag)
+    return b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key)
+
+
 @dataclass(frozen=True)
 class Home:
     """Where the chunks of a namespace are at present. Another epoch is another place: what was in the old one is gone.

@@ -27,7 +27,7 @@ except ImportError as error:
 from kvstore.codecs import open_codec
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.tiers._redis_calls import Calls, replaced
-from kvstore.tiers._redis_chunk import ChunkIO, Home, Outgoing, commit_key, ended_by
+from kvstore.tiers._redis_chunk import ChunkIO, Home, Outgoing, ended_by, exists_command
 from kvstore.tiers._redis_coded import CodedIO
 from kvstore.tiers._redis_ledger import Ledger, WriteId
 from kvstore.tiers._redis_nodes import Node, NoMemoryError, SlotMovingError, open_nodes
@@ -170,7 +170,7 @@ class RedisTier(Tier):
                 home = self._home if self._home.epoch else self._current_home()
                 questions = [(home.epoch_tag, [pack("GET", home.epoch_key)])]
                 tags = [home.tag(ref) for ref in refs]
-                questions += [(tag, [pack("EXISTS", commit_key(tag))]) for tag in tags]
+                questions += [(tag, [exists_command(tag)]) for tag in tags]
                 epoch, *answers = self._calls.ask_all(questions)
                 if isinstance(epoch, TierError):
                     raise epoch
