@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from kvstore.copiers import Copiers
 from kvstore.layout import KVLayout
 from kvstore.pages import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.staging import Moment, Staging, Streams
@@ -47,6 +48,10 @@ class DevicePagedKV:
     def beside(self) -> PagedKV:
         """See ``pages.PagedKV``."""
         return DevicePagedKV(self._layers, self.layout, self.num_blocks, has_stream=True)
+
+    def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
+        """See ``pages.PagedKV``: the device copies by itself."""
+        return self
 
     def moment(self) -> Moment:
         """See ``pages.PagedKV``."""

@@ -28,6 +28,7 @@ from typing import Self, TypeVar
 import numpy as np
 import torch
 
+from kvstore.copiers import copy_threads
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
@@ -89,7 +90,14 @@ class CacheEngine:
         )
         self._index.adopt(self._tiers.survivors)
         lanes = self._tiers.open_lanes(options, self._on_written)
-        self._mover = Mover(paged, self._tiers.cpu, lanes, self._tiers.hot, is_passage=not options.local_cpu)
+        self._mover = Mover(
+            paged,
+            self._tiers.cpu,
+            lanes,
+            self._tiers.hot,
+            is_passage=not options.local_cpu,
+            copy_threads=copy_threads(),
+        )
         self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up

@@ -1,6 +1,6 @@
 """Carries out plans: paged KV cache <-> slots <-> slower tiers. Has no policy; the index decided.
 
-Gathers and scatters run on the caller's thread, because the blocks belong to a model that must not run meanwhile. Reads
+Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads
 from slower tiers run on threads of their lanes, several at once, and the caller scatters each as it arrives. Writes run
 behind, on other threads, so that a load never queues behind a store.
 """
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.borrowing import use_borrowed
+from kvstore.copiers import Copiers
 from kvstore.deviation import deviation
 from kvstore.hot import HotChunks
 from kvstore.keys import Namespace, PrefixKey
@@ -89,6 +90,7 @@ class Mover:
         hot: copies on the device of what is loaded often; ``close`` closes it.
         stuck: slots that reads given up may still write to, as far as another mover knows them.
         is_passage: nothing stays in the pool. What a remote tier lends is then scattered from there.
+        copy_threads: how many gather and scatter at once, where processors do it, the caller included.
     """
 
     def __init__(
@@ -100,9 +102,11 @@ class Mover:
         stuck: dict[int, list[Future[Any]]] | None = None,
         *,
         is_passage: bool = False,
+        copy_threads: int = 1,
     ) -> None:
         self.counters = MoverCounters()
-        self.paged = paged
+        self._copiers = Copiers(copy_threads)
+        self.paged = paged.with_help(self._copiers) if copy_threads > 1 else paged
         self.cpu = cpu
         self._lanes = dict(lanes)
         self._hot = hot
@@ -325,6 +329,7 @@ class Mover:
         for closer in closers:
             closer.join()
         self._layers.shutdown(wait=True, cancel_futures=True)  # what it waits for has ended
+        self._copiers.close()
         self.cpu.close()
         if self._hot is not None:
             self._hot.close()

@@ -9,7 +9,8 @@ memcpy, both without an allocation, where torch's indexing reached 0.2 to 0.5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore.copiers import Copiers
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.layout import KVLayout
 from kvstore.staging import Moment
@@ -37,6 +39,10 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 Page = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """A plane's rows of all blocks, and the rows of some of them in a payload."""
+
+
+_Copy = tuple[npt.NDArray[Any], BlockIds, npt.NDArray[Any]]
+"""A plane's rows of all blocks, which of them, and their rows in a payload."""
 
 
 class ChunkBlocks(NamedTuple):
@@ -66,6 +72,9 @@ class PagedKV(Protocol):
 
     def beside(self) -> PagedKV:
         """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs."""
+
+    def with_help(self, copiers: Copiers) -> PagedKV:
+        """The same cache, whose blocks several threads copy, where it is processors that do that."""
 
     def moment(self) -> Moment:
         """The present, in the order of what the model's thread launches."""
@@ -228,6 +237,7 @@ class HostPagedKV:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device("cpu")
+        self._copiers: Copiers | None = None
         planes = [plane.rows.numpy() for layer in layers for plane in layer]
         self._planes_per_layer = len(layers[0])
         self._dense = all(rows.flags.c_contiguous for rows in planes)
@@ -237,8 +247,17 @@ class HostPagedKV:
             self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
 
     def beside(self) -> PagedKV:
-        """See ``PagedKV``: nothing here belongs to one thread."""
-        return self
+        """See ``PagedKV``: nothing here belongs to one thread. Without help: other processors are the model's."""
+        return self._with(None)
+
+    def with_help(self, copiers: Copiers) -> PagedKV:
+        """See ``PagedKV``."""
+        return self._with(copiers)
+
+    def _with(self, copiers: Copiers | None) -> PagedKV:
+        same = copy(self)
+        same._copiers = copiers  # noqa: SLF001 - its own
+        return same
 
     def moment(self) -> Moment:
         """See ``PagedKV``."""
@@ -250,16 +269,15 @@ class HostPagedKV:
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)
-        for rows, target in self._pages(payload, len(block_ids)):
-            self._take(rows, block_ids, target)
+        pages = self._pages(payload, len(block_ids))
+        self._each(((rows, block_ids, target) for rows, target in pages), self._take)
         return None
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)
-        last_block = first_block + len(block_ids)
-        for rows, source in self._pages(payload, chunk_blocks):
-            rows[block_ids] = source[first_block:last_block]
+        last_block, pages = first_block + len(block_ids), self._pages(payload, chunk_blocks)
+        self._each(((rows, block_ids, source[first_block:last_block]) for rows, source in pages), _put)
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -272,18 +290,12 @@ class HostPagedKV:
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        planes = self._planes_of(layer)
-        for chunk in chunks:
-            for rows, target in chunk.pages[planes]:
-                self._take(rows, chunk.block_ids, target)
+        self._each(self._copies_of(layer, chunks), self._take)
         return None
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
         """See ``PagedKV``."""
-        planes = self._planes_of(layer)
-        for chunk in chunks:
-            for rows, source in chunk.pages[planes]:
-                rows[chunk.block_ids] = source
+        self._each(self._copies_of(layer, chunks), _put)
 
     def reach(self, moment: Moment) -> None:
         """See ``PagedKV``."""
@@ -301,15 +313,24 @@ class HostPagedKV:
         """See ``PagedKV``."""
         self.scatter(block_ids, payload.numpy(), chunk_blocks, first_block)
 
-    def _take(self, rows: npt.NDArray[Any], block_ids: BlockIds, target: npt.NDArray[Any]) -> None:
+    def _each(self, copies: Iterable[_Copy], copy_one: Callable[[_Copy], None]) -> None:
+        if self._copiers is not None:
+            self._copiers.each(list(copies), copy_one)
+            return
+        for one in copies:
+            copy_one(one)
+
+    def _take(self, one: _Copy) -> None:
+        rows, block_ids, target = one
         if self._dense:
             rows.take(block_ids, axis=0, out=target, mode="clip")
         else:  # take() would first copy a whole cache whose blocks lie apart
             for number, block in enumerate(block_ids):
                 target[number] = rows[block]
 
-    def _planes_of(self, layer: int) -> slice:
-        return slice(layer * self._planes_per_layer, (layer + 1) * self._planes_per_layer)
+    def _copies_of(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[_Copy]:
+        planes = slice(layer * self._planes_per_layer, (layer + 1) * self._planes_per_layer)
+        return ((rows, chunk.block_ids, part) for chunk in chunks for rows, part in chunk.pages[planes])
 
     def _pages(self, payload: ByteArray, chunk_blocks: int) -> Iterator[Page]:
         """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the payload.
@@ -323,6 +344,11 @@ class HostPagedKV:
             parts = payload[begin:end].view(run.word).reshape(len(run.rows), chunk_blocks, -1)
             yield from zip(run.rows, parts, strict=True)
             begin = end
+
+
+def _put(one: _Copy) -> None:
+    rows, block_ids, source = one
+    rows[block_ids] = source
 
 
 def check_block_ids(block_ids: BlockIds, num_blocks: int) -> None:

@@ -18,6 +18,7 @@ from kvstore.adapters.vllm.courier import Courier, Fetched
 from kvstore.adapters.vllm.disagg import server_url
 from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
 from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.copiers import copy_threads
 from kvstore.deviation import tolerance
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace, PrefixKey
@@ -105,7 +106,12 @@ class StoreWorker:
         self._written: deque[Written] = deque()
         lanes = self._tiers.open_lanes(engine, self._on_written)
         self._mover = Mover(
-            paged, self._tiers.cpu, lanes, self._tiers.hot, is_passage=not (engine.local_cpu or options.layerwise)
+            paged,
+            self._tiers.cpu,
+            lanes,
+            self._tiers.hot,
+            is_passage=not (engine.local_cpu or options.layerwise),
+            copy_threads=copy_threads(),
         )
         self._courier = Courier(self._mover)
         self._counters = partial(_moved, self._mover, self._courier)

@@ -218,7 +218,7 @@ def test_gather_raises(
 
     with rig.open(local_disk=tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(rig.paged, "gather", gather)
+            patch.setattr(engine._mover.paged, "gather", gather)
             with pytest.raises(RuntimeError, match="no more"):
                 rig.store(engine, TOKENS)
         assert engine.lookup(TOKENS) == 0
@@ -243,7 +243,7 @@ def test_scatter_raises(
         if not from_disk:
             rig.retrieve(engine, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr(rig.paged, "scatter", scatter)
+            patch.setattr(engine._mover.paged, "scatter", scatter)
             with pytest.raises(RuntimeError, match="no"):
                 rig.retrieve(engine, TOKENS)
         check_idle(engine)
@@ -261,7 +261,7 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
     tier.before_get = lambda: gate() if next(turns) else None
     with rig.open(slots=3, local_disk=tmp_path, io_timeout_s=0.2) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(rig.paged, "scatter", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
+            patch.setattr(engine._mover.paged, "scatter", lambda *_: gate.reached.wait(HANG_GUARD_S) and 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 rig.retrieve(engine, TOKENS)
         other = tokens_of(2, 40)

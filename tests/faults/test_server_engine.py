@@ -134,7 +134,7 @@ class TestPassage:
 
     def test_a_scatter_that_raises(self, rig: Rig, stored: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
         with rig.open(remote=options_of(stored.url), local_cpu=False, slots=32) as engine:
-            scatter, calls = rig.paged.scatter, count()
+            scatter, calls = engine._mover.paged.scatter, count()
 
             def breaks(*arguments: Any) -> None:
                 if next(calls) == 2:
@@ -142,7 +142,7 @@ class TestPassage:
                 scatter(*arguments)
 
             with monkeypatch.context() as patch:
-                patch.setattr(rig.paged, "scatter", breaks)
+                patch.setattr(engine._mover.paged, "scatter", breaks)
                 with pytest.raises(ZeroDivisionError):
                     rig.retrieve(engine, LONG)
             wait_for("all is given back", lambda: stored.hub.sessions.num_leases == 0)
@@ -162,7 +162,7 @@ class TestPassage:
                     assert rig.store(engine, LONG) == len(LONG)
                     assert engine.flush(WAIT_S)
                     assert rig.retrieve(engine, LONG) == len(LONG)
-                    scatter, calls = rig.paged.scatter, count()
+                    scatter, calls = engine._mover.paged.scatter, count()
 
                     def dies(*arguments: Any) -> None:
                         if next(calls) == 1:
@@ -170,7 +170,7 @@ class TestPassage:
                         scatter(*arguments)
 
                     with monkeypatch.context() as patch:
-                        patch.setattr(rig.paged, "scatter", dies)
+                        patch.setattr(engine._mover.paged, "scatter", dies)
                         assert rig.retrieve(engine, LONG) >= BATCH * CHUNK
                     server.kill()
                     server.start()

@@ -21,6 +21,7 @@ LEVELS = {
     "kvstore.loopback": 1,
     "kvstore.keys": 1,
     "kvstore.throttle": 1,
+    "kvstore.copiers": 1,
     "kvstore.tasks": 1,
     "kvstore.layout": 1,
     "kvstore.chunkfile": 2,
