@@ -44,7 +44,7 @@ def computed_blocks(engine: Engine, prompt: Prompt) -> Any:
     return np.stack(blocks), completion
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.soak)])
 def test_low_precision(tiny_model: Path, tmp_path: Path, kv_cache_dtype: str) -> None:
     """bf16, page by page: bytes read back equal bytes stored; outputs equal vLLM's own hit at the same boundary."""
     if kv_cache_dtype == "fp8" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
@@ -88,6 +88,7 @@ def test_the_check_has_teeth(
     assert len(different) > 0.9 * len(hit)
 
 
+@pytest.mark.soak
 def test_teeth_on_disk(
     tiny_model: Path, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def from_disk(model: Path, folder: Path, prompts: list[Prompt], dtype: str, code
     return outputs
 
 
-@pytest.mark.parametrize("codec", ["lz4", "split"])
+@pytest.mark.parametrize("codec", [pytest.param("lz4", marks=pytest.mark.soak), "split"])
 def test_float32_as_plain_vllm(
     tiny_model: Path,
     prompts: list[Prompt],
@@ -57,6 +57,7 @@ def test_float32_as_plain_vllm(
     assert codecs_on_disk(tmp_path / "disk") == {codec}
 
 
+@pytest.mark.soak
 def test_bfloat16_as_without_a_codec(tiny_model: Path, prompts: list[Prompt], tmp_path: Path) -> None:
     some = [prompt for prompt in prompts if len(prompt) > 64][:10]
     plain = from_disk(tiny_model, tmp_path / "none", some, "bfloat16", "none")

@@ -79,6 +79,7 @@ def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Comp
         engine.assert_idle()
 
 
+@pytest.mark.soak
 def test_first_of_several_connectors(tiny_model: Path, tmp_path: Path) -> None:
     """vLLM's own example stands behind ours: what ours has it loads, and both save."""
     beside = {

@@ -30,6 +30,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.mark.soak
 def test_two_processes_share_a_redis_that_dies_and_comes_back(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: RedisServer
 ) -> None:

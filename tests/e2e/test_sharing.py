@@ -72,6 +72,7 @@ def test_prompt_embeddings_are_passed_by(tiny_model: Path, tmp_path: Path) -> No
     assert plain[0] != plain[1]
 
 
+@pytest.mark.soak
 def test_weights_replaced_in_the_same_folder(tmp_path: Path) -> None:
     """A new model under an old path finds nothing; the old one's chunks leave when room is needed."""
     from kvstore.tools.models import TINY, build_llama

@@ -30,7 +30,7 @@ def spoil(engine: Engine) -> int:
     return len(slots)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_verifying(tiny_model: Path, prompts: list[Prompt], dtype: str, tmp_path: Path) -> None:
     long = [prompt for prompt in prompts[:22] if len(prompt) > CHUNK_TOKENS]  # these share nothing with each other
     store = StoreSetup(tmp_path / "disk", extra={"kvstore.verify_fraction": 1.0})

@@ -80,6 +80,7 @@ def kill_at_half(command: list[str], cache: Path, half: int) -> None:
         process.communicate()
 
 
+@pytest.mark.soak
 def test_fifty_prompts_from_one_machine_to_another(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(7)
     prompts = [random_tokens(rng.randrange(40, 1200), vocab=TINY.vocab, seed=100 + n) for n in range(50)]

@@ -145,8 +145,10 @@ def test_paths_among_prompts(tmp_path: Path) -> None:
     assert (report.prompts, [item.where for item in report.skipped]) == (3, [f"{tmp_path}/a.jsonl, line 3"])
 
 
-def test_the_first_signal_stops_after_the_batch() -> None:
+def test_the_first_signal_stops_after_the_batch(request: pytest.FixtureRequest) -> None:
     """The second one counts as ever; and so does every one after the run."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, found))
     before = signal.getsignal(signal.SIGTERM)
     with _stopped_by_signals() as is_stopped:
         assert not is_stopped.is_set()
