@@ -13,7 +13,7 @@ help:  ## show this list
 demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 	@$(BIN)/kvstore demo
 
-test: venv  ## all tests, real vLLM included
+test: venv  ## all tests but the long ones, real vLLM included
 	@$(BIN)/pytest
 
 test-unit: venv-unit  ## tests of the engine: no vLLM, about a minute
