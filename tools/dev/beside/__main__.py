@@ -1,6 +1,6 @@
 """kvstore and LMCache 0.5.6 in one interleaved run: the same KV, the same tokens, the same checks.
 
-    python -m kvstore.tools.dev.beside memory|disk|redis|server [--rounds 7] [--mib 1024] [--chunk-tokens 256]
+    python -m kvstore.tools.dev.beside memory|disk|redis|server [--rounds 7] [--mib 1024] [--chunk-tokens 256] ...
 
 Run it with an interpreter that has both; docs/benchmarks.md says how to make one without CUDA. KV is that of Llama-8B
 on the CPU, as ``[2, blocks, tokens, heads, head size]`` tensors, which both systems read where they are. LMCache's
@@ -27,13 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from kvstore.engine import EngineOptions
 from kvstore.opening import RemoteOptions
 from kvstore.tools.bench import limits, redis
-from kvstore.tools.bench.samples import one_torch_thread, timed
+from kvstore.tools.bench.samples import timed
 from kvstore.tools.bench.server import private_server
 from kvstore.tools.dev.beside.lmcache import GIB, Lmcache, LmcacheServer, lmcache_server
 from kvstore.tools.dev.beside.prompts import CHUNK_TOKENS, TOKEN_BYTES, Prompts
@@ -157,13 +158,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
+    parser.add_argument("--torch-threads", type=int, default=1, help="LMCache copies with them, kvstore with its own")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"))  # noqa: S108
     given = parser.parse_args()
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_MP_TRANSFER_MODE", "engine_driven")  # through shared memory: its way on a CPU
     prompts = Prompts((given.mib << 20) // TOKEN_BYTES, given.chunk_tokens)
-    with one_torch_thread(), tempfile.TemporaryDirectory(prefix="side-", dir=given.folder) as folder:
+    torch.set_num_threads(given.torch_threads)
+    with tempfile.TemporaryDirectory(prefix="side-", dir=given.folder) as folder:
         with opened(given.tier, prompts, Path(folder)) as systems:
             samples = measure(systems, prompts, given.rounds)
         title = f"{given.tier}, {prompts.num_chunks} chunks, {given.mib} MiB of Llama-8B KV"
