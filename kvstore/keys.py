@@ -196,14 +196,15 @@ class PrefixHasher:
 
     def _absorb_whole_chunks(self) -> None:
         first, last = len(self._chunk_keys), len(self._tokens) // self.chunk_tokens
-        step = self.block_tokens if self._features else self.chunk_tokens
-        running = self._snapshots[-1]
+        size, running = self.chunk_tokens, self._snapshots[-1]
         with memoryview(self._tokens) as tokens:  # a part of which is no copy
-            for chunk in range(first, last):
+            for begin in range(first * size, last * size, size):
                 running = running.copy()
-                begin = chunk * self.chunk_tokens
-                for start in range(begin, begin + self.chunk_tokens, step):
-                    self._absorb(running, tokens, start, start + step)
+                if sys.byteorder == "little" and not self._features:  # as nearly everywhere: in one go
+                    running.update(tokens[begin : begin + size])
+                else:
+                    for start in range(begin, begin + size, self.block_tokens):
+                        self._absorb(running, tokens, start, start + self.block_tokens)
                 self._snapshots.append(running)
                 self._chunk_keys.append(running.digest()[:PREFIX_KEY_BYTES])
 
