@@ -28,7 +28,9 @@ def measure_cpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
         BenchError: a path lost or changed a byte.
     """
     samples: dict[Subject, list[Pair]] = {subject: [] for subject in SUBJECTS}
-    with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(2 * workbench.pool_bytes)) as engine:
+    # Of batches that nobody asks for again the default policy would after a while store no more.
+    options = EngineOptions(2 * workbench.pool_bytes, cache_policy="LRU")
+    with CacheEngine(workbench.paged, NAMESPACE, options) as engine:
         for number in range(WARM_UP_ROUNDS + rounds):
             tick("CPU")
             for subject, move in SUBJECTS.items():
