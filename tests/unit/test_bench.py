@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +30,11 @@ from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line
 from kvstore.tools.bench.raw_redis import RawRedis
 from kvstore.tools.bench.run import BenchOptions, run_bench
-from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.samples import BenchError, Tick
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.cli import app
 
+Measure = Callable[[Workbench, int, Tick], list[Line]]
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 BATCH_BYTES = 3 * TOY.chunk_bytes
 TOY_COMMAND = [
@@ -146,11 +147,11 @@ def test_the_recommended_redis_takes_freed_memory_again(tmp_path: Path) -> None:
     """By default jemalloc never again splits what was deleted in one go: the server holds 1.7 times its data."""
     payloads = np.broadcast_to(np.ones(16 << 20, np.uint8), (32, 16 << 20))
     held_bytes = []
-    with redis.private_server(Path(require_server()), tmp_path) as port:
+    with redis.private_server(Path(require_server()), tmp_path) as port, Redis(port=port) as client:
         raw = RawRedis(port, payloads, PART_BYTES)
         for _ in range(4):
             raw.store()
-            held_bytes.append(Redis(port=port).info("memory")["used_memory_rss"])
+            held_bytes.append(client.info("memory")["used_memory_rss"])
             raw.remove()
         raw.close()
     assert held_bytes[-1] < 1.2 * held_bytes[0]
@@ -174,6 +175,12 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
     assert isinstance(workbench.paged, DevicePagedKV)
     lines = gpu.measure_gpu(workbench, 7, lambda _: None)
     assert [line.subject for line in lines] == [gpu.STORE, gpu.RETRIEVE, gpu.LAYER_STORE, gpu.LAYER_RETRIEVE]
+
+
+@pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
+def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
+    """Of prompts that nobody asks for again the default policy in the end keeps no more."""
+    measure(Workbench(toy, 64), 40, lambda _: None)
 
 
 def _made(folder: Path) -> Path:

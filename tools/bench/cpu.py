@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick
@@ -22,15 +22,13 @@ SUBJECTS = {
 
 
 def measure_cpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
-    """Move batches in and out of memory; the pool holds two of them, so that stores evict.
+    """Move batches in and out of memory.
 
     Raises:
         BenchError: a path lost or changed a byte.
     """
     samples: dict[Subject, list[Pair]] = {subject: [] for subject in SUBJECTS}
-    # Of batches that nobody asks for again the default policy would after a while store no more.
-    options = EngineOptions(2 * workbench.pool_bytes, cache_policy="LRU")
-    with CacheEngine(workbench.paged, NAMESPACE, options) as engine:
+    with CacheEngine(workbench.paged, NAMESPACE, moves.options(workbench)) as engine:
         for number in range(WARM_UP_ROUNDS + rounds):
             tick("CPU")
             for subject, move in SUBJECTS.items():

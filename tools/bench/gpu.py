@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import MEMCPY_PIECE_BYTES
 from kvstore.tools.bench.lines import Line, Subject, move_lines
@@ -63,7 +63,7 @@ def measure_gpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
         LAYER_RETRIEVE: (moves.retrieve_by_layer, copies.to_device),
     }
     samples: dict[Subject, list[Pair]] = {subject: [] for subject in moved}
-    with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(2 * workbench.pool_bytes)) as engine:
+    with CacheEngine(workbench.paged, NAMESPACE, moves.options(workbench)) as engine:
         for number in range(WARM_UP_ROUNDS + rounds):
             tick("GPU")
             for subject, (move, limit) in moved.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from kvstore.engine import EngineOptions
 from kvstore.tools.bench.samples import Pair, paired, require
 
 if TYPE_CHECKING:
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from kvstore.tools.bench.workbench import Workbench
 
 T = TypeVar("T")
+
+
+def options(workbench: Workbench) -> EngineOptions:
+    """Of an engine whose pool holds two batches, so that stores evict.
+
+    By LRU: of prompts that nobody asks for again the default policy would after a while keep no more.
+    """
+    return EngineOptions(2 * workbench.pool_bytes, cache_policy="LRU")
 
 
 def store(engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool) -> Pair:
