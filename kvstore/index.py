@@ -377,7 +377,7 @@ class ChunkIndex:
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._begin_use(chunk)
-        self._touch(chain, first_used=len(prefix))
+        self._touch(chain, first_used=len(prefix), continues=True)
         steps = self._plan_store(refs, ttl_s)
         for chunk in own:
             self._end_use(chunk)
@@ -638,10 +638,10 @@ class ChunkIndex:
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.slot is None)
 
-    def _touch(self, chain: Sequence[PrefixKey], first_used: int = 0) -> None:
-        self._memory.touch_chain(chain, first_used=first_used)
+    def _touch(self, chain: Sequence[PrefixKey], first_used: int = 0, *, continues: bool = False) -> None:
+        self._memory.touch_chain(chain, first_used=first_used, continues=continues)
         if self._disk:
-            self._disk.order.touch_chain(chain, first_used=first_used)
+            self._disk.order.touch_chain(chain, first_used=first_used, continues=continues)
 
     def _is_out_of_reach(self, chunk: _Chunk) -> bool:
         """Whether a chunk nobody holds is only on a disk that cannot give it."""

@@ -54,7 +54,8 @@ class Adaptive(Policy):
                     continue
                 cls = 0
             elif key in used:
-                self._table.hit(unit.cls, now - unit.time)
+                if unit.cls < _TOP_CLASS or unit.time < now:  # one that all use says nothing about others of its class
+                    self._table.hit(unit.cls, now - unit.time)
                 cls = min(unit.cls + 1, _TOP_CLASS)
             elif unit.time == now:  # of this very request
                 continue

@@ -72,14 +72,15 @@ class Policy(ABC):
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
-    def touch_chain(self, keys: Iterable[PrefixKey], *, first_used: int = 0) -> None:
+    def touch_chain(self, keys: Iterable[PrefixKey], *, first_used: int = 0, continues: bool = False) -> None:
         """Note that a request used a chain, whose keys come head first; those that are not here count as misses.
 
-        Keys before ``first_used`` were noted for this request already, and are refreshed only. So are those of the
-        chain touched last: a request that loads, and then stores what it loaded, has used it once.
+        Keys before ``first_used`` were noted for this request already, and are refreshed only. If it ``continues``,
+        so are those of the chain touched last: a request that loads, and then stores what it loaded, has used it once.
         """
         chain = list(dict.fromkeys(keys))
-        used = {key for key in chain[first_used:] if key not in self._chain}
+        noted = self._chain if continues else ()
+        used = {key for key in chain[first_used:] if key not in noted}
         self._link(chain)
         self._on_touch(chain, used)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 
 from kvstore.keys import PrefixKey
@@ -54,4 +55,25 @@ def sudden(capacity: int, rounds: int = 8) -> Iterator[Chain]:
             yield chain_of(number * hot + chooser.randrange(hot))
 
 
-WORKLOADS = {"scan": scan, "loop": loop, "shifting": shifting, "sudden": sudden}
+def chats(capacity: int, users: int, rounds: int = 20) -> Iterator[Chain]:
+    """Conversations of five turns that begin alike; with one user, one after the other."""
+    chooser, names, system = random.Random(4), count(1), chain_of(0, 2)
+
+    def talk() -> Iterator[Chain]:
+        for name in names:
+            for turn in range(1, 6):
+                yield system + chain_of(name, 4 * turn)
+
+    talks = [talk() for _ in range(users)]
+    for _ in range(rounds * capacity // 4):
+        yield next(chooser.choice(talks))
+
+
+WORKLOADS: dict[str, Callable[[int], Iterator[Chain]]] = {
+    "scan": scan,
+    "loop": loop,
+    "shifting": shifting,
+    "sudden": sudden,
+    "chat": partial(chats, users=1),
+    "chats": partial(chats, users=3),
+}

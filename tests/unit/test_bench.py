@@ -179,7 +179,7 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
 
 @pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
 def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
-    """Of prompts that nobody asks for again the default policy in the end keeps no more."""
+    """Each is used at once or never: the default policy must see these uses, or it would in the end store none."""
     measure(Workbench(toy, 64), 40, lambda _: None)
 
 

@@ -114,17 +114,24 @@ def test_the_adaptive_one_refuses_what_never_comes_back() -> None:
     assert hits > 85
 
 
-def test_an_immediate_repetition_is_one_use() -> None:
+def test_one_request_is_one_use() -> None:
     policy = full(Adaptive(4), "a")
-    policy.touch_chain([b"a"])
-    policy.touch_chain([b"a"])
+    policy.touch_chain([b"a"], continues=True)
+    policy.touch_chain([b"a"], first_used=1)
     assert policy._units[b"a"].cls == 0
     policy.touch_chain([b"b"])
     policy.touch_chain([b"a"], first_used=1)
     assert policy._units[b"a"].cls == 0
-    policy.touch_chain([b"b"])
     policy.touch_chain([b"a"])
-    assert policy._units[b"a"].cls == 1
+    assert policy._units[b"a"].cls == 1, "another request may follow at once"
+
+
+def test_what_all_use_says_nothing_about_others() -> None:
+    """A system prompt is in every request: nothing else that was used often would be given up for a while."""
+    policy = full(Adaptive(4), "a" * 100)
+    assert (policy._units[b"a"].cls, policy._units[b"a"].time) == (NUM_CLASSES - 1, policy._clock)
+    policy._table.update()
+    assert policy._table.values[NUM_CLASSES - 1][0] == policy._table.values[NUM_CLASSES - 2][0]
 
 
 def test_values_follow_experience() -> None:
@@ -196,6 +203,19 @@ def experienced_index(num_slots: int) -> ChunkIndex:
         index.complete_load(index.prepare_load(refs("hot")), set(), set())
         store(index, chr(0x1000 + number) + chr(0x3000 + number))
     return index
+
+
+def test_conversations_one_after_the_other_are_stored() -> None:
+    """A turn loads what the turn before has stored, with nothing in between: that is a use, or none would be seen."""
+    index = ChunkIndex(200)
+    for number in range(300):
+        first, second = (
+            "".join(map(chr, range(begin, begin + 8))) for begin in (0x1000 + 8 * number, 0x4000 + 8 * number)
+        )
+        assert store(index, first) == 8
+        loads = index.prepare_load(refs(first))
+        index.complete_load(loads, set(), set())
+        assert (len(loads), store(index, first + second)) == (8, 8)
 
 
 def test_leased_chunks_stay_and_others_go() -> None:

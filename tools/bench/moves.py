@@ -19,11 +19,8 @@ T = TypeVar("T")
 
 
 def options(workbench: Workbench) -> EngineOptions:
-    """Of an engine whose pool holds two batches, so that stores evict.
-
-    By LRU: of prompts that nobody asks for again the default policy would after a while keep no more.
-    """
-    return EngineOptions(2 * workbench.pool_bytes, cache_policy="LRU")
+    """Of an engine whose pool holds two batches, so that stores evict."""
+    return EngineOptions(2 * workbench.pool_bytes)
 
 
 def store(engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool) -> Pair:
