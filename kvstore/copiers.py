@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -29,10 +29,9 @@ class Copiers:
         self._helpers = threads - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "kvstore-copy")  # has no thread before it is used
 
-    def each(self, items: Sequence[Item], copy: Callable[[Item], None]) -> None:
+    def each(self, items: Iterable[Item], copy: Callable[[Item], None]) -> None:
         """Copy everything, in any order. What a copy raises is raised here, once nobody copies any more."""
-        helpers = min(self._helpers, len(items) - 1)
-        if helpers <= 0:
+        if not self._helpers:
             for item in items:
                 copy(item)
             return
@@ -46,7 +45,7 @@ class Copiers:
                     return
                 copy(item)
 
-        helping = [self._pool.submit(work) for _ in range(helpers)]
+        helping = [self._pool.submit(work) for _ in range(min(self._helpers, len(waiting) - 1))]
         try:
             work()
         finally:
@@ -58,6 +57,10 @@ class Copiers:
     def close(self) -> None:
         """End the helpers."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+ALONE = Copiers(1)
+"""Whoever copies without help. It has no thread to end, so that all may share it."""
 
 
 def copy_threads() -> int:

@@ -1,4 +1,4 @@
-"""Asks a remote tier what it holds, beside the caller: a lookup must not wait for a network."""
+"""Asks a remote tier what it holds: beside a scheduler, which must not wait, or on the caller's thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.wrappers import find
 
 
 class RemoteDirectory:
-    """Questions to a remote tier, answered on threads of its own, one after the other.
+    """Questions to a remote tier: those of ``ask`` are answered on a thread of its own, one after the other.
 
     Args:
         tiers: the same storage, opened once for each namespace that must hold its part of a chunk: one for each shard.

@@ -9,7 +9,7 @@ memcpy, both without an allocation, where torch's indexing reached 0.2 to 0.5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.copiers import Copiers
+from kvstore.copiers import ALONE, Copiers
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.layout import KVLayout
 from kvstore.staging import Moment
@@ -237,7 +237,7 @@ class HostPagedKV:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device("cpu")
-        self._copiers: Copiers | None = None
+        self._copiers = ALONE
         planes = [plane.rows.numpy() for layer in layers for plane in layer]
         self._planes_per_layer = len(layers[0])
         self._dense = all(rows.flags.c_contiguous for rows in planes)
@@ -248,13 +248,10 @@ class HostPagedKV:
 
     def beside(self) -> PagedKV:
         """See ``PagedKV``: nothing here belongs to one thread. Without help: other processors are the model's."""
-        return self._with(None)
+        return self.with_help(ALONE)
 
     def with_help(self, copiers: Copiers) -> PagedKV:
         """See ``PagedKV``."""
-        return self._with(copiers)
-
-    def _with(self, copiers: Copiers | None) -> PagedKV:
         same = copy(self)
         same._copiers = copiers  # noqa: SLF001 - its own
         return same
@@ -270,14 +267,14 @@ class HostPagedKV:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)
         pages = self._pages(payload, len(block_ids))
-        self._each(((rows, block_ids, target) for rows, target in pages), self._take)
+        self._copiers.each(((rows, block_ids, target) for rows, target in pages), self._take)
         return None
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self.num_blocks)
         last_block, pages = first_block + len(block_ids), self._pages(payload, chunk_blocks)
-        self._each(((rows, block_ids, source[first_block:last_block]) for rows, source in pages), _put)
+        self._copiers.each(((rows, block_ids, source[first_block:last_block]) for rows, source in pages), _put)
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -290,12 +287,12 @@ class HostPagedKV:
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        self._each(self._copies_of(layer, chunks), self._take)
+        self._copiers.each(self._copies_of(layer, chunks), self._take)
         return None
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
         """See ``PagedKV``."""
-        self._each(self._copies_of(layer, chunks), _put)
+        self._copiers.each(self._copies_of(layer, chunks), _put)
 
     def reach(self, moment: Moment) -> None:
         """See ``PagedKV``."""
@@ -312,13 +309,6 @@ class HostPagedKV:
     ) -> None:
         """See ``PagedKV``."""
         self.scatter(block_ids, payload.numpy(), chunk_blocks, first_block)
-
-    def _each(self, copies: Iterable[_Copy], copy_one: Callable[[_Copy], None]) -> None:
-        if self._copiers is not None:
-            self._copiers.each(list(copies), copy_one)
-            return
-        for one in copies:
-            copy_one(one)
 
     def _take(self, one: _Copy) -> None:
         rows, block_ids, target = one
