@@ -112,6 +112,8 @@ class ChunkIndex:
             self._disk = _Disk(
                 disk_capacity_bytes, stored_bytes, open_policy(disk_policy or cache_policy, disk_capacity_bytes)
             )
+        self._orders = [self._memory, *([self._disk.order] if self._disk else [])]
+        self._last_used: Sequence[PrefixKey] = ()  # the chain
         self._writes = 0
         self._max_writes = max(1, num_slots // 2) if max_writes is None else max_writes
         self._remote = remote
@@ -357,7 +359,12 @@ class ChunkIndex:
     # -- store -------------------------------------------------------------------------------------------------------
 
     def prepare_store(
-        self, refs: Sequence[ChunkRef], prefix: Sequence[PrefixKey] = (), *, ttl_s: float | None = None
+        self,
+        refs: Sequence[ChunkRef],
+        prefix: Sequence[PrefixKey] = (),
+        *,
+        ttl_s: float | None = None,
+        noted: AbstractSet[PrefixKey] | None = None,
     ) -> list[StoreStep]:
         """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
 
@@ -365,6 +372,9 @@ class ChunkIndex:
         that is only on a disk that could not read it was computed again, and is stored again. With ``ttl_s`` new
         chunks are kept in memory only, and go when that time is over; one that is offered again stays for longer if it
         is to, and if that is for good, is written then.
+
+        This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
+        caller who does not know, None, takes these to be the prefix and the chain that was used last.
 
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
         step holds its slot until ``complete_store``, and until ``complete_write`` for each of its targets.
@@ -377,11 +387,12 @@ class ChunkIndex:
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._begin_use(chunk)
-        self._touch(chain, first_used=len(prefix), continues=True)
+        self._touch(chain, {*prefix, *self._last_used} if noted is None else noted)
         steps = self._plan_store(refs, ttl_s)
         for chunk in own:
             self._end_use(chunk)
-        self._touch(chain, first_used=len(chain))  # with the new ones, or they would outlive their prefix
+        for order in self._orders:
+            order.refresh_chain(chain)  # with the new ones, or they would outlive their prefix
         return steps
 
     def _plan_store(self, refs: Sequence[ChunkRef], ttl_s: float | None) -> list[StoreStep]:
@@ -638,10 +649,10 @@ class ChunkIndex:
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.slot is None)
 
-    def _touch(self, chain: Sequence[PrefixKey], first_used: int = 0, *, continues: bool = False) -> None:
-        self._memory.touch_chain(chain, first_used=first_used, continues=continues)
-        if self._disk:
-            self._disk.order.touch_chain(chain, first_used=first_used, continues=continues)
+    def _touch(self, chain: Sequence[PrefixKey], noted: AbstractSet[PrefixKey] = frozenset()) -> None:
+        self._last_used = chain
+        for order in self._orders:
+            order.touch_chain(chain, noted)
 
     def _is_out_of_reach(self, chunk: _Chunk) -> bool:
         """Whether a chunk nobody holds is only on a disk that cannot give it."""

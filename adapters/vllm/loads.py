@@ -136,6 +136,7 @@ class LoadPlanner:
         first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
         wanted = list(overlapping(spec.match, self._rules, first_block, end_block))
         steps = self._index.prepare_load([ref for ref, _ in wanted])
+        tracker.noted.update(step.ref.prefix_key for step in steps)
         jobs, tokens = [], Counter[Place]()
         loaded_end = first_block
         for step, (ref, begin) in zip(steps, wanted, strict=False):

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvstore.adapters.vllm.steps import ReqMeta, Written
-from kvstore.adapters.vllm.tracker import SaveSpec
+from kvstore.adapters.vllm.tracker import RequestTracker, SaveSpec
 from kvstore.engine import superseded_tails
 from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher, PrefixKey
@@ -73,11 +73,11 @@ class SavePlanner:
         """Whether a request has stores that were planned and have not been completed."""
         return self._storing[req_id] > 0
 
-    def plan(
-        self, req_id: str, hasher: PrefixHasher, save: SaveSpec, block_ids: Sequence[int], ttl_s: float | None
-    ) -> int:
+    def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
         """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room."""
-        steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=ttl_s)
+        req_id = tracker.request.request_id
+        steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
+        tracker.noted.update(ref.prefix_key for ref in save.refs)
         if not steps:
             return 0
         begins = save.first_blocks()
@@ -87,7 +87,7 @@ class SavePlanner:
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
-        self._coming.append(_Save(req_id, hasher, steps))
+        self._coming.append(_Save(req_id, tracker.hasher, steps))
         self._storing[req_id] += 1
         return len(steps)
 

@@ -548,7 +548,7 @@ class StoreScheduler:
         if self._index is None or self._saves is None:
             return
         self._index.advance(time.monotonic())  # a time to live begins here
-        planned = self._saves.plan(req_id, tracker.hasher, save, block_ids, tracker.params.ttl_s)
+        planned = self._saves.plan(tracker, save, block_ids)
         self._describe(self._index, tracker, save.first_blocks().items())
         self._accounts.stored(req_id, planned)
 

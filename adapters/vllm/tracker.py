@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -84,6 +84,7 @@ class RequestTracker:
     is_handed_over: bool = False  # another engine computes its prompt for this one
     num_saved_chunks: int = 0
     prompt_saved: bool = False
+    noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index knows of
     _local_hasher: PrefixHasher | None = None
 
     @classmethod

@@ -72,15 +72,14 @@ class Policy(ABC):
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
-    def touch_chain(self, keys: Iterable[PrefixKey], *, first_used: int = 0, continues: bool = False) -> None:
+    def touch_chain(self, keys: Iterable[PrefixKey], noted: AbstractSet[PrefixKey] = frozenset()) -> None:
         """Note that a request used a chain, whose keys come head first; those that are not here count as misses.
 
-        Keys before ``first_used`` were noted for this request already, and are refreshed only. If it ``continues``,
-        so are those of the chain touched last: a request that loads, and then stores what it loaded, has used it once.
+        Keys ``noted`` for this request already are refreshed only: one that loads a chain, and then stores what it
+        loaded, has used it once.
         """
         chain = list(dict.fromkeys(keys))
-        noted = self._chain if continues else ()
-        used = {key for key in chain[first_used:] if key not in noted}
+        used = {key for key in chain if key not in noted}
         self._link(chain)
         self._on_touch(chain, used)
 

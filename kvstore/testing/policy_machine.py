@@ -49,16 +49,13 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(
         chain=st.sampled_from(_CHAINS),
         length=st.integers(1, 6),
-        first_used=st.integers(0, 2),
-        continues=st.booleans(),
+        noted=st.sets(st.sampled_from(_KEYS), max_size=3),
         sizes=st.lists(st.integers(1, 6), min_size=6, max_size=6),
     )
-    def request(
-        self, chain: list[PrefixKey], length: int, first_used: int, sizes: list[int], *, continues: bool
-    ) -> None:
+    def request(self, chain: list[PrefixKey], length: int, noted: set[PrefixKey], sizes: list[int]) -> None:
         """A request uses a chain, and stores what is not here as far as it can."""
         keys = chain[:length]
-        self.policy.touch_chain(iter(keys), first_used=first_used, continues=continues)
+        self.policy.touch_chain(iter(keys), noted)
         self.linked.update(key for key in keys[1:] if key in self.here)
         for key, size_bytes in zip(keys, sizes, strict=False):
             if key not in self.here and not self.store(key, size_bytes, {*keys}, newcomer=key):

@@ -116,11 +116,9 @@ def test_the_adaptive_one_refuses_what_never_comes_back() -> None:
 
 def test_one_request_is_one_use() -> None:
     policy = full(Adaptive(4), "a")
-    policy.touch_chain([b"a"], continues=True)
-    policy.touch_chain([b"a"], first_used=1)
-    assert policy._units[b"a"].cls == 0
+    policy.touch_chain([b"a"], {b"a"})
     policy.touch_chain([b"b"])
-    policy.touch_chain([b"a"], first_used=1)
+    policy.touch_chain([b"a", b"c"], {b"a"})
     assert policy._units[b"a"].cls == 0
     policy.touch_chain([b"a"])
     assert policy._units[b"a"].cls == 1, "another request may follow at once"

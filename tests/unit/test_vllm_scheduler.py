@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +15,15 @@ from kvstore.adapters.vllm.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.keys import NO_EXTRAS, Namespace
+from kvstore.keys import NO_EXTRAS, Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.plans import Place
+from kvstore.policies import Adaptive
 from kvstore.tiers.base import Outcome
 from kvstore.traces import read_trace
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
+OTHER = [5, *PROMPT]
 PLAIN = Setup()
 
 Build = Callable[..., FakeVllm]
@@ -90,6 +94,39 @@ def test_only_what_vllm_lacks_is_loaded(build: Build) -> None:
     vllm.ask("short", PROMPT[: CHUNK + BLOCK + 1])
     vllm.ask("again", PROMPT)
     assert vllm.loaded_tokens["again"] == len(PROMPT) - 1 - (CHUNK + BLOCK)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.MonkeyPatch, *, beside: bool) -> None:
+    """Also if vLLM has it, it is loaded, or others come in between: or policies would see hits that were none."""
+    uses: Counter[PrefixKey] = Counter()
+    on_touch = Adaptive._on_touch
+
+    def note(policy: Adaptive, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
+        uses.update(used)
+        on_touch(policy, chain, used)
+
+    monkeypatch.setattr(Adaptive, "_on_touch", note)
+    vllm = build(beside=beside, budget=10)
+
+    def uses_by(ask: Callable[[], object]) -> set[int]:
+        uses.clear()
+        ask()
+        vllm.settle()
+        return set(uses.values())
+
+    def side_by_side() -> None:
+        vllm.forget_local()
+        vllm.add("one", PROMPT)
+        vllm.add("other", OTHER)
+        vllm.run()
+
+    assert uses_by(lambda: vllm.ask("first", PROMPT)) == {1}
+    assert uses_by(lambda: vllm.ask("second", PROMPT)) == {1}, "vLLM itself has the blocks"
+    assert uses_by(lambda: again(vllm)) == {1}
+    vllm.ask("other", OTHER)
+    assert uses_by(side_by_side) == {1}
+    assert vllm.loaded_tokens["one"] == len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("taken", [0, 1, BLOCK, CHUNK + 3])
