@@ -38,12 +38,16 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "disk write-behind": Bound(0.70, 0.20),
         "disk cold retrieve": Bound(0.80, 0.30),
         "disk layerwise retrieve": Bound(0.77, 0.40),
+        "redis retrieve": Bound(0.70, 0.40),
+        "server store over TCP": Bound(0.80, 0.35),
+        "server retrieve over TCP": Bound(0.80, 0.40),
     },
 }
 
-# Where the geometry hardly matters. Redis: of a plain socket client; server: on one host of memcpy, over TCP of plain
-# pyzmq, whose bytes stay where they arrive. Path, limit and server share two cores, so floors leave much to other work.
-# Lookups are held against targets in seconds, or three round trips: one call took 1.5 to 4.9 ms as the load changed.
+# Where the geometry hardly matters, unless it says above. Redis: of a plain socket client; server: on one host of memcpy,
+# over TCP of plain pyzmq, whose bytes stay where they arrive. Path, limit and server share two cores, so floors leave
+# much to other work. Lookups are held against targets in seconds, or three round trips: one call took 1.5 to 4.9 ms as
+# the load changed.
 COMMON: dict[str, Bound] = {
     "lookup, 128 known keys": Bound(1.0, 0.50),
     "lookup, list of 32,768 tokens": Bound(1.0, 0.50),

@@ -1,24 +1,26 @@
 """The other side of the limits of the cache server's lines: plain pyzmq, and nothing else.
 
-    python -m kvstore.tools.bench.peer IPC_ADDRESS CHUNK_BYTES PIECE_BYTES
+    python -m kvstore.tools.bench.peer IPC_ADDRESS NUM_CHUNKS CHUNK_BYTES PIECE_BYTES
 
-Prints the TCP address that it listens on. A message of one frame is answered with itself; ``get`` with a chunk, in
-pieces; anything longer, which is a chunk, with one empty frame.
+Prints the TCP address that it listens on. A message of one frame is answered with itself; ``get`` with the next chunk,
+in pieces; anything longer, which is a chunk, with one empty frame.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import cycle
 
 import numpy as np
 import zmq
 
+from kvstore.tools.bench.raw_peer import in_pieces
+
 
 def main() -> None:
     """Answer until killed."""
-    ipc_address, chunk_bytes, piece_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    chunk = np.ones(chunk_bytes, np.uint8)
-    pieces = [chunk[begin : begin + piece_bytes].data for begin in range(0, chunk_bytes, piece_bytes)]
+    ipc_address, (num_chunks, chunk_bytes, piece_bytes) = sys.argv[1], map(int, sys.argv[2:])
+    chunks = cycle([in_pieces(chunk, piece_bytes) for chunk in np.ones((num_chunks, chunk_bytes), np.uint8)])
     socket = zmq.Context(io_threads=2).socket(zmq.ROUTER)
     socket.bind(ipc_address)
     socket.bind("tcp://127.0.0.1:*")
@@ -28,7 +30,7 @@ def main() -> None:
         if len(frames) > 1:
             socket.send_multipart([name, b""])
         elif frames[0].bytes == b"get":
-            socket.send_multipart([name, *pieces], copy=False)
+            socket.send_multipart([name, *next(chunks)], copy=False)
         else:
             socket.send_multipart([name, *frames])
 

@@ -17,14 +17,20 @@ _TIMEOUT_S = 60.0
 
 
 class RawPeer:
-    """One connection over TCP for chunks, and one over ipc for pings."""
+    """One connection over TCP for chunks, and one over ipc for pings.
 
-    def __init__(self, folder: Path, chunk: ByteArray, piece_bytes: int) -> None:
+    Args:
+        chunks: uint8 ``[num_chunks, chunk_bytes]``. Either side sends as many different bytes as the path does: the
+            same chunk again and again would come from the processor's cache.
+    """
+
+    def __init__(self, folder: Path, chunks: ByteArray, piece_bytes: int) -> None:
         import zmq  # noqa: PLC0415 - an extra
 
-        self._pieces = [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]
+        self._chunks = [in_pieces(chunk, piece_bytes) for chunk in chunks]
         ipc_address = f"ipc://{folder}/peer"
-        command = [sys.executable, "-m", "kvstore.tools.bench.peer", ipc_address, str(len(chunk)), str(piece_bytes)]
+        sizes = [str(size) for size in (*chunks.shape, piece_bytes)]
+        command = [sys.executable, "-m", "kvstore.tools.bench.peer", ipc_address, *sizes]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: S603 - ourselves
         assert self._process.stdout is not None
         with self._process.stdout as said:
@@ -38,18 +44,18 @@ class RawPeer:
         self._process.wait()
         self._context.destroy(linger=0)
 
-    def store(self, num_chunks: int) -> None:
-        """Send chunks."""
-        for _ in range(num_chunks):
-            self._tcp.send_multipart(self._pieces, copy=False)
-        for _ in range(num_chunks):
+    def store(self) -> None:
+        """Send all chunks."""
+        for pieces in self._chunks:
+            self._tcp.send_multipart(pieces, copy=False)
+        for _ in self._chunks:
             self._tcp.recv()
 
-    def retrieve(self, num_chunks: int) -> None:
-        """Get chunks."""
-        for _ in range(num_chunks):
+    def retrieve(self) -> None:
+        """Get as many."""
+        for _ in self._chunks:
             self._tcp.send(b"get")
-        for _ in range(num_chunks):
+        for _ in self._chunks:
             self._tcp.recv_multipart(copy=False)
 
     def ping(self) -> None:
@@ -63,3 +69,8 @@ class RawPeer:
         socket.rcvtimeo = socket.sndtimeo = int(_TIMEOUT_S * 1000)
         socket.connect(address)
         return socket
+
+
+def in_pieces(chunk: ByteArray, piece_bytes: int) -> list[memoryview]:
+    """The frames in which a chunk is sent."""
+    return [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]

@@ -99,7 +99,7 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
         urls = opened.enter_context(private_server(folder, pool_bytes))
-        peer = RawPeer(folder, prefaulted(layout.payload_bytes(layout.blocks_per_chunk)), PIECE_BYTES)
+        peer = RawPeer(folder, slots[0, :, : layout.payload_bytes(layout.blocks_per_chunk)], PIECE_BYTES)
         opened.callback(peer.close)
         tiers = []
         for url in urls:
@@ -137,7 +137,7 @@ def _measure_moves(
 
     limits: list[tuple[Callable[[], None], Callable[[], None]]] = [
         (memcpy, memcpy),
-        (lambda: peer.store(len(refs)), lambda: peer.retrieve(len(refs))),
+        (peer.store, peer.retrieve),
     ]
     samples: Samples = {STORE: [], RETRIEVE: [], TCP_STORE: [], TCP_RETRIEVE: []}
     there, back = ([Transfer(ref, slot) for ref, slot in zip(refs, half, strict=True)] for half in slots)
