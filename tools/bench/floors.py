@@ -44,10 +44,10 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
 }
 
-# Where the geometry hardly matters, unless it says above. Redis: of a plain socket client; server: of memcpy on one host,
-# over TCP of plain pyzmq, whose bytes stay where they arrive. Path, limit and server share two cores, so floors leave
-# much to other work. Lookups are held against targets in seconds, or three round trips: one call took 1.5 to 4.9 ms as
-# the load changed.
+# Where the geometry hardly matters, unless it says above. Redis: of a plain socket client; server: on one host of
+# memcpy, over TCP of plain pyzmq, whose bytes stay where they arrive. Path, limit and server share two cores, so floors
+# leave much to other work. Lookups are held against targets in seconds, or three round trips: one call took 1.5 to
+# 4.9 ms as the load changed.
 COMMON: dict[str, Bound] = {
     "lookup, 128 known keys": Bound(1.0, 0.50),
     "lookup, list of 32,768 tokens": Bound(1.0, 0.50),
