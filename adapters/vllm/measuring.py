@@ -83,8 +83,8 @@ STORE: Final = _store(1.0)
 
 
 @contextmanager
-def opened(model: str, transfer: dict[str, Any] | None) -> Iterator[LLM]:
-    """A vLLM in this process, with a connector or without one."""
+def opened(model: str, transfer: dict[str, Any] | None, **more: int) -> Iterator[LLM]:
+    """A vLLM in this process, with a connector or without one, and with ``more`` of vLLM's own settings."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "block_size": BLOCK_TOKENS,
@@ -92,6 +92,7 @@ def opened(model: str, transfer: dict[str, Any] | None) -> Iterator[LLM]:
         "enforce_eager": True,
         "disable_log_stats": True,
         "seed": 0,
+        **more,
     }
     if transfer is not None:
         settings["kv_transfer_config"] = transfer

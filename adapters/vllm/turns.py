@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from kvstore.adapters.vllm.measuring import opened
 
 MARK: Final = "BENCH ANSWER "
+_STEP_TOKENS: Final = 8192  # all prompts of a task in one step: vLLM's ExampleConnector fails to load those of two
 
 
 def answer(llm: LLM, task: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def answer(llm: LLM, task: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer until standard input ends."""
     model, transfer = sys.argv[1], json.loads(sys.argv[2])
-    with opened(model, transfer) as llm:
+    with opened(model, transfer, max_num_batched_tokens=_STEP_TOKENS) as llm:
         print(MARK + "{}", flush=True)  # noqa: T201 - to the process that started this one
         for line in sys.stdin:
             print(MARK + json.dumps(answer(llm, json.loads(line))), flush=True)  # noqa: T201
