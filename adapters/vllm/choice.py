@@ -74,23 +74,27 @@ class LoadChoice:
 
 
 class StepClock:
-    """How long steps take that overlap: each begins when it is planned, or when the one before has ended."""
+    """How long steps take that overlap: each begins when it is planned, or when the one before has ended.
+
+    Steps are told by their numbers, because not of every step that is planned the end is heard.
+    """
 
     def __init__(self) -> None:
-        self._planned: deque[tuple[float, int]] = deque(maxlen=_MAX_PLANNED)
+        self._planned: deque[tuple[int, float, int]] = deque(maxlen=_MAX_PLANNED)
         self._last_end_s = 0.0
 
-    def planned(self, now_s: float, num_tokens: int) -> None:
+    def planned(self, number: int, now_s: float, num_tokens: int) -> None:
         """A step of so many tokens is handed over; of 0, if it is not to count."""
-        self._planned.append((now_s, num_tokens))
+        self._planned.append((number, now_s, num_tokens))
 
-    def ended(self, now_s: float) -> tuple[int, float]:
-        """The oldest step is over: its tokens and its seconds."""
-        if not self._planned:
-            return 0, 0.0
-        planned_s, num_tokens = self._planned.popleft()
-        begin_s, self._last_end_s = max(planned_s, self._last_end_s), now_s
-        return num_tokens, now_s - begin_s
+    def ended(self, number: int, now_s: float) -> tuple[int, float]:
+        """A step is over, and so are those before it: its tokens and its seconds."""
+        while self._planned and self._planned[0][0] <= number:
+            planned_number, planned_s, num_tokens = self._planned.popleft()
+            if planned_number == number:
+                begin_s, self._last_end_s = max(planned_s, self._last_end_s), now_s
+                return num_tokens, now_s - begin_s
+        return 0, 0.0
 
 
 class _Pace:

@@ -292,7 +292,6 @@ class KVStoreConnector(KVConnectorBase_V1):
             # vLLM leaves them in its prefix cache to be computed anew; but another request may find them first.
             self._kv_cache_manager.evict_blocks(self._scheduling.spoilt_blocks(failed_block_ids))
         reported = connector_output.kv_connector_worker_meta
-        self._scheduling.step_ended()
         if isinstance(reported, ReportMetadata):
             self._scheduling.complete(reported.report)
 

@@ -497,13 +497,11 @@ class StoreScheduler:
             self._loads.note_blocks(num_scheduled_tokens, block_ids_of)
         self._running = set(num_scheduled_tokens)
         plan = self._emit(preempts=preempts)
+        num_tokens = sum(num_scheduled_tokens.values())
+        plan.computes = num_tokens > 0
         loads_within = any(meta.loads for meta in plan.requests)
-        self._clock.planned(time.monotonic(), 0 if loads_within else sum(num_scheduled_tokens.values()))
+        self._clock.planned(plan.number, time.monotonic(), 0 if loads_within else num_tokens)
         return plan
-
-    def step_ended(self) -> None:
-        """The output of the oldest step has come."""
-        self._choice.computed(*self._clock.ended(time.monotonic()))
 
     def _plan_verify(
         self,
@@ -554,6 +552,8 @@ class StoreScheduler:
 
     def complete(self, report: StepReport) -> None:
         """Take in what the workers, all ranks merged, did."""
+        if report.computed is not None:
+            self._choice.computed(*self._clock.ended(report.computed, time.monotonic()))
         self._accounts.add(report.tally)
         if self._index is None or self._saves is None:
             return

@@ -65,6 +65,7 @@ class StepPlan:
 
     Attributes:
         number: counts the steps, from 1.
+        computes: the step computes something; vLLM tells nothing of others in which no connector reports anything.
         acked: the last step whose report the scheduler had taken in when it made this plan.
         requests: the requests with something to move; where there is one, every rank reports the step.
         fetches: loads to begin, of which every rank reports the end.
@@ -84,6 +85,7 @@ class StepPlan:
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
     peers: tuple[str, ...] = ()
+    computes: bool = False
 
 
 @dataclass
@@ -150,7 +152,11 @@ class Written(NamedTuple):
 
 @dataclass
 class StepReport:
-    """Workers to scheduler: results of steps, fetches, and writes to slower tiers, ended since the last report."""
+    """Workers to scheduler: results of steps, fetches, and writes to slower tiers, ended since the last report.
+
+    Attributes:
+        computed: the step that this report comes with, if it computed something.
+    """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
     fetches: dict[int, FetchResult] = field(default_factory=dict)
@@ -158,9 +164,11 @@ class StepReport:
     disk_answers: bool = True
     remote_answers: bool = True
     tally: Tally = field(default_factory=Tally)
+    computed: int | None = None
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
+        self.computed = self.computed or other.computed
         for number, theirs in other.steps.items():
             self.steps.setdefault(number, StepResult()).merge(theirs)
         for number, fetched in other.fetches.items():

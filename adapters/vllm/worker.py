@@ -160,6 +160,7 @@ class StoreWorker:
     def begin_step(self, plan: StepPlan) -> None:
         """Take in a step's plan; forget what it says is gone, and begin its fetches."""
         self._plan, self._loads_began, self._loads_ended = plan, False, False
+        self._report.computed = plan.number if plan.computes else None
         if plan.epoch:
             self._courier.revoke_fetches()
             self._courier.finish_saves()
@@ -398,14 +399,14 @@ class StoreWorker:
         return failed
 
     def take_report(self) -> StepReport | None:
-        """Everything since the last report; None if nothing happened."""
+        """Everything since the last report; None if nothing happened, and nothing was computed."""
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
         answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
         changed, self._said_answers = answers != self._said_answers, answers
         if not (report.steps or report.fetches or report.writes or changed):
-            return None
+            return None if report.computed is None else report
         self._meter.read(report.tally)
         if self._pusher is not None:
             self._push_meter.advance(push_totals(self._pushed), report.tally)

@@ -664,7 +664,6 @@ class FakeVllm:
         if step.failed_blocks:
             for block in self.scheduler.spoilt_blocks(step.failed_blocks):
                 self._uncache(block)
-        self.scheduler.step_ended()
         if step.report is not None:
             self.scheduler.complete(step.report)
         for req_id in step.fetched:

@@ -83,10 +83,21 @@ def test_a_tier_that_recovers_is_used_again() -> None:
 
 def test_steps_that_overlap_are_not_counted_twice() -> None:
     clock = StepClock()
-    clock.planned(10.0, 100)
-    clock.planned(10.5, 200)  # while the first runs
-    assert clock.ended(11.0) == (100, 1.0)
-    assert clock.ended(13.0) == (200, 2.0)
-    clock.planned(20.0, 300)
-    assert clock.ended(20.5) == (300, 0.5)
-    assert clock.ended(30.0) == (0, 0.0)
+    clock.planned(1, 10.0, 100)
+    clock.planned(2, 10.5, 200)  # while the first runs
+    assert clock.ended(1, 11.0) == (100, 1.0)
+    assert clock.ended(2, 13.0) == (200, 2.0)
+    clock.planned(3, 20.0, 300)
+    assert clock.ended(3, 20.5) == (300, 0.5)
+    assert clock.ended(3, 30.0) == (0, 0.0)
+
+
+def test_steps_whose_end_nobody_hears_of_shift_nothing() -> None:
+    clock = StepClock()
+    clock.planned(1, 10.0, 0)
+    clock.planned(2, 10.0, 0)
+    clock.planned(3, 11.0, 100)
+    assert clock.ended(3, 12.0) == (100, 1.0)
+    clock.planned(4, 20.0, 0)
+    clock.planned(5, 21.0, 500)
+    assert clock.ended(5, 25.0) == (500, 4.0)

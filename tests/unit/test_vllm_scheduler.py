@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
 
+from kvstore.adapters.vllm.choice import LoadChoice
 from kvstore.adapters.vllm.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
@@ -94,6 +95,20 @@ def test_only_what_vllm_lacks_is_loaded(build: Build) -> None:
     vllm.ask("short", PROMPT[: CHUNK + BLOCK + 1])
     vllm.ask("again", PROMPT)
     assert vllm.loaded_tokens["again"] == len(PROMPT) - 1 - (CHUNK + BLOCK)
+
+
+def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
+    build: Build, on_disk: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells nothing of most of them. Taken for steps that compute, they made computing look like no work."""
+    computed: list[int] = []
+    monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
+    vllm = build(on_disk, beside=True)
+    vllm.ask("first", PROMPT)
+    vllm.settle()
+    assert {again(vllm) for _ in range(20)} == {len(PROMPT) - 1}
+    vllm.ask("last", OTHER)
+    assert computed == [len(PROMPT), *[1] * 20, len(OTHER)]
 
 
 @pytest.mark.parametrize("beside", [True, False])

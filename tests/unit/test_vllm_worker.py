@@ -91,6 +91,12 @@ def test_an_empty_plan_reports_nothing(worker: StoreWorker) -> None:
     assert carry_out(worker, StepPlan(1, 0)) is None
 
 
+def test_a_step_that_computes_is_reported(worker: StoreWorker) -> None:
+    """vLLM tells when it was over, and steps that compute nothing come in between, of which it may tell nothing."""
+    assert carry_out(worker, StepPlan(1, 0, computes=True)) == StepReport(computed=1)
+    assert carry_out(worker, StepPlan(2, 1)) is None
+
+
 def test_a_missing_chunk_fails_and_names_its_blocks(worker: StoreWorker) -> None:
     report = carry_out(worker, StepPlan(1, 0, [load(REF, 0, [7, 5])]))
     assert result_of(report, 1).failed_loads == {REF.prefix_key}
