@@ -72,5 +72,5 @@ class RawPeer:
 
 
 def in_pieces(chunk: ByteArray, piece_bytes: int) -> list[memoryview]:
-    """The frames in which a chunk is sent."""
+    """A chunk as it is sent: views, the last one shorter."""
     return [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+from kvstore.tools.bench.raw_peer import in_pieces
 from kvstore.tools.bench.samples import BenchError
 
 if TYPE_CHECKING:
@@ -28,11 +29,7 @@ class RawRedis:
         self._socket = socket.create_connection(("127.0.0.1", port), _TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._replies = self._socket.makefile("rb")
-        self._views = [
-            payload.data[begin : begin + part_bytes]
-            for payload in payloads
-            for begin in range(0, len(payload), part_bytes)
-        ]
+        self._views = [part for payload in payloads for part in in_pieces(payload, part_bytes)]
 
     def close(self) -> None:
         """Hang up."""
