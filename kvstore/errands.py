@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple
 
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
@@ -18,6 +19,7 @@ from kvstore.tiers.base import ChunkRef, Tier
 
 logger = logging.getLogger(__name__)
 
+_MAX_REFS: Final = 1024  # removed in one call, which has a deadline
 Then = Callable[[], None]
 
 
@@ -161,13 +163,17 @@ class Errands:
             if self._is_closed:
                 return None
             sweep, self._sweep = self._sweep, None
-            if sweep is None:
+            if sweep is not None:
+                self._under_way = _Errand(sweep, (), sweep.then, sweep.number)
+            elif len(self._removals) > _MAX_REFS:
+                self._under_way = _Errand(None, tuple(islice(self._removals, _MAX_REFS)), [], self._done)
+                for ref in self._under_way.refs:
+                    del self._removals[ref]
+            else:
                 self._under_way = _Errand(None, tuple(self._removals), self._then, self._queued)
                 self._removals, self._then = {}, []
-            else:
-                self._under_way = _Errand(sweep, (), sweep.then, sweep.number)
-                if sweep.number < self._queued:  # removals came after it
-                    self._start()
+            if self._under_way.number < self._queued:  # there is more
+                self._start()
             return self._under_way
 
     def _try(self, errand: _Errand) -> None:

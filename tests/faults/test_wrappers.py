@@ -221,6 +221,21 @@ def test_a_reset_that_hangs_holds_back_what_comes_after_it(stack: ExitStack) -> 
     assert deadline.put([transfer(2)]) == [STORED]
 
 
+def test_of_two_resets_that_hang_the_later_one_holds(stack: ExitStack) -> None:
+    """Or the tier would end in an epoch that is over."""
+    tier, later = FakeTier(), NAMESPACE.at_epoch("later")
+    faulty = FaultInjector(tier, [Fault(FaultKind.HANG, "reset", calls=range(1))])
+    deadline = Deadline(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
+    stack.callback(deadline.close)
+    with pytest.raises(TierTimeoutError):
+        deadline.reset(NAMESPACE)
+    with pytest.raises(TierTimeoutError) as caught:
+        deadline.reset(later)
+    faulty.heal()
+    caught.value.pending.result(HANG_GUARD_S)
+    assert tier.namespaces == [NAMESPACE, later]
+
+
 def test_pending_of_a_late_write_tells_its_outcome(hanging: Callable[..., Hanging]) -> None:
     bench = hanging()
     with pytest.raises(TierTimeoutError) as caught:

@@ -263,6 +263,19 @@ def test_removals_that_wait_are_carried_out_together(bench: Bench, gate: Gate) -
     assert bench.held() == {ref_of(4)}
 
 
+def test_many_removals_are_carried_out_in_parts(bench: Bench, gate: Gate) -> None:
+    """A call to the tier has a deadline; a write waits for the last part."""
+    refs = [ChunkRef(number.to_bytes(16, "big"), BLOCKS_PER_CHUNK) for number in range(2500)]
+    bench.before_forgetting = gate
+    bench.lane.remove(refs)
+    bench.write(1)
+    gate.open()
+    assert bench.lane.flush(HANG_GUARD_S)
+    assert [len(part) for part in bench.forgotten if isinstance(part, list)] == [1024, 1024, 452]
+    assert {ref for part in bench.forgotten if isinstance(part, list) for ref in part} == set(refs)
+    assert bench.held() == {ref_of(1)}
+
+
 def test_a_reset_takes_the_place_of_what_waits(bench: Bench, gate: Gate) -> None:
     """And of an earlier one; a clear after it has nothing to do. What comes later is carried out later."""
     bench.before_forgetting = gate
