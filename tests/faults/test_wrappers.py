@@ -19,7 +19,7 @@ from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers import (
     BreakerState,
     CircuitBreaker,
@@ -605,7 +605,7 @@ def test_what_is_owed_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.breaker.get_layers([other, item], range(1)) == [HIT, MISS]
     assert (item.buffer == 0xEE).all()
     assert bench.breaker.contains([ref_of(1), ref_of(0)]) == [True, False]
-    lent = [np.zeros(1, np.uint8)]
+    lent: list[ByteArray | None] = [np.zeros(1, np.uint8)]
     monkeypatch.setattr(bench.tier, "borrow", lambda refs: Loan([HIT] * len(refs), lent * len(refs)), raising=False)
     with bench.breaker.borrow([ref_of(0), ref_of(1)]) as loan:
         assert loan.outcomes == [MISS, HIT]
