@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
+from kvstore.tasks import carry_out
 from kvstore.tiers.base import ChunkRef, Tier
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Errands:
                     self._then.append(then)
                 self._schedule()
         if not is_taken and then is not None:
-            then()
+            _call([then])
 
     def clear(self) -> None:
         """Take everything off the tier."""
@@ -117,8 +118,7 @@ class Errands:
             then = (self._sweep.then if self._sweep is not None else []) + self._then
             self._removals, self._then, self._sweep = {}, [], None
             self._changed.notify_all()
-        for call in then:
-            call()
+        _call(then)
         self._thread.shutdown(wait=True)
 
     def _take_all(self, namespace: Namespace | None) -> None:
@@ -154,8 +154,7 @@ class Errands:
                 self._under_way = None
                 self._done = errand.number
                 self._changed.notify_all()
-            for call in errand.then:
-                call()
+            _call(errand.then)
 
     def _next(self) -> _Errand | None:
         with self._changed:
@@ -190,6 +189,14 @@ class Errands:
             pass  # a write that hung came to its end after close: the next start finds what it left
         except TierError as error:
             self._complain(what, error)
+
+
+def _call(then: Iterable[Then]) -> None:
+    """Call each of them, whatever another one raises."""
+    for action in then:
+        called: Future[None] = Future()
+        carry_out((called, action))
+        _tell(called)
 
 
 def _tell(errand: Future[None]) -> None:
