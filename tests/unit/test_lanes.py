@@ -302,6 +302,8 @@ def test_a_chunk_removed_while_it_waits_is_not_written(bench: Bench, gate: Gate)
     bench.tier.before_put = gate
     bench.write(*range(1, WRITE_THREADS + 1), 10)
     bench.lane.remove([ref_of(10)])
+    assert bench.lane.settle(HANG_GUARD_S)
+    assert bench.forgotten == []
     gate.open()
     assert bench.lane.flush(HANG_GUARD_S)
     assert ref_of(10) not in bench.held()
