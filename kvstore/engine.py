@@ -274,7 +274,8 @@ class CacheEngine:
 
         A chunk that turns out damaged or missing at some layer ends the mask before it, although its layers up to that
         one were right and are in their slots; those behind are as they were. So what was computed from it must be
-        computed again. A chunk that another generator is still bringing from a slower tier counts as missing.
+        computed again. If ``clear`` or ``reset_cache`` was called since the first ``next()``, no further layer is begun,
+        and nothing counts as loaded. A chunk that another generator is still bringing from a slower tier is missing.
         ``next()`` may be called from any thread, and other calls may come in between. A generator that is closed before
         its last yield gives its chunks free with the next call that moves KV, or ``close``.
 
@@ -285,13 +286,18 @@ class CacheEngine:
         request = self._load_request(tokens, mask, slot_mapping, extras)
 
         def begin() -> LayerWork[torch.Tensor]:
-            jobs = self._plan_load(request)
+            jobs, clears = self._plan_load(request), self._clears
             load = LayerLoad(self._mover, jobs)
 
-            def end() -> torch.Tensor:
-                return self._loaded(request, jobs, self._complete_load(jobs, load.finish).failed)
+            def move(layer: int) -> None:
+                if clears == self._clears:
+                    load.move(layer)
 
-            return LayerWork(load.move, end, load.halt)
+            def end() -> torch.Tensor:
+                failed = self._complete_load(jobs, load.finish).failed
+                return self._loaded(request, jobs if clears == self._clears else [], failed)
+
+            return LayerWork(move, end, load.halt)
 
         return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
@@ -390,13 +396,15 @@ class CacheEngine:
         for _ in range(QUESTION_ROUNDS):
             with self._index_lock:
                 self._begin_decision()
+                clears = self._clears
                 match = self._index.lookup(hasher, skip_tokens)
                 questions = self._index.questions(hasher, match, skip_tokens)
                 if self._directory is None or self._view is None or not questions:
                     return then(match)
             answers = self._directory.answer(questions)
             with self._index_lock:
-                self._view.note(questions, answers, time.monotonic())
+                if clears == self._clears:  # or they are about what is gone
+                    self._view.note(questions, answers, time.monotonic())
         with self._index_lock:
             self._begin_decision()
             return then(self._index.lookup(hasher, skip_tokens))
