@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from types import TracebackType
@@ -64,19 +64,27 @@ class CacheEngine:
     """Stores and retrieves the KV of token sequences. Thread-safe; calls that move KV run one at a time."""
 
     def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
-        """Open the tiers and take in what the disk still holds.
+        """Open the tiers and take in what the disk still holds. A failure leaves nothing open or locked.
 
         Raises:
             ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
         """
+        with ExitStack() as opened:
+            self._open(paged, namespace, options, opened)
+            opened.pop_all()
+
+    def _open(self, paged: PagedKV, namespace: Namespace, options: EngineOptions, opened: ExitStack) -> None:
         self.layout = paged.layout
         self._num_blocks = paged.num_blocks
         self._namespace = namespace
         self._options = options
         self._tiers = open_tiers(paged, namespace, options)
+        opened.callback(self._tiers.close)
         remote, disk = options.remote, self._tiers.disk
         self._view = RemoteView(remote.hold_s) if remote else None
         self._directory = open_directory([Shard(namespace, self.layout, remote)]) if remote else None
+        if self._directory is not None:
+            opened.callback(self._directory.close)
         self._index = ChunkIndex(
             self._tiers.cpu.num_slots,
             keep_in_memory=options.local_cpu,
@@ -274,10 +282,10 @@ class CacheEngine:
 
         A chunk that turns out damaged or missing at some layer ends the mask before it, although its layers up to that
         one were right and are in their slots; those behind are as they were. So what was computed from it must be
-        computed again. If ``clear`` or ``reset_cache`` was called since the first ``next()``, no further layer is begun,
-        and nothing counts as loaded. A chunk that another generator is still bringing from a slower tier is missing.
-        ``next()`` may be called from any thread, and other calls may come in between. A generator that is closed before
-        its last yield gives its chunks free with the next call that moves KV, or ``close``.
+        computed again. A chunk that another generator is still bringing from a slower tier counts as missing. If
+        ``clear`` or ``reset_cache`` was called since the first ``next()``, no further layer is begun, and nothing
+        counts as loaded. ``next()`` may be called from any thread, and other calls may come in between. A generator
+        that is closed before its last yield gives its chunks free with the next call that moves KV, or ``close``.
 
         Raises:
             InvalidCallError: as ``retrieve``, at once.

@@ -144,7 +144,7 @@ class LayerLoad:
         return LoadResult(self._failed, self._lost)
 
     def _note_loads(self) -> None:
-        """Every layer is in the blocks, and they still belong to the load: a copy on the device may be taken of them."""
+        """Every layer is in the blocks, and these are still the load's: copies on the device may be taken of them."""
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
             if key in self._failed:

@@ -154,6 +154,13 @@ class OpenTiers:
             )
         return lanes
 
+    def close(self) -> None:
+        """Close all of them, for whoever has not given them to lanes and a mover, which do that otherwise."""
+        with ExitStack() as closing:
+            for part in (self.cpu, self.disk, self.remote, self.hot):
+                if part is not None:
+                    closing.callback(part.close)
+
     def size_on_disk(self, ref: ChunkRef) -> int | None:
         """The bytes that a chunk takes on disk; None if it is not there."""
         return None if self.disk is None else self.disk.size_of(ref)
@@ -275,15 +282,17 @@ def open_remote(
 
 def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, *, check: bool) -> Tier:
     settings = {**options.settings, "url": url}
-    tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
-    try:
-        if check:
-            tier.check()
-    except TierError as error:
-        if options.required:
-            tier.close()
-            raise
-        logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+    with ExitStack() as opened:
+        tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+        opened.callback(tier.close)
+        try:
+            if check:
+                tier.check()
+        except TierError as error:
+            if options.required:
+                raise
+            logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+        opened.pop_all()
     return tier
 
 

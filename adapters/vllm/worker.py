@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -89,7 +89,8 @@ class StoreWorker:
         """Open the tiers. ``server`` becomes the remote one, and is closed with them.
 
         Raises:
-            ConfigError, FolderOwnedError, TierError: see ``open_tiers``. The server is still open then.
+            ConfigError, FolderOwnedError, TierError: see ``open_tiers``. The server is still open then, and nothing
+                else.
         """
         if server is not None and engine.remote is not None:
             engine = replace(engine, remote=replace(engine.remote, url=server.url))
@@ -104,16 +105,19 @@ class StoreWorker:
         self._layout = paged.layout
         self._tiers = open_tiers(paged, namespace, engine)
         self._written: deque[Written] = deque()
-        lanes = self._tiers.open_lanes(engine, self._on_written)
-        self._mover = Mover(
-            paged,
-            self._tiers.cpu,
-            lanes,
-            self._tiers.hot,
-            is_passage=not (engine.local_cpu or options.layerwise),
-            copy_threads=copy_threads(),
-        )
-        self._courier = Courier(self._mover)
+        with ExitStack() as opened:
+            opened.callback(self._tiers.close)
+            lanes = self._tiers.open_lanes(engine, self._on_written)
+            self._mover = Mover(
+                paged,
+                self._tiers.cpu,
+                lanes,
+                self._tiers.hot,
+                is_passage=not (engine.local_cpu or options.layerwise),
+                copy_threads=copy_threads(),
+            )
+            self._courier = Courier(self._mover)  # takes memory on the device, which may have none left
+            opened.pop_all()
         self._counters = partial(_moved, self._mover, self._courier)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()

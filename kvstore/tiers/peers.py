@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -65,7 +66,7 @@ class PeersTier(Tier):
         self._namespace = namespace
         self._layout = layout
         self._lock = threading.Lock()  # of what follows and the counters; never held during I/O
-        self._fixed = {url: open_peer(url, namespace) for url in peers}
+        self._fixed = _open_all(peers, open_peer, namespace)
         self._named: OrderedDict[str, Tier] = OrderedDict()  # the longest unused first
         self._removed: OrderedDict[ChunkRef, None] = OrderedDict()
         self._is_closed = False
@@ -337,6 +338,19 @@ def _held(tier: Tier, refs: Sequence[ChunkRef]) -> list[bool]:
         return tier.contains(refs)
     except (TierError, ClosedError):  # said by the circuit breaker, once; or the peer has just been let go
         return [False] * len(refs)
+
+
+def _open_all(
+    urls: Iterable[str], open_peer: Callable[[str, Namespace], Tier], namespace: Namespace
+) -> dict[str, Tier]:
+    """All peers by their addresses; one that cannot be opened leaves none open."""
+    with ExitStack() as opened:
+        peers: dict[str, Tier] = {}
+        for url in urls:
+            peers[url] = open_peer(url, namespace)
+            opened.callback(peers[url].close)
+        opened.pop_all()
+    return peers
 
 
 def _close_all(tiers: Iterable[Tier]) -> list[threading.Thread]:

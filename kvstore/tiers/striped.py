@@ -83,6 +83,19 @@ def open_folders(
     return StripedTier(disks, layout, wrap)
 
 
+def _wrapped(disks: Sequence[DiskTier], wrap: Wrap) -> tuple[Tier, ...]:
+    """The tiers with what is put around them; a failure closes them all."""
+    with ExitStack() as opened:
+        tiers: list[Tier] = []
+        for disk in disks:
+            opened.callback(disk.close)
+        for disk in disks:
+            tiers.append(wrap(disk))
+            opened.callback(tiers[-1].close)
+        opened.pop_all()
+    return tuple(tiers)
+
+
 def refuse_overlaps(folders: Sequence[Path]) -> None:
     """Folders of one tier must not contain each other, whatever links lead to them.
 
@@ -139,7 +152,7 @@ class StripedTier(Tier):
         self.counters = TierCounters()
         self._layout = layout
         self._disks = tuple(disks)
-        self._tiers = tuple(wrap(disk) if wrap else disk for disk in disks)
+        self._tiers = _wrapped(disks, wrap) if wrap else tuple(disks)
         self._pools = [
             ThreadPoolExecutor(THREADS_PER_FOLDER, f"kvstore-folder-{number}") for number in range(len(disks))
         ]

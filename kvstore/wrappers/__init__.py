@@ -6,6 +6,7 @@ breaker = find(disk, CircuitBreaker)
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,14 @@ def guarded(tier: Tier, options: GuardOptions) -> Statistics:
     caller gets: the wait for a thread, and the calls that were answered without the tier.
 
     Raises:
-        InvalidCallError: an option is out of range.
+        InvalidCallError: an option is out of range; the tier is closed then.
     """
-    deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s)
-    return Statistics(
-        CircuitBreaker(deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage)
-    )
+    with ExitStack() as opened:
+        opened.callback(tier.close)
+        deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s)
+        opened.callback(deadline.close)
+        breaker = CircuitBreaker(
+            deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage
+        )
+        opened.pop_all()
+    return Statistics(breaker)

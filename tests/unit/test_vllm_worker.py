@@ -15,7 +15,7 @@ from kvstore.binding import bind_paged_kv
 from kvstore.engine import EngineOptions
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
-from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.movers import LoadJob, Mover, StoreJob, as_block_ids
 from kvstore.plans import LoadStep, Place, StoreStep
 from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.disk import DiskTier
@@ -184,6 +184,23 @@ def test_a_start_that_fails_leaves_the_folder_to_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(DiskTier, "scan", unreadable)
         with pytest.raises(TierError, match="broken on purpose"):
+            StoreWorker(paged, Namespace({"model": "one"}), options)
+    StoreWorker(paged, Namespace({"model": "one"}), options).close()
+
+
+def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has taken its memory by then, and staging buffers want some, too."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+
+    def no_room(self: Mover) -> Mover:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, "beside", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
             StoreWorker(paged, Namespace({"model": "one"}), options)
     StoreWorker(paged, Namespace({"model": "one"}), options).close()
 
