@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, MINE, OTHER, TierHarness, make_ref, make_transfer
 from kvstore.tiers.base import ChunkRef, Outcome, TierCounters
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
@@ -195,6 +195,20 @@ class ContentTests(TierHarness):
         assert self.get(A, B) == [Outcome.MISS] * 2
         self.put(A, version=1)
         assert self.get(A, version=1) == [Outcome.HIT]
+        self.check_bytes()
+
+    def test_a_put_of_another_epoch_stores_nothing(self) -> None:
+        """One that is overtaken by ``reset`` on its way here holds KV of other weights."""
+        tier = self.start()
+        old, new = ([make_transfer(EVEN, ref)._replace(namespace_id=n.id) for ref in (A, B)] for n in (MINE, OTHER))
+        assert tier.put([old[0], new[1]]) == [Outcome.STORED, Outcome.FAILED]
+        tier.reset(OTHER)
+        assert tier.put(old) == [Outcome.FAILED] * 2
+        assert tier.contains([A, B]) == [False, False]
+        assert self.get(A, B) == [Outcome.MISS] * 2
+        assert tier.put([old[0], new[1]]) == [Outcome.FAILED, Outcome.STORED]
+        assert self.held() == {B}
+        assert self.get(A, B) == [Outcome.MISS, Outcome.HIT]
         self.check_bytes()
 
     def test_clear_forgets_everything(self) -> None:

@@ -9,7 +9,15 @@ from functools import partial
 
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace
-from kvstore.testing.harness import EVEN, FEW_CHUNKS, TierHarness, make_buffer, make_payload, make_ref
+from kvstore.testing.harness import (
+    EVEN,
+    FEW_CHUNKS,
+    TierHarness,
+    make_buffer,
+    make_payload,
+    make_ref,
+    make_transfer,
+)
 from kvstore.tiers.base import ChunkRef, Outcome, Transfer
 
 A = make_ref(1)
@@ -123,6 +131,31 @@ class ThreadTests(TierHarness):
 
         together(churn, read, read)
         assert tier.counters.corrupt == 0
+        self.check_bytes()
+
+    def test_puts_that_reset_overtakes_store_nothing(self) -> None:
+        """What is found is always of the epoch that the tier is in."""
+        tier = self.start()
+        epochs = [Namespace({"epoch": number}) for number in range(12)]
+        entered = 0
+
+        def write() -> None:
+            for _ in range(20):
+                number = entered  # it may be over before the put begins, or while it goes on
+                transfer = make_transfer(EVEN, A, number)._replace(namespace_id=epochs[number].id)
+                assert set(tier.put([transfer])) <= _PUT_ANSWERS
+
+        def turn() -> None:
+            nonlocal entered
+            for number, epoch in enumerate(epochs):
+                tier.reset(epoch)
+                entered = number
+                assert self._version_read(len(epochs)) in (None, number)
+                self.put(make_ref(2))
+
+        tier.reset(epochs[0])
+        together(turn, write, write, write)
+        assert self._version_read(len(epochs)) in (None, len(epochs) - 1)
         self.check_bytes()
 
     def test_the_bound_holds_under_concurrent_puts(self) -> None:

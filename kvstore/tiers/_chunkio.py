@@ -86,7 +86,7 @@ class ChunkIO:
         Raises:
             InvalidCallError: what is wrong.
         """
-        ref, buffer = transfer
+        ref, buffer = transfer.ref, transfer.buffer
         payload_view(self._layout, transfer)
         return Body(
             ref, buffer[: chunkfile.body_bytes(self._layout, ref.num_blocks)], buffer.ctypes.data % ALIGNMENT_BYTES == 0

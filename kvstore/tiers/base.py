@@ -9,6 +9,8 @@ What every tier promises:
 - *All or nothing.* ``get`` and ``scan`` see a chunk only once ``put`` wrote all of it, also across ``kill -9``.
 - *Bounded.* ``used_bytes`` never exceeds ``capacity_bytes`` and equals what the storage really holds.
 - *Thread-safe.* Any method may be called from any thread; no lock is held during I/O.
+- *A write belongs to its epoch.* ``put`` stores nothing for a transfer that names another namespace than the tier is in
+  when it stores: however long it took on its way, and whatever it waited for, ``reset`` was there first.
 
 A tier decides nothing: the index says what goes in and what goes out.
 """
@@ -58,10 +60,18 @@ class Transfer(NamedTuple):
 
     ``buffer`` is a uint8 array of at least the payload's bytes rounded up to 4096, starting at an address that is a
     multiple of 4096 (a slab slot). ``put`` reads the payload from it and may set the padding behind it to zero.
+
+    ``namespace_id`` is for ``put``: whose bytes these are. A tier that is in another namespace, because a ``reset`` came
+    in between, answers ``FAILED`` and stores nothing. None for the namespace that the tier is in.
     """
 
     ref: ChunkRef
     buffer: ByteArray
+    namespace_id: bytes | None = None
+
+    def belongs_to(self, namespace_id: bytes | None) -> bool:
+        """Whether a tier in this namespace may store it. To be asked under the lock under which ``reset`` moves."""
+        return namespace_id is None or self.namespace_id in (None, namespace_id)
 
 
 @dataclass
@@ -167,7 +177,7 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
     Raises:
         InvalidCallError: the chunk has no such key or length, or the buffer does not hold it.
     """
-    ref, buffer = transfer
+    ref, buffer = transfer.ref, transfer.buffer
     check_ref(layout, ref)
     payload_bytes = layout.payload_bytes(ref.num_blocks)
     need_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
@@ -281,6 +291,8 @@ class Tier(ABC):
     @abstractmethod
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, replacing equal ones: STORED, FULL or FAILED each.
+
+        FAILED also for what belongs to another namespace than the tier is in, see ``Transfer``.
 
         Raises:
             InvalidCallError: a chunk or a buffer breaks the contract; nothing was moved.

@@ -35,15 +35,17 @@ class CpuTier(Tier):
     Args:
         pool: the memory. The tier closes it.
         layout: the geometry of the chunks; without it only the mover's methods work.
+        namespace_id: whose chunks they are; None if nobody says so before the first ``reset``.
     """
 
     name = "cpu"
 
-    def __init__(self, pool: SlabPool, layout: KVLayout | None = None) -> None:
+    def __init__(self, pool: SlabPool, layout: KVLayout | None = None, namespace_id: bytes | None = None) -> None:
         self.capacity_bytes = pool.num_slots * pool.slot_bytes
         self.counters = TierCounters()
         self._pool = pool
         self._layout = layout
+        self._namespace_id = namespace_id
         self._lock = threading.Lock()
         self._labels: list[ChunkRef | None] = [None] * pool.num_slots
         self._serials = [0] * pool.num_slots  # how often each slot was taken or emptied
@@ -63,7 +65,8 @@ class CpuTier(Tier):
         slot_bytes = setup.layout.slot_bytes
         if setup.capacity_bytes < slot_bytes:
             raise ConfigError(f"{setup.capacity_bytes} bytes do not hold one chunk of {slot_bytes}: raise the capacity")
-        return cls(SlabPool(setup.capacity_bytes // slot_bytes, slot_bytes), setup.layout)
+        pool = SlabPool(setup.capacity_bytes // slot_bytes, slot_bytes)
+        return cls(pool, setup.layout, setup.namespace.id)
 
     @property
     def num_slots(self) -> int:
@@ -113,9 +116,9 @@ class CpuTier(Tier):
         return [self._get(transfer.ref, payload) for transfer, payload in zip(transfers, payloads, strict=True)]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Copy chunks from their buffers: STORED or FULL each, or FAILED if ``clear`` came in between."""
+        """Copy chunks from their buffers: STORED or FULL each, or FAILED if ``clear`` or ``reset`` came in between."""
         payloads = [payload_view(self._geometry, transfer) for transfer in transfers]
-        return [self._put(transfer.ref, payload) for transfer, payload in zip(transfers, payloads, strict=True)]
+        return [self._put(transfer, payload) for transfer, payload in zip(transfers, payloads, strict=True)]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks, and free their slots."""
@@ -132,8 +135,10 @@ class CpuTier(Tier):
                 self._empty(slot)
             self._free = [slot for slot in range(self.num_slots) if slot not in self._filling]
 
-    def reset(self, namespace: Namespace) -> None:  # noqa: ARG002 - memory has one namespace, its process's
+    def reset(self, namespace: Namespace) -> None:
         """Forget what every slot holds."""
+        with self._lock:
+            self._namespace_id = namespace.id  # first: what is being put now is taken away below
         self.clear()
 
     def stored_bytes(self, num_blocks: int) -> int:  # noqa: ARG002 - a tail takes a slot as well
@@ -173,9 +178,13 @@ class CpuTier(Tier):
                     self.counters.count(Outcome.HIT, len(payload))
                     return Outcome.HIT
 
-    def _put(self, ref: ChunkRef, payload: ByteArray) -> Outcome:
+    def _put(self, transfer: Transfer, payload: ByteArray) -> Outcome:
+        ref = transfer.ref
         with self._lock:
             self._require_open()
+            if not transfer.belongs_to(self._namespace_id):
+                self.counters.count(Outcome.FAILED, 0)
+                return Outcome.FAILED
             slot = self._take_slot(ref)
             if slot is None:
                 self.counters.count(Outcome.FULL, 0)

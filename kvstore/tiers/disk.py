@@ -226,8 +226,14 @@ class DiskTier(Tier):
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
             self._bury_condemned()
-            generation = self._generation
-            return [self._count(*self._put(body, generation)) for body in bodies]
+            with self._changed:  # both of one moment: a reset later makes another generation
+                generation, namespace_id = self._generation, self._io.namespace_id
+            return [
+                self._count(
+                    *(self._put(body, generation) if transfer.belongs_to(namespace_id) else (Outcome.FAILED, 0))
+                )
+                for transfer, body in zip(transfers, bodies, strict=True)
+            ]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: one rename each. Their files wait for reuse, or for a ``put`` that deletes some of them."""

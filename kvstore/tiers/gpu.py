@@ -42,11 +42,14 @@ class GpuTier(Tier):
 
     name = "gpu"
 
-    def __init__(self, layout: KVLayout, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_slots: int, device: torch.device, namespace_id: bytes | None = None
+    ) -> None:
         self.capacity_bytes = num_slots * layout.slot_bytes
         self.counters = TierCounters()
         self.device = device
         self._layout = layout
+        self._namespace_id = namespace_id
         self._pool: torch.Tensor | None = _allocate(num_slots, layout.slot_bytes, device)  # None: closed
         self._streams = find_streams(device, num_slots)
         self._lock = threading.Lock()
@@ -69,7 +72,8 @@ class GpuTier(Tier):
                 f"{setup.capacity_bytes} bytes of device memory do not hold one chunk of {setup.layout.slot_bytes}: "
                 "raise max_local_gpu_size, or set it to 0"
             )
-        return cls(setup.layout, num_slots, find_device(str(setup.options.get("device", "cuda"))))
+        device = find_device(str(setup.options.get("device", "cuda")))
+        return cls(setup.layout, num_slots, device, setup.namespace.id)
 
     def gather(self, ref: ChunkRef, paged: PagedKV, block_ids: BlockIds) -> Outcome:
         """Store a chunk from its blocks, without a detour over the host: STORED, FULL or FAILED.
@@ -128,7 +132,10 @@ class GpuTier(Tier):
         """Copy chunks from their buffers in host memory: STORED or FULL each, or FAILED if ``clear`` came between."""
         batch = self._payloads(transfers)
         with _translated(f"copy chunks to {self.device}"), self._streams.aside(inward=True):
-            return [self._fill(ref, partial(self._streams.copy, source=host)) for ref, host in batch]
+            return [
+                self._fill(ref, partial(self._streams.copy, source=host), transfer.belongs_to)
+                for transfer, (ref, host) in zip(transfers, batch, strict=True)
+            ]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks, and free their slots as soon as nobody reads them."""
@@ -143,8 +150,10 @@ class GpuTier(Tier):
             self._require_pool()
             self._ledger.clear()
 
-    def reset(self, namespace: Namespace) -> None:  # noqa: ARG002 - memory has one namespace, its process's
+    def reset(self, namespace: Namespace) -> None:
         """Forget every chunk, and those on their way."""
+        with self._lock:
+            self._namespace_id = namespace.id
         self.clear()
 
     def stored_bytes(self, num_blocks: int) -> int:  # noqa: ARG002 - a tail takes a slot as well
@@ -163,10 +172,18 @@ class GpuTier(Tier):
             self._pool = None
             self._ledger.clear()
 
-    def _fill(self, ref: ChunkRef, move: Callable[[torch.Tensor], None]) -> Outcome:
+    def _fill(
+        self,
+        ref: ChunkRef,
+        move: Callable[[torch.Tensor], None],
+        belongs_to: Callable[[bytes | None], bool] = lambda _: True,
+    ) -> Outcome:
         """Let ``move`` write a chunk's payload into a slot, outside the lock."""
         with self._lock:
             pool = self._require_pool()
+            if not belongs_to(self._namespace_id):
+                self.counters.count(Outcome.FAILED, 0)
+                return Outcome.FAILED
             fill = self._ledger.begin_fill(ref)
             if fill is None:
                 self.counters.count(Outcome.FULL, 0)

@@ -198,11 +198,14 @@ class RedisTier(Tier):
             if not bodies:
                 return []
             home = self._current_home()
+            mine = [transfer.belongs_to(home.namespace_id) for transfer in transfers]
+            bodies = [body for body, is_mine in zip(bodies, mine, strict=True) if is_mine]
             moved = self._each(home, bodies, self._put)
             if any(outcome is Outcome.STORED for outcome, _ in moved) and self._current_home() != home:
                 self._remove(home, [ref for ref, _ in bodies])
                 moved = [_FAILED if outcome is Outcome.STORED else (outcome, size) for outcome, size in moved]
-            return self._count(moved)
+            answers = iter(moved)
+            return self._count([next(answers) if is_mine else _FAILED for is_mine in mine])
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: one round trip to every server for 256 of them.

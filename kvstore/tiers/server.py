@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvstore import wire
 from kvstore.errors import ConfigError, InvalidCallError, TierError
@@ -47,7 +48,16 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 256 << 20  # of payload under one question; a client may hold but a part of the pool
 _UNTOUCHED = {Outcome.FULL, Outcome.FAILED}
-Body = tuple[ChunkRef, ByteArray]
+
+
+class Body(NamedTuple):
+    """A chunk to move: ``belongs_to`` tells in which namespaces."""
+
+    ref: ChunkRef
+    payload: ByteArray
+    belongs_to: Callable[[bytes | None], bool]
+
+
 _Way = Callable[[Link, Home, Sequence[Body]], list[Outcome]]
 
 
@@ -216,7 +226,7 @@ class ServerTier(Tier):
 
     def _move(self, transfers: Sequence[Transfer], move: _Way) -> list[Outcome]:
         """Move chunks, as many together as may be."""
-        bodies = [(transfer.ref, payload_view(self._layout, transfer)) for transfer in transfers]
+        bodies = [Body(item.ref, payload_view(self._layout, item), item.belongs_to) for item in transfers]
         if not bodies:
             self._links.require_open()
             return []
@@ -224,12 +234,12 @@ class ServerTier(Tier):
         for batch in _batches(bodies):
             outcomes += self._links.use(partial(_move_batch, batch=batch, move=move))
         with self._lock:
-            for outcome, (_, payload) in zip(outcomes, bodies, strict=True):
-                self.counters.count(outcome, len(payload))
+            for outcome, body in zip(outcomes, bodies, strict=True):
+                self.counters.count(outcome, len(body.payload))
         return outcomes
 
     def _get(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
-        packed = wire.pack_refs(ref for ref, _ in batch)
+        packed = wire.pack_refs(body.ref for body in batch)
         granted = link.ask(wire.Acquire(link.new_serial(), packed), wire.Granted)
         outcomes, moves = _granted(batch, granted)
         if moves:
@@ -255,7 +265,15 @@ class ServerTier(Tier):
         return outcomes, payloads, [grant.lease for grant in granted.grants if grant.lease]
 
     def _put(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
-        packed = wire.pack_refs(ref for ref, _ in batch)
+        namespace_id = home.namespace.id
+        mine = [body.belongs_to(namespace_id) for body in batch]
+        stored = iter(self._put_all(link, home, [body for body, is_mine in zip(batch, mine, strict=True) if is_mine]))
+        return [next(stored) if is_mine else Outcome.FAILED for is_mine in mine]
+
+    def _put_all(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
+        if not batch:
+            return []
+        packed = wire.pack_refs(body.ref for body in batch)
         granted = link.ask(wire.Reserve(link.new_serial(), packed), wire.Granted)
         outcomes, moves = _granted(batch, granted)
         home.note(granted.usage)
@@ -288,11 +306,11 @@ def _batches(bodies: Sequence[Body]) -> Iterator[list[Body]]:
     batch: list[Body] = []
     num_bytes = 0
     for body in bodies:
-        if batch and (num_bytes + len(body[1]) > _BATCH_BYTES or len(batch) >= wire.MAX_MOVES):
+        if batch and (num_bytes + len(body.payload) > _BATCH_BYTES or len(batch) >= wire.MAX_MOVES):
             yield batch
             batch, num_bytes = [], 0
         batch.append(body)
-        num_bytes += len(body[1])
+        num_bytes += len(body.payload)
     yield batch
 
 
@@ -302,8 +320,8 @@ def _granted(batch: Sequence[Body], granted: wire.Granted) -> tuple[list[Outcome
         raise TierError("the cache server did not answer about every chunk")
     outcomes = [wire.outcome_of(grant.outcome) for grant in granted.grants]
     moves = [
-        (number, Move(payload, grant))
-        for number, ((_, payload), grant) in enumerate(zip(batch, granted.grants, strict=True))
+        (number, Move(body.payload, grant))
+        for number, (body, grant) in enumerate(zip(batch, granted.grants, strict=True))
         if grant.lease
     ]
     return outcomes, moves

@@ -263,12 +263,12 @@ class StripedTier(Tier):
         batch = self._begin(transfers, self._clears)
         with self._reserved(transfers) as mine:
             homes = {ref: self._place(ref) for ref in mine}
-            places = [homes.get(ref) for ref, _ in transfers]
+            places = [homes.get(transfer.ref) for transfer in transfers]
             for step in range(1, len(self._tiers) + 1):
                 self._spread(batch, places)
                 places = [
-                    (homes[ref] + step) % len(self._tiers) if outcome is Outcome.FULL else None
-                    for (ref, _), outcome in zip(transfers, batch.outcomes, strict=True)
+                    (homes[transfer.ref] + step) % len(self._tiers) if outcome is Outcome.FULL else None
+                    for transfer, outcome in zip(transfers, batch.outcomes, strict=True)
                 ]
                 if batch.clears != self._clears:
                     break
@@ -362,7 +362,7 @@ class StripedTier(Tier):
     def _reserved(self, transfers: Sequence[Transfer]) -> Iterator[set[ChunkRef]]:
         """Keep other puts away from these chunks until the last folder has answered. Yields those that were free."""
         with self._lock:
-            mine = {ref for ref, _ in transfers} - self._putting
+            mine = {transfer.ref for transfer in transfers} - self._putting
             self._putting |= mine
 
         def give_back(_: Future[Any] | None = None) -> None:
@@ -452,7 +452,8 @@ class StripedTier(Tier):
 
     def _count(self, batch: _Batch) -> list[Outcome]:
         with self._lock:
-            for (ref, _), outcome in zip(batch.transfers, batch.outcomes, strict=True):
+            for transfer, outcome in zip(batch.transfers, batch.outcomes, strict=True):
+                ref = transfer.ref
                 if batch.layers is None:
                     self.counters.count(outcome, self.size_of(ref))
                 elif outcome is Outcome.HIT and batch.layers.stop < self._layout.num_layers:

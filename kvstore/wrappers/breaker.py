@@ -21,19 +21,22 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.errors import InvalidCallError, TierError
+from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.wrappers._owed import OwedRemovals
 from kvstore.wrappers.base import TierWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from kvstore.keys import Namespace
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _REACHED = {Outcome.HIT, Outcome.CORRUPT, Outcome.STORED}
 
 
@@ -93,7 +96,8 @@ class CircuitBreaker(TierWrapper):
     While it is open, ``contains`` answers False, ``get`` and ``put`` ``FAILED`` (not ``MISS``, which would make the
     index forget what is there, nor ``FULL``, which would send somebody to buy a disk). ``remove`` is remembered, and
     made good for before the breaker closes: no chunk comes back that was removed meanwhile, and no bytes are lost. A
-    ``remove`` that failed is repeated with the next one.
+    ``remove`` that failed is repeated with the next one, and until then its chunks are not there for whoever asks.
+    One that hangs may yet take effect, so its chunks cannot be put until it has ended.
     ``scan``, ``clear`` and ``reset`` always go through: whoever clears must know whether it was done.
 
     A call that raises while the breaker is closed raises here too. The state changes under a lock that is not held
@@ -130,7 +134,8 @@ class CircuitBreaker(TierWrapper):
         self._state = BreakerState.CLOSED
         self._failures_in_a_row = 0
         self._since_s = 0.0  # the last failure while open
-        self._owed: dict[ChunkRef, None] = {}  # removals to make good for, in order
+        self._owed = OwedRemovals()
+        self._namespace_id: bytes | None = None  # of the last reset
         self._clears = 0  # begun and ended: odd while one is under way
         self._openings = 0
         self._recoveries = 0
@@ -167,7 +172,8 @@ class CircuitBreaker(TierWrapper):
             held = self.inner.contains(refs)
             if self._asks_storage and refs:
                 passage.verdict = _Verdict.SUCCESS
-            return held
+            hidden = self._owed.hidden(refs)
+            return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward; all ``FAILED`` while open: the chunks may well be there.
@@ -175,19 +181,22 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: the tier is broken, and this call went through.
         """
-        return self._get(transfers, lambda: self.inner.get(transfers))
+        return self._get(transfers, self.inner.get)
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Forward like ``get``."""
-        return self._get(transfers, lambda: self.inner.get_layers(transfers, layers))
+        return self._get(transfers, lambda some: self.inner.get_layers(some, layers))
 
-    def _get(self, transfers: Sequence[Transfer], action: Callable[[], list[Outcome]]) -> list[Outcome]:
+    def _get(
+        self, transfers: Sequence[Transfer], action: Callable[[Sequence[Transfer]], list[Outcome]]
+    ) -> list[Outcome]:
         with self._passage() as passage:
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
-            outcomes = action()
+            hidden = self._owed.hidden(transfer.ref for transfer in transfers)
+            outcomes = action([transfer for transfer in transfers if transfer.ref not in hidden])
             passage.judge(outcomes)
-            return outcomes
+            return _merge([transfer.ref in hidden for transfer in transfers], Outcome.MISS, outcomes)
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
         """Forward; all ``FAILED`` while open.
@@ -198,27 +207,51 @@ class CircuitBreaker(TierWrapper):
         with self._passage() as passage:
             if passage is None:
                 return Loan.refused(len(refs))
-            loan = self.inner.borrow(refs)
+            hidden = self._owed.hidden(refs)
+            loan = self.inner.borrow([ref for ref in refs if ref not in hidden])
             passage.judge(loan.outcomes)
-            return loan
+            if not hidden:
+                return loan
+            is_hidden = [ref in hidden for ref in refs]
+            outcomes = _merge(is_hidden, Outcome.MISS, loan.outcomes)
+            return Loan(outcomes, _merge(is_hidden, None, loan.payloads), loan.end)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open.
+        """Forward; all ``FAILED`` while open, and what belongs to an epoch that is over, or is just being removed.
 
         Raises:
             TierError: the tier is broken, and this call went through.
         """
+        if transfers and not self._is_shut and not any(item.belongs_to(self._namespace_id) for item in transfers):
+            return [Outcome.FAILED] * len(transfers)  # which says nothing about the storage
         with self._passage() as passage:
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
-            with self._lock:
-                for ref, _ in transfers:  # wanted again
-                    self._owed.pop(ref, None)
-                clears = self._clears
-            outcomes = self.inner.put(transfers)
+            clears = self._clears
+            refused = self._owed.begin_put(transfer.ref for transfer in transfers)
+            outcomes = self._put([transfer for transfer in transfers if transfer.ref not in refused])
             if clears == self._clears and clears % 2 == 0:  # a put that is overtaken by a clear fails on a sound tier
                 passage.judge(outcomes)
-            return outcomes
+            return _merge([transfer.ref in refused for transfer in transfers], Outcome.FAILED, outcomes)
+
+    def _put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store chunks, and end what is owed of those that are stored, at last."""
+        refs = {transfer.ref for transfer in transfers}
+
+        def end(outcomes: Sequence[Outcome] = ()) -> None:
+            pairs = zip(transfers, outcomes, strict=False)
+            self._owed.end_put(refs, [item.ref for item, outcome in pairs if outcome is Outcome.STORED])
+
+        try:
+            outcomes = self.inner.put(transfers)
+        except TierTimeoutError as error:
+            error.pending.add_done_callback(lambda late: end(_answer_of(late)))
+            raise
+        except BaseException:
+            end()
+            raise
+        end(outcomes)
+        return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forward, together with removals that failed before; remembered while open.
@@ -232,7 +265,7 @@ class CircuitBreaker(TierWrapper):
                 self._remove_with_owed(fixed)
                 return
         with self._lock:
-            self._owed.update(dict.fromkeys(fixed))
+            self._owed.owe(fixed)
             has_recovered = self._state is BreakerState.CLOSED
         if has_recovered:  # between the answer and the note
             self.remove(())
@@ -243,13 +276,10 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: the tier is broken, and may have forgotten nothing.
         """
-        with self._lock:
-            owed = tuple(self._owed)
+        owed = self._owed.refs()
         with self._clearing():
             self.inner.clear()
-        with self._lock:
-            for ref in owed:
-                self._owed.pop(ref, None)
+        self._owed.forget(owed)
 
     def reset(self, namespace: Namespace) -> None:
         """Forward in any state; removals remembered before are done with it.
@@ -257,9 +287,9 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: the tier is broken. It is in the new namespace all the same, or will be before it does anything.
         """
-        with self._lock:
-            self._owed = {}
+        self._owed.forget(self._owed.refs())
         with self._clearing():
+            self._namespace_id = namespace.id  # what comes meanwhile fails either way, and proves nothing
             self.inner.reset(namespace)
 
     def close(self) -> None:
@@ -363,12 +393,26 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: all of them are owed now.
         """
-        with self._lock:
-            owed = {**self._owed, **dict.fromkeys(refs)}
-            self._owed = {}
+        going = self._owed.begin_removal(refs)
         try:
-            self.inner.remove(tuple(owed))
-        except TierError:
-            with self._lock:
-                self._owed = {**owed, **self._owed}
+            self.inner.remove(going)
+        except TierTimeoutError as error:
+            self._owed.owe(going)
+            error.pending.add_done_callback(lambda _: self._owed.end_removal(going))
             raise
+        except BaseException:
+            self._owed.owe(going)
+            self._owed.end_removal(going)
+            raise
+        self._owed.end_removal(going)
+
+
+def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[T]:
+    """The answers about a batch of which some were left out."""
+    rest = iter(others)
+    return [answer if is_out else next(rest) for is_out in is_left_out]
+
+
+def _answer_of(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
+    """What a put that was given up has come to."""
+    return () if late.cancelled() or late.exception() is not None else late.result()

@@ -58,6 +58,7 @@ class _FakeRemote(FakeTier):
 
     def _enter(self, namespace: Namespace) -> None:
         self.chunks = self._server.chunks.setdefault(namespace.id, {})
+        self.namespace_id = namespace.id
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self._server.before_get()
@@ -70,12 +71,13 @@ class _FakeRemote(FakeTier):
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self._server.before_put()
-        self._server.puts += [ref for ref, _ in transfers]
+        self._server.puts += [transfer.ref for transfer in transfers]
         return super().put(transfers)
 
     def reset(self, namespace: Namespace) -> None:
-        self.clear()
-        self._enter(namespace)
+        with self._lock:
+            self.chunks.clear()
+            self._enter(namespace)
 
 
 class _FakeTransport(Transport):

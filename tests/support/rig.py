@@ -137,6 +137,7 @@ class FakeTier(Tier):
         self.before_put: Callable[[], object] = lambda: None
         self.put_outcome = Outcome.STORED
         self.namespaces: list[Namespace] = []  # entered by ``reset``
+        self.namespace_id: bytes | None = None
         self.is_closed = False
         self._lock = Lock()
 
@@ -149,7 +150,7 @@ class FakeTier(Tier):
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self.before_get()
         outcomes = []
-        for ref, buffer in transfers:
+        for ref, buffer, _ in transfers:
             payload = self.chunks.get(ref)
             outcomes.append(Outcome.MISS if payload is None else Outcome.HIT)
             if payload is not None:
@@ -158,11 +159,13 @@ class FakeTier(Tier):
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self.before_put()
-        if self.put_outcome is Outcome.STORED:
-            with self._lock:
-                self.chunks.update((ref, buffer.tobytes()) for ref, buffer in transfers)
+        with self._lock:
+            mine = [transfer.belongs_to(self.namespace_id) for transfer in transfers]
+            if self.put_outcome is Outcome.STORED:
+                pairs = zip(transfers, mine, strict=True)
+                self.chunks.update((item.ref, item.buffer.tobytes()) for item, is_mine in pairs if is_mine)
                 assert self.used_bytes <= self.capacity_bytes, "the index let more in than fits"
-        return [self.put_outcome] * len(transfers)
+        return [self.put_outcome if is_mine else Outcome.FAILED for is_mine in mine]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         with self._lock:
@@ -174,8 +177,10 @@ class FakeTier(Tier):
             self.chunks.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        self.namespaces.append(namespace)
-        self.clear()
+        with self._lock:
+            self.namespaces.append(namespace)
+            self.namespace_id = namespace.id
+            self.chunks.clear()
 
     def stored_bytes(self, num_blocks: int) -> int:
         return FILE_BYTES if num_blocks == BLOCKS_PER_CHUNK else FILE_BYTES - 1

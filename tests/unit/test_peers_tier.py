@@ -39,7 +39,7 @@ class Storage(FakeTier):
         return super().contains(refs)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        self.read += [ref for ref, _ in transfers]
+        self.read += [transfer.ref for transfer in transfers]
         return super().get(transfers)
 
 
@@ -81,7 +81,7 @@ def get(tier: Tier, *numbers: int) -> list[Outcome]:
     """Read chunks in one batch, and compare the bytes of the hits."""
     transfers = [Transfer(make_ref(number), make_buffer(EVEN.slot_bytes)) for number in numbers]
     outcomes = tier.get(transfers)
-    for outcome, (ref, buffer) in zip(outcomes, transfers, strict=True):
+    for outcome, (ref, buffer, _) in zip(outcomes, transfers, strict=True):
         if outcome is Outcome.HIT:
             payload = make_payload(EVEN, ref)
             assert buffer[: len(payload)].tobytes() == payload
