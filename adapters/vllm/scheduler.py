@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore import metrics
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.canary import Canary
@@ -38,7 +39,7 @@ from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
 from kvstore.metrics import Tally, Totals
-from kvstore.movers import LoadJob, as_block_ids
+from kvstore.movers import LoadJob
 from kvstore.opening import RemoteOptions, open_directory
 from kvstore.plans import LoadStep, Match, Place
 from kvstore.policies import Adaptive
@@ -515,8 +516,10 @@ class StoreScheduler:
         request = tracker.request
         written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
         for ref, begin in canary.take_due(request.request_id, written_tokens):
-            for step in index.prepare_load([] if index.is_loading(ref.prefix_key) else [ref]):
-                block_ids = as_block_ids(block_ids_of(request.request_id)[begin : begin + ref.num_blocks])
+            block_ids = blocks.whole(block_ids_of(request.request_id), begin, ref.num_blocks)
+            if block_ids is None or index.is_loading(ref.prefix_key):
+                continue
+            for step in index.prepare_load([ref]):
                 self._verifies.append(ReqMeta(request.request_id, verifies=[LoadJob(step, block_ids, 0)]))
                 self._step.verifies.append(step)
 
