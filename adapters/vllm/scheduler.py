@@ -74,6 +74,21 @@ class SchedulerOptions:
     verify_fraction: float = 0.0
     handover: HandoverOptions | None = None
 
+    @property
+    def lets_out(self) -> bool:
+        """Whether workers give away what a step computes, as soon as it ends: to another engine or a remote tier."""
+        sends = self.saves and self.remote is not None and self.remote.max_queue != 0
+        return sends or (self.handover is not None and self.handover.sends)
+
+    def load_rules_for(self, num_ranks: int) -> LoadRules:
+        """How so many ranks load.
+
+        A rank knows only what it could not load itself, and computes on what another could not. What it has given away
+        by the time the scheduler has heard of it cannot be taken back, so then nothing is computed before all ranks
+        have what they were to load.
+        """
+        return replace(self.load_rules, beside=True) if num_ranks > 1 and self.lets_out else self.load_rules
+
 
 @dataclass
 class _Step:
@@ -159,6 +174,7 @@ class StoreScheduler:
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._index = index
         self._num_ranks = len(facts)
+        self._choice = LoadChoice(self._options.load_rules_for(self._num_ranks))
         self._loads = LoadPlanner(index, self._rules, self._choice, self._num_ranks)
         self._saves = SavePlanner(index, self._num_ranks)
         self._saves.strays = list(set.union(*held) - complete)
