@@ -141,7 +141,8 @@ class StoreConfig(BaseModel):
         default=None,
         description="Whether a request waits for its load while others go on computing. If null or `auto`, chosen for "
         "each load: yes from disk or a remote tier, and for a long one from memory if others are running; otherwise "
-        "the step waits. If false, a slower tier needs vLLM's `--no-async-scheduling`.",
+        "the step waits. If false, a slower tier needs vLLM's `--no-async-scheduling`. Always yes where several "
+        "workers send what they compute to a remote tier or another engine.",
     )
     enable_async_saving: bool | None = Field(
         default=None,

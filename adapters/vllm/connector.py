@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -97,6 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         )
         self._config = loaded.config
         translate.check_supported(vllm_config, kv_cache_config, self._config)
+        self._frees_blocks = translate.frees_blocks(kv_cache_config)
         self._adapters = AdapterFiles()
         self._throttle = Throttle()
         self._gave_up = False
@@ -203,6 +205,13 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker.end_loads()
         return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, with those requests among them that must begin anew, because their load failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded: vLLM computes them."""
         return self._worker.take_failed_block_ids() if self._worker else set()
@@ -281,7 +290,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._scheduling.plan_step(
                 scheduler_output.num_scheduled_tokens,
                 lambda req_id: state.get_block_ids(req_id)[0],
-                preempts=bool(scheduler_output.preempted_req_ids),
+                preempts=self._frees_blocks or bool(scheduler_output.preempted_req_ids),
             )
         )
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.disagg import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.loads import BlocksOf
 from kvstore.adapters.vllm.steps import ReqMeta
 from kvstore.adapters.vllm.tracker import RequestTracker, SaveRules, chunks_of
-from kvstore.movers import as_block_ids
 from kvstore.pusher import PushJob
 from kvstore.throttle import Throttle
 
@@ -55,6 +55,7 @@ class _Sending:
 
     spec: DisaggSpec
     wants_first_token: bool
+    useful_tokens: int  # of the prompt: behind them a chunk was left out, so that the rest is of no use
     num_chunks: int = 0  # handed to the workers so far
     is_complete: bool = False  # its tail, too
 
@@ -96,7 +97,7 @@ class Handovers:
             num_tokens = min(spec.num_transferred_tokens or request.num_prompt_tokens, request.num_prompt_tokens)
             self._wait_for(request.request_id, num_tokens, self._options.timeout_s)
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
-            self._sending[request.request_id] = _Sending(spec, handover.wants_first_token)
+            self._sending[request.request_id] = _Sending(spec, handover.wants_first_token, request.num_prompt_tokens)
         if source is None or not self._is_allowed(source.host):
             return None
         self._wait_for(request.request_id, min(source.num_tokens, request.num_prompt_tokens), SOURCE_GRACE_S)
@@ -175,7 +176,11 @@ class Handovers:
         meta.receiver = sending.spec
         block_ids = block_ids_of(request.request_id)
         for ref, begin in chunks.first_blocks().items():
-            meta.pushes.append(PushJob(ref, as_block_ids(block_ids[begin : begin + ref.num_blocks])))
+            source = blocks.whole(block_ids, begin, ref.num_blocks)
+            if source is None:  # it has left a sliding window
+                sending.useful_tokens = min(sending.useful_tokens, begin * self._rules.block_tokens)
+            else:
+                meta.pushes.append(PushJob(ref, source))
 
     def take_step(self) -> list[ReqMeta]:
         """What the coming step hands over."""
@@ -197,9 +202,10 @@ class Handovers:
         sending = self._sending.get(request.request_id)
         if sending is not None:
             num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            num_tokens = min(num_tokens, sending.useful_tokens)
             sent_tokens = num_tokens - num_tokens % block_tokens if sending.is_complete else 0
             spec = replace(sending.spec, num_transferred_tokens=sent_tokens, is_last_prefill=sending.is_complete)
-            answer: dict[str, object] = {"disagg_spec": spec.as_params()}
+            answer: dict[str, object] = {"disagg_spec": spec.as_params()} if sending.useful_tokens else {}
             if sending.wants_first_token and first_token is not None:
                 answer["first_tok"] = first_token
             return answer

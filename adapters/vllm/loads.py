@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.accounts import HitSplit
 from kvstore.adapters.vllm.choice import LoadChoice
 from kvstore.adapters.vllm.steps import Fetch, FetchResult, ReqMeta, StepResult
@@ -39,6 +41,15 @@ class _Unverified:
     block: int
     key: PrefixKey
     block_ids: set[int] = field(default_factory=set)
+
+
+class _Destination(NamedTuple):
+    """A chunk, the position of its first block in its request, and those of the blocks to be loaded."""
+
+    ref: ChunkRef
+    begin: int
+    start: int
+    stop: int
 
 
 @dataclass
@@ -132,27 +143,41 @@ class LoadPlanner:
     def plan(
         self, tracker: RequestTracker, spec: LoadSpec, block_ids: Sequence[int], num_external_tokens: int
     ) -> HitSplit:
-        """Plan to load ``num_external_tokens`` of what was promised; tells where they come from."""
+        """Plan to load ``num_external_tokens`` of what was promised; tells where they come from.
+
+        What lies before a sliding window has no blocks, and is not loaded.
+        """
         first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
-        wanted = list(overlapping(spec.match, self._rules, first_block, end_block))
-        steps = self._index.prepare_load([ref for ref, _ in wanted])
+        wanted = list(self._destinations(spec.match, block_ids, first_block, end_block))
+        steps = self._index.prepare_load([part.ref for part in wanted])
         tracker.noted.update(step.ref.prefix_key for step in steps)
         jobs, tokens = [], Counter[Place]()
         loaded_end = first_block
-        for step, (ref, begin) in zip(steps, wanted, strict=False):
-            start, stop = max(begin, first_block), min(begin + ref.num_blocks, end_block)
-            jobs.append(LoadJob(step, as_block_ids(block_ids[start:stop]), start - begin))
-            tokens[step.source] += (stop - start) * self._rules.block_tokens
-            loaded_end = stop
-        lost_block_ids = list(block_ids[loaded_end:end_block])
+        for step, part in zip(steps, wanted, strict=False):
+            jobs.append(LoadJob(step, as_block_ids(block_ids[part.start : part.stop]), part.start - part.begin))
+            tokens[step.source] += (part.stop - part.start) * self._rules.block_tokens
+            loaded_end = part.stop
+        lost_block_ids = blocks.present(block_ids[loaded_end:end_block])
         request_id = tracker.request.request_id
         if spec.beside:
-            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids), tokens)
+            has_gaps = blocks.NULL_BLOCK in block_ids[:end_block]
+            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
         else:
             self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
         disk_tokens = min(num_external_tokens, tokens[Place.DISK])
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
         return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
+
+    def _destinations(
+        self, match: Match, block_ids: Sequence[int], first_block: int, end_block: int
+    ) -> Iterator[_Destination]:
+        """Where the chunks of a match go, of those that have blocks; ends before one that cannot be brought."""
+        for ref, begin in overlapping(match, self._rules, first_block, end_block):
+            run = blocks.present_run(block_ids, max(begin, first_block), min(begin + ref.num_blocks, end_block))
+            if run is None:
+                return
+            if run[0] < run[1]:
+                yield _Destination(ref, begin, *run)
 
     def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place]) -> None:
         self._number += 1

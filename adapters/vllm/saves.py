@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.steps import ReqMeta, Written
 from kvstore.adapters.vllm.tracker import RequestTracker, SaveSpec
 from kvstore.engine import superseded_tails
 from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher, PrefixKey
-from kvstore.movers import StoreJob, as_block_ids
+from kvstore.movers import StoreJob
+from kvstore.pages import BlockIds
 from kvstore.plans import Place, StoreStep
 from kvstore.tiers.base import ChunkRef
 
@@ -74,17 +77,21 @@ class SavePlanner:
         return self._storing[req_id] > 0
 
     def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
-        """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room."""
+        """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room.
+
+        Chunks whose blocks the request does not have any more, or never had, are left out.
+        """
         req_id = tracker.request.request_id
-        steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
+        sources = _sources(save, block_ids)
+        offered = [ref for ref in save.refs if ref in sources]
+        before = [*save.prefix, *(ref.prefix_key for ref in takewhile(lambda ref: ref not in sources, save.refs))]
+        steps = self._index.prepare_store(offered, before, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
         tracker.noted.update(ref.prefix_key for ref in save.refs)
         if not steps:
             return 0
-        begins = save.first_blocks()
         meta = self._metas.setdefault(req_id, ReqMeta(req_id))
         for step in steps:
-            begin = begins[step.ref]
-            meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
+            meta.stores.append(StoreJob(step, sources[step.ref]))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         self._coming.append(_Save(req_id, tracker.hasher, steps))
@@ -159,3 +166,9 @@ class SavePlanner:
             for target in step.targets if step.ref.prefix_key in failed else ():
                 if write := self._writes.get((target, step.ref.prefix_key)):
                     write.in_vain = True
+
+
+def _sources(save: SaveSpec, block_ids: Sequence[int]) -> dict[ChunkRef, BlockIds]:
+    """The blocks of each chunk, of those that a request has as a whole."""
+    found = ((ref, blocks.whole(block_ids, begin, ref.num_blocks)) for ref, begin in save.first_blocks().items())
+    return {ref: ids for ref, ids in found if ids is not None}

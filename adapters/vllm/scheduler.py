@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore import metrics
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.canary import Canary
@@ -38,7 +39,7 @@ from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
 from kvstore.metrics import Tally, Totals
-from kvstore.movers import LoadJob, as_block_ids
+from kvstore.movers import LoadJob
 from kvstore.opening import RemoteOptions, open_directory
 from kvstore.plans import LoadStep, Match, Place
 from kvstore.policies import Adaptive
@@ -72,6 +73,21 @@ class SchedulerOptions:
     announces: bool = False
     verify_fraction: float = 0.0
     handover: HandoverOptions | None = None
+
+    @property
+    def lets_out(self) -> bool:
+        """Whether workers give away what a step computes, as soon as it ends: to another engine or a remote tier."""
+        sends = self.saves and self.remote is not None and self.remote.max_queue != 0
+        return sends or (self.handover is not None and self.handover.sends)
+
+    def load_rules_for(self, num_ranks: int) -> LoadRules:
+        """How so many ranks load.
+
+        A rank knows only what it could not load itself, and computes on what another could not. What it has given away
+        by the time the scheduler has heard of it cannot be taken back, so then nothing is computed before all ranks
+        have what they were to load.
+        """
+        return replace(self.load_rules, beside=True) if num_ranks > 1 and self.lets_out else self.load_rules
 
 
 @dataclass
@@ -158,6 +174,7 @@ class StoreScheduler:
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._index = index
         self._num_ranks = len(facts)
+        self._choice = LoadChoice(self._options.load_rules_for(self._num_ranks))
         self._loads = LoadPlanner(index, self._rules, self._choice, self._num_ranks)
         self._saves = SavePlanner(index, self._num_ranks)
         self._saves.strays = list(set.union(*held) - complete)
@@ -515,8 +532,10 @@ class StoreScheduler:
         request = tracker.request
         written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
         for ref, begin in canary.take_due(request.request_id, written_tokens):
-            for step in index.prepare_load([] if index.is_loading(ref.prefix_key) else [ref]):
-                block_ids = as_block_ids(block_ids_of(request.request_id)[begin : begin + ref.num_blocks])
+            block_ids = blocks.whole(block_ids_of(request.request_id), begin, ref.num_blocks)
+            if block_ids is None or index.is_loading(ref.prefix_key):
+                continue
+            for step in index.prepare_load([ref]):
                 self._verifies.append(ReqMeta(request.request_id, verifies=[LoadJob(step, block_ids, 0)]))
                 self._step.verifies.append(step)
 

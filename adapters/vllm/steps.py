@@ -51,12 +51,15 @@ class Fetch:
         req_id: vLLM's id of the request.
         loads: chunks to bring into its blocks.
         lost_block_ids: as in ``ReqMeta``.
+        has_gaps: it lacks blocks before those that are loaded, so it cannot go on from a block that fails: it begins
+            anew.
     """
 
     number: int
     req_id: str
     loads: list[LoadJob] = field(default_factory=list)
     lost_block_ids: list[int] = field(default_factory=list)
+    has_gaps: bool = False
 
 
 @dataclass

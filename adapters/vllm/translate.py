@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import vllm
 
+from kvstore.adapters.vllm.blocks import NULL_BLOCK
 from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.controls import SchedulerControls
 from kvstore.adapters.vllm.disagg import Handover, parse_handover
@@ -97,6 +98,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1"
         )
     _check_groups(kv_cache_config)
+    if frees_blocks(kv_cache_config) and transfer.is_kv_consumer and config.enable_async_loading is False:
+        raise ConfigError(
+            "enable_async_loading is false, and the layers of this model attend to a window: where a load within a "
+            "step fails, vLLM could not compute the rest, as it has given up the blocks before. Leave it at auto"
+        )
     block_tokens = block_tokens_of(kv_cache_config)
     if config.chunk_size % block_tokens:
         raise ConfigError(
@@ -111,7 +117,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs  # noqa: PLC0415 - slow to import
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        RSWASpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
 
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -124,6 +137,27 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             raise LayoutError(
                 f"a layer keeps {type(spec).__name__} state, which does not consist of tokens: not supported"
             )
+        known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+        if not isinstance(spec, known) or isinstance(spec, RSWASpec):
+            raise LayoutError(
+                f"a layer's KV cache is of the kind {type(spec).__name__}, in which equal prefixes need not have equal "
+                "KV: not supported"
+            )
+
+
+def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM takes blocks from requests that go on, because their layers' window has passed them by.
+
+    It puts the null block in their place, also where it finds a prefix in its own cache, or takes it from a connector.
+    """
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        ChunkedLocalAttentionSpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
+
+    specs = iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
@@ -161,7 +195,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         disk_policy=config.disk_cache_policy,
         record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
         load_rules=LoadRules(
-            beside=config.enable_async_loading,
+            beside=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
             layerwise=_goes_layerwise(vllm_config, config),
             only_if_faster=config.load_only_if_faster,
@@ -477,6 +511,7 @@ def paged_kv_of(
         num_blocks=kv_cache_config.num_blocks,
         block_tokens=block_tokens_of(kv_cache_config),
         chunk_tokens=chunk_size,
+        reserved_blocks=NULL_BLOCK + 1,
         packing=_packing(vllm_config, kv_cache_config),
         has_channels=not any(isinstance(spec, MLAAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)),
     )

@@ -124,6 +124,7 @@ class StoreWorker:
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
+        self._failed_requests: set[str] = set()  # of these, those that have to begin anew
         self._ended_requests: set[str] = set()
         self._worst_deviation = 0.0
         self._throttle = Throttle()
@@ -283,8 +284,12 @@ class StoreWorker:
         fetch, loaded, seconds = fetched
         self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
         self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, seconds, ranks_ended=1)
-        self._failed_block_ids.update(_blocks_of(fetch.loads, loaded.failed), fetch.lost_block_ids)
         self._fetched_requests.add(fetch.req_id)
+        failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
+        if fetch.has_gaps and failed_block_ids:
+            self._failed_requests.add(fetch.req_id)
+        else:
+            self._failed_block_ids |= failed_block_ids
 
     @contextmanager
     def _measured(self, what: str, metric: Metric) -> Iterator[list[float]]:
@@ -391,6 +396,11 @@ class StoreWorker:
         """Requests whose fetch is over; blocks that it failed to bring are among those of ``take_failed_block_ids``."""
         fetched, self._fetched_requests = self._fetched_requests, set()
         return fetched
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose fetch has failed, and which cannot be computed from a block on, as they lack those before."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_ended_requests(self) -> set[str]:
         """Requests whose last store is done, so that vLLM may free their blocks."""

@@ -30,7 +30,7 @@ from kvstore.pages import LayerCache
 pytestmark = pytest.mark.vllm
 
 BLOCKS, BLOCK = 10, 4
-SOURCES, TARGETS = [7, 0, 9, 3, 8, 5], [2, 9, 0, 7, 1, 6]  # a chunk of four blocks, and a tail of two
+SOURCES, TARGETS = [7, 4, 9, 3, 8, 5], [2, 9, 3, 7, 1, 6]  # a chunk of four blocks, and a tail of two
 LLAMA = FullAttentionSpec(block_size=BLOCK, num_kv_heads=3, head_size=4, dtype=torch.bfloat16)
 FP8 = FullAttentionSpec(block_size=BLOCK, num_kv_heads=3, head_size=4, dtype=torch.uint8)
 DRAFT = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=6, dtype=torch.float32)

@@ -14,7 +14,14 @@ from vllm import PoolingParams, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import translate
@@ -105,6 +112,33 @@ def test_state_that_does_not_consist_of_tokens_is_refused() -> None:
     mamba = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
     with pytest.raises(LayoutError, match="MambaSpec"):
         translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba)), CONFIG)
+
+
+def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
+    ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    with pytest.raises(LayoutError, match="CircularBufferSpec"):
+        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
+
+
+def windowed() -> KVCacheConfig:
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=3 * BLOCK
+    )
+    return cache_config(KVCacheGroupSpec(["layer.0"], window))
+
+
+def test_with_a_window_loads_go_beside_the_steps() -> None:
+    """One within a step could not be computed anew where it fails: the blocks before are gone."""
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
+    for groups, beside in ((windowed(), True), (cache_config(), None)):
+        assert translate.frees_blocks(groups) is (beside is True)
+        assert translate.scheduler_options(configured(transfer), groups, CONFIG).load_rules.beside is beside
+    translate.check_supported(vllm_config(), windowed(), CONFIG)
+    within = StoreConfig(chunk_size=4 * BLOCK, enable_async_loading=False)
+    translate.check_supported(vllm_config(), cache_config(), within)
+    translate.check_supported(vllm_config(consumer=False), windowed(), within)
+    with pytest.raises(ConfigError, match="enable_async_loading is false, and the layers of this model attend to a w"):
+        translate.check_supported(vllm_config(), windowed(), within)
 
 
 def test_a_chunk_size_that_does_not_fit_is_refused() -> None:

@@ -273,7 +273,9 @@ class FakeVllm:
     def _worker(self, rank: int) -> StoreWorker:
         setup = self.setup
         layers = {f"layer.{number}": torch.from_numpy(cache) for number, cache in enumerate(self.caches[rank])}
-        paged = bind_paged_kv(layers, num_blocks=setup.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK)
+        paged = bind_paged_kv(
+            layers, num_blocks=setup.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK, reserved_blocks=1
+        )
         options = EngineOptions(
             max_local_cpu_bytes=setup.slots * CHUNK_SLOT_BYTES,
             local_cpu=setup.local_cpu,

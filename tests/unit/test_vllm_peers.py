@@ -69,7 +69,7 @@ def test_each_rank_reads_its_part_from_the_same_rank(build: Build, setup: dict[s
 def test_an_engine_finds_in_its_own_server_what_it_has_no_room_for(build: Build) -> None:
     engine = filled(build, ranks=2, local_cpu=False)
     assert loaded(engine, "again") == WHOLE
-    assert engine.workers[1]._mover.counters.chunks_loaded_from_remote == 4
+    assert engine.workers[1]._counters().chunks_loaded_from_remote == 4
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
