@@ -1,7 +1,7 @@
 """The disk tiers of the server's namespaces: of which few are open at a time, those that were used last.
 
-An open one has a descriptor, threads and a dictionary of its chunks; namespaces come and go by the thousand, one for each
-epoch of each model's weights. All of them are in one folder on one storage, so their calls share threads.
+An open one has a descriptor and a dictionary of its chunks; namespaces come and go by the thousand, one for each epoch
+of each model's weights. All of them are in one folder on one storage, so their calls share threads.
 """
 
 from __future__ import annotations
