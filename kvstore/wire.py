@@ -35,16 +35,22 @@ WINDOW: Final = 8  # pieces under way at once, to the server
 MAX_MESSAGE_BYTES: Final = 512 << 10
 MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
-_MAX_LAYERS: Final = 4096
+MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
+_MAX_LAYERS: Final = 1024
+_MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk, times layers: so long are the tables of whoever stores them
 _REF = struct.Struct(f"<{PREFIX_KEY_BYTES}sI")
 REF_BYTES: Final = _REF.size
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
 _Refs: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_REFS)]
 _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOVES)]
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
-_Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=256)]
+_Fields: TypeAlias = Annotated[dict[_Name, _Short | int], msgspec.Meta(max_length=64)]
+
+
+_Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 
 
 class Refusal(IntEnum):
@@ -72,7 +78,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     chunk_tokens: Annotated[int, msgspec.Meta(gt=0, le=1 << 24)]
     physical: _Short
     element: Annotated[str, msgspec.Meta(max_length=32)]
-    page_axes: tuple[int, int, int] | None
+    page_axes: tuple[_Axis, _Axis, _Axis] | None
 
     @classmethod
     def of(cls, layout: KVLayout) -> Geometry:
@@ -94,9 +100,12 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             ProtocolError: there can be none like it.
         """
         try:
-            return KVLayout(**msgspec.structs.asdict(self))
+            layout = KVLayout(**msgspec.structs.asdict(self))
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
+        if layout.blocks_per_chunk * layout.num_layers > _MAX_CHUNK_PARTS:
+            raise ProtocolError(f"chunks of {layout.blocks_per_chunk} blocks of {layout.num_layers} layers")
+        return layout
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -416,3 +425,8 @@ def number_of(outcome: Outcome) -> int:
 def namespace_of(fields: dict[str, str | int]) -> Namespace:
     """The namespace that was sent."""
     return Namespace(dict(fields))
+
+
+def fields_bytes(fields: dict[str, str | int]) -> int:
+    """How long the fields of a namespace are."""
+    return len(_encoder.encode(fields))

@@ -94,7 +94,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
     """
     from kvstore.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen, parse_quotas  # noqa: PLC0415
-    from kvstore.server.shelves import ShelfOptions  # noqa: PLC0415
+    from kvstore.server.rack import ShelfOptions  # noqa: PLC0415
 
     urls = tuple(url.strip() for url in (config.server_listen or "").split(",") if url.strip())
     folder, tcp = parse_listen(urls)

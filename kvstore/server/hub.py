@@ -216,7 +216,7 @@ class Hub:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        while self._jobs:
+        for _ in range(len(self._jobs)):  # what they leave to be done later comes after the next messages
             self._jobs.popleft()()
         if self._doors is not None and self._doors.fileno() in ready:
             for token in self._doors.look():

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvstore.errors import ConfigError
 from kvstore.keyfiles import KeyPair
 from kvstore.loopback import is_loopback
-from kvstore.server.shelves import ShelfOptions
+from kvstore.server.rack import ShelfOptions
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
 

@@ -60,6 +60,7 @@ class Stock:
         self.spaces: dict[bytes, Space] = {}
         self.departed = Departed()
         self.stamp = options.first_stamp  # counts changes of what anybody is told about sizes
+        self.num_displaced = 0  # chunks that made room, so far: the work that this has cost
         self.pinned_bytes = 0
         self._options = options
         self._free = free
@@ -67,6 +68,7 @@ class Stock:
         self._disk = open_policy(options.disk_policy, options.disk_bytes)
         self._chunks: dict[bytes, Chunk] = {}  # all that can be found, by key
         self._removals: list[tuple[Space, ChunkRef]] = []
+        self._forgotten: list[Space] = []
 
     @property
     def num_in_memory(self) -> int:
@@ -87,7 +89,8 @@ class Stock:
         space = self.spaces.get(fresh.id)
         if space is not None:
             return space
-        self._forget_empty()
+        if len(self.spaces) >= MAX_SPACES:
+            self.forget_empty()
         if len(self.spaces) >= MAX_SPACES:
             return None
         self.spaces[fresh.id] = fresh
@@ -99,16 +102,21 @@ class Stock:
         names = (space.id.hex(), model, model.removeprefix("id "), ANY_SPACE)
         return next((quotas[name] for name in names if name in quotas), NO_QUOTA)
 
-    def _forget_empty(self) -> None:
-        """Forget namespaces without chunks or clients, once there are many."""
-        if len(self.spaces) < MAX_SPACES:
-            return
-        for space_id in [i for i, s in self.spaces.items() if not (s.num_sessions or s.chunks or s.used_bytes)]:
-            del self.spaces[space_id]
+    def forget_empty(self) -> None:
+        """Forget namespaces without chunks or clients."""
+        for space in list(self.spaces.values()):
+            if not (space.num_sessions or space.chunks or space.used_bytes):
+                del self.spaces[space.id]
+                self._forgotten.append(space)
+
+    def take_forgotten(self) -> list[Space]:
+        """Namespaces that were forgotten, and of which nothing need be kept. Their removals come first."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def limit(self, space: Space, capacity_bytes: int) -> None:
         """A client says what a namespace may hold at most: what is beyond that goes."""
-        self._shrink(space, capacity_bytes, None)
+        self._evict(self._longest_untouched(space, space.used_bytes - capacity_bytes, None)[0])
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -353,28 +361,40 @@ class Stock:
             chunk = self._chunks[key]
             return not (chunk.uses or chunk.is_pinned) and chunk is not keep
 
-        while (runs := self._free.take(size_bytes // PAGE_BYTES)) is None:
-            missing = max(size_bytes - self._free.num_free * PAGE_BYTES, PAGE_BYTES)
-            victims = self._memory.make_room(missing, may_go, newcomer)
-            if not victims:
-                return None
-            for key in victims:
-                self._leave_memory(self._chunks[key])
-        return runs
+        victims = self._memory.make_room(size_bytes - self._free.num_free * PAGE_BYTES, may_go, newcomer)
+        if victims is None:
+            return None
+        for key in victims:
+            self._leave_memory(self._chunks[key])
+        return self._free.take(size_bytes // PAGE_BYTES)
 
     def _leave_memory(self, chunk: Chunk) -> None:
+        self.num_displaced += 1
         if chunk.disk_bytes:
             self._unmap(chunk)
         else:
             self._drop(chunk, MissReason.EVICTED)
 
     def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
-        """Let the longest untouched chunks of a namespace go until it holds no more than that."""
-        if space.used_bytes <= limit_bytes:
-            return True
-        for chunk in list(space.chunks.values()):
+        """Let the longest untouched chunks of a namespace go until it holds no more than that; none, if it cannot."""
+        victims, is_enough = self._longest_untouched(space, space.used_bytes - limit_bytes, keep)
+        if is_enough:
+            self._evict(victims)
+        return is_enough
+
+    def _evict(self, chunks: Sequence[Chunk]) -> None:
+        self.num_displaced += len(chunks)
+        for chunk in chunks:
+            self._drop(chunk, MissReason.EVICTED)
+
+    @staticmethod
+    def _longest_untouched(space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
+        """Chunks of a namespace that may go and have so many bytes, or all of them; whether they have."""
+        found: list[Chunk] = []
+        for chunk in space.chunks.values() if num_bytes > 0 else ():
             if not (chunk.is_pinned or chunk.uses) and chunk.ref != keep:
-                self._drop(chunk, MissReason.EVICTED)
-                if space.used_bytes <= limit_bytes:
-                    return True
-        return False
+                found.append(chunk)
+                num_bytes -= chunk.size_bytes
+                if num_bytes <= 0:
+                    break
+        return found, num_bytes <= 0

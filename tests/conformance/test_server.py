@@ -12,7 +12,7 @@ from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_
 from kvstore.keys import Namespace
 from kvstore.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.shelves import ShelfOptions
+from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, LendingTests, TierConformance
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup

@@ -37,8 +37,8 @@ from kvstore.runs import PAGE_BYTES
 from kvstore.server import sessions
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.shelves import ShelfOptions, Shelves
-from kvstore.server.spaces import Space
+from kvstore.server.rack import ShelfOptions
+from kvstore.server.turns import Turns
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers._server_link import Link, NoSessionError
 from kvstore.tiers._server_moves import Mapped
@@ -367,16 +367,16 @@ class TestEnd:
             gate.wait(WAIT_S)
             return put(tier, transfers)
 
-        def end_turn_late(shelves: Shelves, space: Space, key: bytes) -> None:
+        def end_late(turns: Turns, space_id: bytes, key: bytes) -> None:
             time.sleep(0.3)  # the server knows by now that the write has ended, and might think that this was all
-            end_turn(shelves, space, key)
+            end(turns, space_id, key)
 
         def clear(tier: Tier) -> None:
             with suppress(TierError):  # the server goes before it has answered
                 tier.clear()
 
-        end_turn = Shelves._end_turn
-        monkeypatch.setattr(Shelves, "_end_turn", end_turn_late)
+        end = Turns._end
+        monkeypatch.setattr(Turns, "_end", end_late)
         monkeypatch.setattr(DiskTier, "put", put_late)
         with serving_tcp(disk=disk) as server:
             tier = open_tier(server.url)
