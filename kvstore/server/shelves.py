@@ -38,7 +38,6 @@ from kvstore.wrappers import GuardOptions, guarded
 logger = logging.getLogger(__name__)
 
 WRITE_THREADS = 4
-_GEOMETRY_FILE = "geometry.json"
 _SHELF_NAME = re.compile("[0-9a-f]{16}")
 _SLOW_TIMEOUT_S = 30.0
 
@@ -104,7 +103,7 @@ class Shelves:
         report: takes what is to be done by the thread that decides.
 
     Raises:
-        ConfigError: the folder cannot be used, or is smaller than the bound.
+        ConfigError: the folder cannot be used, is an engine's, or is smaller than the bound.
         FolderOwnedError: another process uses it.
     """
 
@@ -119,6 +118,7 @@ class Shelves:
         _folder.make_folder(options.folder)
         self._owner = _folder.FolderLock(options.folder)
         try:
+            _refuse_engines(options.folder)
             _survey.check_room([options.folder], options.capacity_bytes)
         except (OSError, ConfigError):
             self._owner.release()
@@ -368,7 +368,7 @@ class Shelves:
         try:
             home.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
             text = json.dumps({"namespace": dict(space.namespace.fields), "geometry": _geometry(space.layout)})
-            (home / _GEOMETRY_FILE).write_text(text + "\n", encoding="utf-8")
+            (home / _folder.GEOMETRY_FILE).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise _folder.unusable(home, error) from error
         raw = DiskTier(
@@ -425,6 +425,18 @@ class Shelves:
             logger.warning("the disk of the cache server: %s; more of this kind stays unsaid for a minute", error)
 
 
+def _refuse_engines(folder: Path) -> None:
+    """Refuse a folder with chunks that an engine stored: their namespaces would be swept as what nobody can read.
+
+    Raises:
+        ConfigError: it is such a folder.
+        OSError: it cannot be read.
+    """
+    for home in folder.iterdir():
+        if _SHELF_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
+            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: name another folder")
+
+
 def _geometry(layout: KVLayout) -> dict[str, Any]:
     return {
         "page_bytes": list(layout.page_bytes),
@@ -440,7 +452,7 @@ def _geometry(layout: KVLayout) -> dict[str, Any]:
 def _read_geometry(home: Path) -> Space | None:
     """The namespace whose folder this is; None if it does not say."""
     try:
-        found = json.loads((home / _GEOMETRY_FILE).read_bytes())
+        found = json.loads((home / _folder.GEOMETRY_FILE).read_bytes())
         geometry = dict(found["geometry"])
         geometry["page_bytes"] = tuple(geometry["page_bytes"])
         geometry["page_axes"] = tuple(geometry["page_axes"]) if geometry["page_axes"] else None
