@@ -113,6 +113,7 @@ class Shelves:
         self._report = report
         self._shelves: dict[bytes, _Shelf] = {}
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # held while the folder of a namespace is made
         self._claimed_bytes = 0
         self._throttle = Throttle()
         _folder.make_folder(options.folder)
@@ -356,7 +357,10 @@ class Shelves:
             end(is_clear=False)
 
     def _open(self, space: Space) -> _Shelf:
-        with self._lock:
+        shelf = self._shelves.get(space.id)
+        if shelf is not None:  # who is known does not wait for another's folder to be made
+            return shelf
+        with self._opening:
             shelf = self._shelves.get(space.id)
             if shelf is None:
                 shelf = self._shelves[space.id] = self._make(space)
@@ -386,16 +390,33 @@ class Shelves:
         return _Shelf(raw, guarded(raw, guard))
 
     def _claim(self, shelf: _Shelf, num_bytes: int) -> bool:
-        """Whether there are so many bytes for one more file, after the spare files of others have gone if need be."""
+        """Whether there are so many bytes for one more file, after the spare files of others have gone if need be.
+
+        They are deleted through what guards their tier and outside the lock: a disk that hangs must not hold up those
+        who want to read.
+        """
+        if self._try_claim(num_bytes):
+            return True
+        for other in [*(s for s in list(self._shelves.values()) if s is not shelf), shelf]:
+            if not other.raw.spare_bytes:
+                continue
+            try:
+                other.tier.drop_spares(self._missing_bytes(num_bytes))
+            except TierError as error:
+                self._complain(error)
+            if self._try_claim(num_bytes):
+                return True
+        return False
+
+    def _try_claim(self, num_bytes: int) -> bool:
         with self._lock:
-            for other in [*(s for s in self._shelves.values() if s is not shelf), shelf]:
-                if self.used_bytes + self._claimed_bytes + num_bytes <= self._options.capacity_bytes:
-                    break
-                other.raw.drop_spares()
-            if self.used_bytes + self._claimed_bytes + num_bytes > self._options.capacity_bytes:
+            if self._missing_bytes(num_bytes) > 0:
                 return False
             self._claimed_bytes += num_bytes
             return True
+
+    def _missing_bytes(self, num_bytes: int) -> int:
+        return self.used_bytes + self._claimed_bytes + num_bytes - self._options.capacity_bytes
 
     def _unclaim(self, num_bytes: int) -> None:
         with self._lock:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvstore.tiers._folder import delete, prune, reason
@@ -18,6 +20,55 @@ logger = logging.getLogger(__name__)
 
 SPARE_FILES = 64
 TRIM_FILES = 8  # a call deletes no more than that of what is merely superfluous
+
+
+class _Spares:
+    """Spare files, by age and by size: what one call costs does not grow with their number. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self._by_age: OrderedDict[Path, int] = OrderedDict()  # a dict looks for its first entry past all that are gone
+        self._by_size: dict[int, OrderedDict[Path, None]] = {}
+        self._sizes: list[int] = []  # those that there are, in order: few, as chunks have few lengths
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def add(self, path: Path, size_bytes: int) -> None:
+        """Note one more."""
+        same = self._by_size.get(size_bytes)
+        if same is None:
+            same = self._by_size[size_bytes] = OrderedDict()
+            insort(self._sizes, size_bytes)
+        same[path] = None
+        self._by_age[path] = size_bytes
+        self.total_bytes += size_bytes
+
+    def take_oldest(self) -> tuple[Path, int] | None:
+        """The one that was added first."""
+        return self._take(next(iter(self._by_age))) if self._by_age else None
+
+    def take_near(self, size_bytes: int, extra_bytes: int) -> tuple[Path, int] | None:
+        """The one nearest to a size, no more than a sixteenth away, and at most ``extra_bytes`` shorter."""
+        at = bisect_left(self._sizes, size_bytes)
+        near = [
+            size
+            for size in self._sizes[max(at - 1, 0) : at + 1]
+            if 16 * abs(size - size_bytes) <= size_bytes and size_bytes - size <= extra_bytes
+        ]
+        if not near:
+            return None
+        return self._take(next(iter(self._by_size[min(near, key=lambda size: abs(size - size_bytes))])))
+
+    def _take(self, path: Path) -> tuple[Path, int]:
+        size_bytes = self._by_age.pop(path)
+        same = self._by_size[size_bytes]
+        del same[path]
+        if not same:
+            del self._by_size[size_bytes]
+            del self._sizes[bisect_left(self._sizes, size_bytes)]
+        self.total_bytes -= size_bytes
+        return path, size_bytes
 
 
 class Space:
@@ -34,7 +85,7 @@ class Space:
         self._changed = changed
         self._numbers = itertools.count()
         self._leaving_bytes = 0
-        self._spares: dict[Path, int] = {}  # oldest first
+        self._spares = _Spares()
         self._foreign: list[tuple[Path, int]] = []  # newest first
 
     def new_path(self) -> Path:
@@ -89,7 +140,7 @@ class Space:
 
     def add_spare(self, path: Path, size_bytes: int) -> None:
         """Keep a counted file for later use. Needs the lock; ``trim`` bounds their number."""
-        self._spares[path] = size_bytes
+        self._spares.add(path, size_bytes)
 
     def add_foreign(self, chunks: Iterable[tuple[Path, int]]) -> None:
         """Count chunks of other namespaces, the newest first. Needs the lock."""
@@ -114,19 +165,26 @@ class Space:
                 return
             self.delete(*victim)
 
-    def empty(self) -> None:
-        """Delete all spare files and foreign chunks."""
-        while True:
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the spare files."""
+        return self._spares.total_bytes
+
+    def give_up_spares(self, wanted_bytes: int) -> None:
+        """Delete spare files, the oldest first, until so many bytes are free, or until there are none."""
+        while wanted_bytes > 0:
             with self._changed:
-                victim = self._take_victim()
-            if victim is None:
-                return
+                victim = self._spares.take_oldest()
+                if victim is None:
+                    return
+                self.leave(victim[1])
             self.delete(*victim)
+            wanted_bytes -= victim[1]
 
     def forget(self) -> None:
         """Uncount spare files and foreign chunks: the folder was deleted with them. Needs the lock."""
-        self.used_bytes -= sum(self._spares.values()) + sum(size for _, size in self._foreign)
-        self._spares.clear()
+        self.used_bytes -= self._spares.total_bytes + sum(size for _, size in self._foreign)
+        self._spares = _Spares()
         self._foreign.clear()
 
     def _take_spare(self, size_bytes: int) -> tuple[Path, int] | None:
@@ -135,16 +193,11 @@ class Space:
         What a shorter one lacks is paid for, and the bytes of a longer one are announced as leaving. One that differs
         by more than a sixteenth is passed over: overwriting is faster than writing anew, but not if much is new.
         """
-        near = [
-            (abs(size - size_bytes), path)
-            for path, size in self._spares.items()
-            if 16 * abs(size - size_bytes) <= size_bytes
-            and self.used_bytes + max(size_bytes - size, 0) <= self._capacity_bytes
-        ]
-        if not near:
+        extra_bytes = self._capacity_bytes - self.used_bytes
+        found = self._spares.take_near(size_bytes, extra_bytes) if extra_bytes >= 0 else None
+        if found is None:
             return None
-        path = min(near, key=lambda found: found[0])[1]
-        has_bytes = self._spares.pop(path)
+        path, has_bytes = found
         self.used_bytes += max(size_bytes - has_bytes, 0)
         if has_bytes > size_bytes:
             self.leave(has_bytes)
@@ -162,12 +215,8 @@ class Space:
 
     def _take_victim(self) -> tuple[Path, int] | None:
         """The file that gives way first, announced as leaving. Needs the lock."""
-        if self._spares:
-            path = next(iter(self._spares))
-            victim = path, self._spares.pop(path)
-        elif self._foreign:
-            victim = self._foreign.pop()
-        else:
+        victim = self._spares.take_oldest() or (self._foreign.pop() if self._foreign else None)
+        if victim is None:
             return None
         self.leave(victim[1])
         return victim

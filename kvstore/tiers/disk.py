@@ -276,10 +276,15 @@ class DiskTier(Tier):
         """Bytes of all files of chunks: held, spare, foreign, being written or deleted. Readable after ``close``."""
         return self._space.used_bytes
 
-    def drop_spares(self) -> None:
-        """Delete the spare files: somebody else, who shares the disk, has better use for their bytes."""
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of files that are kept to be written over. Readable after ``close``."""
+        return self._space.spare_bytes
+
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Delete spare files: somebody else, who shares the disk, has better use for their bytes."""
         with self._operation():
-            self._space.empty()
+            self._space.give_up_spares(wanted_bytes)
 
     def close(self) -> None:
         """Let calls under way finish, then free the folder for other engines.

@@ -154,6 +154,14 @@ class Deadline(TierWrapper):
         """
         self._call("clear", self.inner.clear, self._slow_timeout_s)
 
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward within the deadline.
+
+        Raises:
+            TierError: timed out (it may yet take effect), or no thread is left.
+        """
+        self._call("drop_spares", lambda: self.inner.drop_spares(wanted_bytes), self._timeout_s)
+
     def reset(self, namespace: Namespace) -> None:
         """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.
 

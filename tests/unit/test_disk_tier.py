@@ -72,7 +72,9 @@ def test_spare_files_can_be_given_up(open_tier: Open, folder: Path) -> None:
     put(tier, make_ref(1, 8), make_ref(2, 8))
     tier.remove([make_ref(1, 8)])
     assert tier.used_bytes == 2 * CHUNK_BYTES
-    tier.drop_spares()
+    assert tier.spare_bytes == CHUNK_BYTES
+    tier.drop_spares(1)
+    assert tier.spare_bytes == 0
     assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
     assert get(tier, make_ref(2, 8)) is Outcome.HIT
 
