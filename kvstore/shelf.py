@@ -38,6 +38,7 @@ from kvstore.tiers._folder import (
     reason,
 )
 from kvstore.tiers._survey import read_namespace
+from kvstore.wholeio import read_front, read_whole
 
 if TYPE_CHECKING:
     from kvstore.keys import Namespace
@@ -113,7 +114,7 @@ class Shelf:
         """What a file says of itself; None if it is no chunk file, or cannot be read."""
         try:
             with _opened(path) as fd:
-                return read_facts(os.pread(fd, MAX_HEADER_BYTES, 0))
+                return read_facts(read_front(fd, MAX_HEADER_BYTES))
         except OSError:
             return None
 
@@ -156,18 +157,12 @@ class Shelf:
         if self.is_layout_noted:
             size_bytes = min(size_bytes, chunkfile.file_bytes(layout, ref.num_blocks, "any") + mmap.PAGESIZE)
         else:
-            facts = read_facts(os.pread(fd, MAX_HEADER_BYTES, 0))
+            facts = read_facts(read_front(fd, MAX_HEADER_BYTES))
             size_bytes = min(size_bytes, facts.image_bytes + mmap.PAGESIZE if facts else MAX_HEADER_BYTES)
         if len(self._buffer) < size_bytes:
             self._buffer = mmap.mmap(-1, size_bytes)
         view = memoryview(self._buffer)[:size_bytes]
-        done = 0
-        while done < size_bytes:
-            count = os.preadv(fd, [view[done:]], done)
-            if not count:
-                return Damage.SIZE
-            done += count
-        return np.frombuffer(view, np.uint8)
+        return np.frombuffer(view, np.uint8) if read_whole(fd, [view], 0) else Damage.SIZE
 
 
 def shelves(folder: Path) -> list[Shelf]:

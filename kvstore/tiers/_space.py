@@ -7,6 +7,7 @@ import logging
 import os
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.tiers._folder import delete, prune, reason
@@ -87,6 +88,7 @@ class Space:
         self._leaving_bytes = 0
         self._spares = _Spares()
         self._foreign: list[tuple[Path, int]] = []  # newest first
+        self._stuck: dict[Path, int] = {}  # under the names of chunks that are forgotten
 
     def new_path(self) -> Path:
         """A name in ``.free`` that was never used by this tier."""
@@ -96,8 +98,12 @@ class Space:
         """A file to write ``size_bytes`` into, paid for: a spare one of about that size, or a new name. None: no room.
 
         A spare file that is longer is cut first, so that what is given back is really free.
+
+        Raises:
+            OSError: that one can be neither cut nor deleted.
         """
-        while True:
+        refused = 0
+        while refused < TRIM_FILES:
             victim = None
             with self._changed:
                 spare = self._take_spare(size_bytes)
@@ -113,10 +119,15 @@ class Space:
             if spare is not None and (spare[1] <= size_bytes or self._cut(*spare, size_bytes)):
                 return spare[0]
             if victim is not None:
-                self.delete(*victim)
+                refused += not self.delete(*victim)
+        return None
 
-    def delete(self, path: Path, size_bytes: int) -> None:
-        """Delete a file whose bytes were announced by ``leave``; bytes that cannot be deleted stay counted."""
+    def delete(self, path: Path, size_bytes: int) -> bool:
+        """Delete a file whose bytes were announced by ``leave``.
+
+        One that cannot be deleted stays counted, and is kept in mind like any other: or its bytes would be lost until
+        the next start. Then the answer is False.
+        """
         freed_bytes = 0
         try:
             delete(path)
@@ -125,7 +136,13 @@ class Space:
                 prune(path.parent)
         except OSError as error:
             logger.debug("could not delete a file of the disk tier: %s", reason(error))
+            with self._changed:
+                if path.parent == self._free_folder:
+                    self.add_spare(path, size_bytes)
+                else:
+                    self._foreign.insert(0, (path, size_bytes))
         self.left(size_bytes, freed_bytes)
+        return freed_bytes > 0
 
     def leave(self, size_bytes: int) -> None:
         """Announce that counted bytes are about to be deleted. Needs the lock."""
@@ -142,6 +159,35 @@ class Space:
         """Keep a counted file for later use. Needs the lock; ``trim`` bounds their number."""
         self._spares.add(path, size_bytes)
 
+    def add_stuck(self, path: Path, size_bytes: int) -> None:
+        """Keep a counted file of a forgotten chunk in mind, which would not move. Needs the lock."""
+        self._stuck[path] = size_bytes
+
+    def overwritten(self, path: Path) -> None:
+        """Another file has come to stand under this name; one that was stuck there is gone with it. Needs the lock."""
+        self.used_bytes -= self._stuck.pop(path, 0)
+
+    def forget_stuck(self) -> int:
+        """Forget files that are stuck, as all of their folder is going; the bytes that they take. Needs the lock."""
+        forgotten_bytes = sum(self._stuck.values())
+        self._stuck.clear()
+        return forgotten_bytes
+
+    def move_stuck(self) -> None:
+        """Try again to make spare files of some that are stuck, or their bytes would be lost until the next start."""
+        with self._changed:
+            for path, size_bytes in list(islice(self._stuck.items(), TRIM_FILES)):
+                spare = self.new_path()
+                try:
+                    path.rename(spare)
+                except (FileNotFoundError, NotADirectoryError):
+                    self.overwritten(path)
+                except OSError:
+                    return
+                else:
+                    del self._stuck[path]
+                    self.add_spare(spare, size_bytes)
+
     def add_foreign(self, chunks: Iterable[tuple[Path, int]]) -> None:
         """Count chunks of other namespaces, the newest first. Needs the lock."""
         self._foreign.extend(chunks)
@@ -157,8 +203,8 @@ class Space:
             self.delete(*victim)
 
     def shrink(self) -> None:
-        """Delete spare files and foreign chunks until the capacity holds, or until there are none."""
-        while True:
+        """Delete spare files and foreign chunks until the capacity holds, or until each of them was tried."""
+        for _ in range(len(self._spares) + len(self._foreign)):
             with self._changed:
                 victim = self._take_victim() if self.used_bytes > self._capacity_bytes else None
             if victim is None:
@@ -171,15 +217,14 @@ class Space:
         return self._spares.total_bytes
 
     def give_up_spares(self, wanted_bytes: int) -> None:
-        """Delete spare files, the oldest first, until so many bytes are free, or until there are none."""
-        while wanted_bytes > 0:
+        """Delete spare files, the oldest first, until so many bytes are free, or until each of them was tried."""
+        for _ in range(len(self._spares)):
             with self._changed:
-                victim = self._spares.take_oldest()
+                victim = self._spares.take_oldest() if wanted_bytes > 0 else None
                 if victim is None:
                     return
                 self.leave(victim[1])
-            self.delete(*victim)
-            wanted_bytes -= victim[1]
+            wanted_bytes -= victim[1] if self.delete(*victim) else 0
 
     def forget(self) -> None:
         """Uncount spare files and foreign chunks: the folder was deleted with them. Needs the lock."""
@@ -204,11 +249,16 @@ class Space:
         return path, has_bytes
 
     def _cut(self, path: Path, has_bytes: int, size_bytes: int) -> bool:
-        """Shorten a spare file that was announced as leaving; one that resists is deleted instead, and False."""
+        """Shorten a spare file that was announced as leaving; one that resists is deleted instead, and False.
+
+        Raises:
+            OSError: it cannot be deleted either.
+        """
         try:
             os.truncate(path, size_bytes)
         except OSError:
-            self.delete(path, has_bytes)
+            if not self.delete(path, has_bytes):
+                raise
             return False
         self.left(has_bytes, has_bytes - size_bytes)
         return True

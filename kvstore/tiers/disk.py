@@ -226,6 +226,7 @@ class DiskTier(Tier):
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
             self._bury_condemned()
+            self._space.move_stuck()
             generation = self._generation
             return [self._count(*self._put(body, generation)) for body in bodies]
 
@@ -310,10 +311,15 @@ class DiskTier(Tier):
     def _forget_all(self) -> int:
         """Forget every chunk, and make the home of those to come; the bytes that the old ones take. Needs the lock."""
         self._generation += 1
-        forgotten_bytes = self._held_bytes()
-        self._chunks.clear()
+        forgotten_bytes = self._forget_home()
         with suppress(OSError):  # the next put makes it
             self._make_home()
+        return forgotten_bytes
+
+    def _forget_home(self) -> int:
+        """Forget all files in the home; the bytes that they take. Needs the lock."""
+        forgotten_bytes = self._held_bytes() + self._space.forget_stuck()
+        self._chunks.clear()
         return forgotten_bytes
 
     def _held_bytes(self) -> int:
@@ -503,6 +509,7 @@ class DiskTier(Tier):
                 self._make_home()
                 final.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
                 path.rename(final)
+            self._space.overwritten(final)
             self._chunks[ref] = held
             return True
 
@@ -526,7 +533,8 @@ class DiskTier(Tier):
                 return self._path(ref).rename(path)
         except (FileNotFoundError, NotADirectoryError):
             self._space.used_bytes -= held.size_bytes
-        except OSError as error:  # still there, so still counted; the next scan finds it
+        except OSError as error:  # still there, so still counted: until it moves, or the next start finds it
+            self._space.add_stuck(self._path(ref), held.size_bytes)
             self._complain("rename", f"cannot remove a chunk: {_folder.reason(error)}")
         return None
 
@@ -538,8 +546,7 @@ class DiskTier(Tier):
         """
         with self._changed:
             if not self._lock.is_held():  # all that was known is gone with the lock file
-                self._space.used_bytes -= self._held_bytes()
-                self._chunks.clear()
+                self._space.used_bytes -= self._forget_home()
                 self._space.forget()
             try:
                 _folder.make_folder(self._folder)

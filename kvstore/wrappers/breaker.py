@@ -212,10 +212,15 @@ class CircuitBreaker(TierWrapper):
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
             with self._lock:
-                for ref, _ in transfers:  # wanted again
-                    self._owed.pop(ref, None)
+                overtaken = [ref for ref, _ in transfers if ref in self._owed]
+                for ref in overtaken:  # wanted again: a removal that ends after the put would take the new one
+                    del self._owed[ref]
                 clears = self._clears
-            outcomes = self.inner.put(transfers)
+            outcomes: list[Outcome] = []
+            try:
+                outcomes = self.inner.put(transfers)
+            finally:
+                self._owe_again(overtaken, transfers, outcomes)
             if clears == self._clears and clears % 2 == 0:  # a put that is overtaken by a clear fails on a sound tier
                 passage.judge(outcomes)
             return outcomes
@@ -366,6 +371,16 @@ class CircuitBreaker(TierWrapper):
         self._failures_in_a_row = 0
         self._recoveries += 1
         return logging.INFO, f"the {self.name} tier works again"
+
+    def _owe_again(
+        self, overtaken: Sequence[ChunkRef], transfers: Sequence[Transfer], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Remember removals in whose place a put was to come that did not: the old chunk is still there."""
+        if not overtaken:
+            return
+        stored = {ref for (ref, _), outcome in zip(transfers, outcomes, strict=False) if outcome is Outcome.STORED}
+        with self._lock:
+            self._owed.update(dict.fromkeys(ref for ref in overtaken if ref not in stored))
 
     def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Remove chunks, and those whose removal is owed.

@@ -84,6 +84,28 @@ def test_one_that_is_gone_is_no_loss(space: Space) -> None:
     assert space.used_bytes == SIZE
 
 
+def test_what_cannot_be_deleted_is_tried_again(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes stay counted while it is there, and no longer."""
+    spares = [make_spare(space, SIZE + 4096 * pages) for pages in (20, 40)]
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers._space.delete", refuse)
+        assert space.claim(3 * SIZE) is None
+        space.give_up_spares(4 * SIZE)
+        space.shrink()
+        space.trim()
+        assert space.used_bytes == sum(path.stat().st_size for path in spares)
+        patch.setattr(os, "truncate", refuse)
+        with pytest.raises(PermissionError):
+            space.claim(SIZE + 4096 * 19)
+    assert space.claim(4 * SIZE) is not None
+    assert not any(path.exists() for path in spares)
+    assert space.used_bytes == 4 * SIZE
+
+
 def work_of(call: Callable[[], object]) -> int:
     """How many instructions of Python a call takes."""
     count = 0
