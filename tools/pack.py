@@ -78,6 +78,8 @@ class Source:
             found = [shelf for shelf in found if shelf.home.name.startswith(namespace.lower())]
         if not found:
             raise ConfigError(f"{folder} has no such namespace: see kvstore inspect {folder}")
+        if any(shelf.is_servers for shelf in found):
+            raise ConfigError(f"{folder} is a cache server's: a pack is made of an engine's folder")
         by_engine: dict[str, list[Shelf]] = {}
         for shelf in found:
             if shelf.namespace is None or not shelf.is_layout_noted or shelf.layout is None:
@@ -189,6 +191,7 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
         TierError: the target fails as a whole.
     """
     with open_pack(path) as pack:
+        _refuse_servers(target.folders)
         if target.folders and not anyway:
             refuse_foreign(pack, target.folders)
         places = [
@@ -205,6 +208,14 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
                 for ref in pack.extents[number]:
                     tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
     return report
+
+
+def _refuse_servers(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and any(shelf.is_servers for shelf in shelves(folder)):
+            raise ConfigError(
+                f"{folder} is a cache server's, which would not find these chunks: name an engine's folder"
+            )
 
 
 def refuse_foreign(pack: Pack, folders: Sequence[Path]) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvstore.errors import LayoutError, TierError
+from kvstore.errors import ClosedError, LayoutError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.spaces import Space
@@ -28,7 +28,6 @@ from kvstore.wrappers import CircuitBreaker, Crew, Deadline, GuardOptions, find,
 
 WRITE_THREADS: Final = 4
 MAX_OPEN: Final = 64  # more, if so many are in use
-GEOMETRY_FILE: Final = "geometry.json"
 _SLOW_TIMEOUT_S: Final = 30.0
 
 
@@ -144,20 +143,17 @@ class Rack:
             self._tidy()
 
     def claim(self, space: Space, num_bytes: int) -> bool:
-        """Whether there are so many bytes for one more file, after the spare files of others have gone if need be.
-
-        Raises:
-            TierError: the disk hangs, or is closed.
-        """
+        """Whether there are so many bytes for one more file, after the spare files of others have gone if need be."""
         with self._lock:
             others = [place.shelf for space_id, place in self._places.items() if space_id != space.id]
             own = self._places[space.id].shelf
-        for shelf in [*others, own]:
+        for shelf in [None, *others, own]:
+            if shelf is not None and shelf.raw.spare_bytes:
+                with suppress(TierError, ClosedError):  # its breaker tells; others may have spares too
+                    shelf.tier.drop_spares(self._missing_bytes(num_bytes))
             if self._claim(num_bytes):
                 return True
-            if shelf is not None:
-                _drop_spares(shelf)
-        return self._claim(num_bytes)
+        return False
 
     def unclaim(self, num_bytes: int) -> None:
         """Give back what was claimed: it is counted by now, or never will be."""
@@ -200,10 +196,13 @@ class Rack:
 
     def _claim(self, num_bytes: int) -> bool:
         with self._lock:
-            if self.used_bytes + self._claimed_bytes + num_bytes > self._options.capacity_bytes:
+            if self._missing_bytes(num_bytes) > 0:
                 return False
             self._claimed_bytes += num_bytes
             return True
+
+    def _missing_bytes(self, num_bytes: int) -> int:
+        return self.used_bytes + self._claimed_bytes + num_bytes - self._options.capacity_bytes
 
     def _tidy(self) -> None:
         """Close what is open beyond the bound and nobody uses, the longest unused first."""
@@ -226,7 +225,7 @@ class Rack:
                 shelf = place.shelf if place.users == 1 else None
             if shelf is not None:  # who comes now waits for its end, and opens it again
                 with suppress(TierError):
-                    _drop_spares(shelf)
+                    shelf.tier.drop_spares(shelf.raw.spare_bytes)
                 shelf.tier.close()
                 place.closed_bytes = shelf.raw.used_bytes
                 place.shelf = None
@@ -240,7 +239,7 @@ class Rack:
         try:
             home.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
             text = json.dumps({"namespace": dict(space.namespace.fields), "geometry": _geometry(space.layout)})
-            (home / GEOMETRY_FILE).write_text(text + "\n", encoding="utf-8")
+            (home / _folder.GEOMETRY_FILE).write_text(text + "\n", encoding="utf-8")
             if self._direct is None:
                 self._direct = _folder.probe_direct(options.folder)
         except OSError as error:
@@ -261,19 +260,13 @@ class Rack:
 def read_home(home: Path) -> Space | None:
     """The namespace whose folder this is; None if it does not say."""
     try:
-        found = json.loads((home / GEOMETRY_FILE).read_bytes())
+        found = json.loads((home / _folder.GEOMETRY_FILE).read_bytes())
         geometry = dict(found["geometry"])
         geometry["page_bytes"] = tuple(geometry["page_bytes"])
         geometry["page_axes"] = tuple(geometry["page_axes"]) if geometry["page_axes"] else None
         return Space(Namespace(found["namespace"]), KVLayout(**geometry))
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None
-
-
-def _drop_spares(shelf: Shelf) -> None:
-    deadline = find(shelf.tier, Deadline)
-    assert deadline is not None
-    deadline.run("drop_spares", shelf.raw.drop_spares)
 
 
 def _geometry(layout: KVLayout) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Shelves:
         report: takes what is to be done by the thread that decides.
 
     Raises:
-        ConfigError: the folder cannot be used, or is smaller than the bound.
+        ConfigError: the folder cannot be used, is an engine's, or is smaller than the bound.
         FolderOwnedError: another process uses it.
     """
 
@@ -79,6 +79,7 @@ class Shelves:
         _folder.make_folder(options.folder)
         self._owner = _folder.FolderLock(options.folder)
         try:
+            _refuse_engines(options.folder)
             _survey.check_room([options.folder], options.capacity_bytes)
         except (OSError, ConfigError):
             self._owner.release()
@@ -347,3 +348,15 @@ class Shelves:
     def _complain(self, error: Exception) -> None:
         if self._throttle.is_due("disk"):
             logger.warning("the disk of the cache server: %s; more of this kind stays unsaid for a minute", error)
+
+
+def _refuse_engines(folder: Path) -> None:
+    """Refuse a folder with chunks that an engine stored: their namespaces would be swept as what nobody can read.
+
+    Raises:
+        ConfigError: it is such a folder.
+        OSError: it cannot be read.
+    """
+    for home in folder.iterdir():
+        if _SHELF_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
+            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: name another folder")

@@ -318,6 +318,13 @@ class Tier(ABC):
             TierError: the storage would not let go of the old chunks; ``put`` fails until it does.
         """
 
+    def drop_spares(self, wanted_bytes: int) -> None:  # noqa: B027 - most tiers keep nothing for later use
+        """Give back storage that is only kept to be used again, until so many bytes are free, or there is none of it.
+
+        Raises:
+            TierError: the storage did not answer.
+        """
+
     @abstractmethod
     def stored_bytes(self, num_blocks: int) -> int:
         """What a chunk of that many blocks occupies at most, by which the index keeps the tier within its bound."""

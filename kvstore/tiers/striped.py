@@ -73,7 +73,7 @@ def open_folders(
     with ExitStack() as opened:
         disks = []
         for folder in folders:
-            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec)
+            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec, checks_room=False)
             opened.callback(disk.close)
             disks.append(disk)
         _check_shared_room(folders, share_bytes)
@@ -120,10 +120,13 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
     for folder in folders:
         try:
             by_device.setdefault(folder.stat().st_dev, []).append(folder)
-            for neighbours in by_device.values():
-                check_room(neighbours, share_bytes * len(neighbours))
         except OSError as error:
             raise unusable(folder, error) from error
+    for neighbours in by_device.values():  # each folder once: it may hold hundreds of thousands of files
+        try:
+            check_room(neighbours, share_bytes * len(neighbours))
+        except OSError as error:
+            raise unusable(neighbours[0], error) from error
 
 
 @dataclass

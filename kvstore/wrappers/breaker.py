@@ -281,6 +281,16 @@ class CircuitBreaker(TierWrapper):
             self.inner.clear()
         self._owed.forget(owed)
 
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward; nothing while open.
+
+        Raises:
+            TierError: the tier is broken, and the breaker was still closed.
+        """
+        with self._passage(may_probe=False) as passage:
+            if passage:
+                self.inner.drop_spares(wanted_bytes)
+
     def reset(self, namespace: Namespace) -> None:
         """Forward in any state; removals remembered before are done with it.
 
@@ -386,6 +396,16 @@ class CircuitBreaker(TierWrapper):
         self._failures_in_a_row = 0
         self._recoveries += 1
         return logging.INFO, f"the {self.name} tier works again"
+
+    def _owe_again(
+        self, overtaken: Sequence[ChunkRef], transfers: Sequence[Transfer], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Remember removals in whose place a put was to come that did not: the old chunk is still there."""
+        if not overtaken:
+            return
+        stored = {ref for (ref, _), outcome in zip(transfers, outcomes, strict=False) if outcome is Outcome.STORED}
+        with self._lock:
+            self._owed.update(dict.fromkeys(ref for ref in overtaken if ref not in stored))
 
     def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Remove chunks, and those whose removal is owed.

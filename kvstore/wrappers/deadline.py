@@ -141,14 +141,6 @@ class Deadline(TierWrapper):
         fixed = tuple(refs)  # an iterator of the caller's must not run on another thread
         self._call("remove", lambda: self.inner.remove(fixed), self._timeout_s)
 
-    def run(self, operation: str, action: Callable[[], Result]) -> Result:
-        """Do what only this kind of tier can, within the deadline.
-
-        Raises:
-            TierError: timed out (it may yet take effect), or no thread is left.
-        """
-        return self._call(operation, action, self._timeout_s)
-
     def clear(self) -> None:
         """Forward within the slow deadline.
 
@@ -156,6 +148,14 @@ class Deadline(TierWrapper):
             TierError: timed out (it may yet take effect), no thread is left, or the tier refused.
         """
         self._call("clear", self.inner.clear, self._slow_timeout_s)
+
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward within the deadline.
+
+        Raises:
+            TierError: timed out (it may yet take effect), or no thread is left.
+        """
+        self._call("drop_spares", lambda: self.inner.drop_spares(wanted_bytes), self._timeout_s)
 
     def reset(self, namespace: Namespace) -> None:
         """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.

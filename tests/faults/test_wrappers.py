@@ -544,6 +544,30 @@ def test_a_removal_that_failed_is_repeated_with_the_next_one(monkeypatch: pytest
     assert bench.breaker.stats().owed_removals == 0
 
 
+@pytest.mark.parametrize("how", ["full", "broken", "overtaken"])
+def test_a_put_that_stores_nothing_does_not_settle_a_removal(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk of before is still there, and was to be forgotten."""
+    bench = Bench()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "remove", lambda refs: broken())
+        with pytest.raises(TierError):
+            bench.breaker.remove([ref_of(0), ref_of(1)])
+        bench.tier.put_outcome = FULL
+        if how == "broken":
+            patch.setattr(bench.tier, "put", lambda transfers: broken())
+            with pytest.raises(TierError):
+                bench.breaker.put([transfer(0)])
+        elif how == "full":
+            assert bench.breaker.put([transfer(0)]) == [FULL]
+        else:  # what is asked for meanwhile does not settle it either
+            patch.setattr(bench.tier, "before_put", lambda: bench.breaker.get([transfer(2)]))
+            assert bench.breaker.put([transfer(0)]) == [FULL]
+    assert bench.breaker.stats().owed_removals == 2
+    bench.breaker.remove([ref_of(3)])
+    assert set(bench.tier.chunks) == {ref_of(2)}
+    assert bench.breaker.stats().owed_removals == 0
+
+
 def test_it_stays_open_while_removals_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     bench.open()

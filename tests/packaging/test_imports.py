@@ -17,6 +17,7 @@ LEVELS = {
     "kvstore": 0,
     "kvstore.errors": 0,
     "kvstore.versions": 0,
+    "kvstore.wholeio": 0,
     "kvstore.hostlimits": 1,
     "kvstore.loopback": 1,
     "kvstore.keys": 1,

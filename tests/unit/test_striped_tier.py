@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.diskwork import (
@@ -24,6 +26,7 @@ from support.diskwork import (
 )
 
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.tiers import _survey
 from kvstore.tiers.base import Outcome, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.striped import StripedTier, open_folders
@@ -180,6 +183,32 @@ def test_a_chunk_in_two_folders_is_one(open_tier: Open, folders: list[Path], new
     assert [ref for ref, _ in tier.scan()] == [REFS[0]]
     assert counts(folders[:2]) == [newer == 0, newer == 1]
     assert get(tier, REFS[0]) is Outcome.HIT
+
+
+def test_a_start_walks_each_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk has no room left for the bound, what lies in the folders counts as room, and is added up."""
+    folders = [tmp_path / f"disk{number}" for number in range(8)]
+    for folder in folders:
+        (folder / ".free").mkdir(parents=True)
+        (folder / ".free" / "7").write_bytes(bytes(2 * CHUNK_BYTES))
+    walked: list[Path] = []
+    real_walk, real_statvfs = _survey.held_bytes, os.statvfs
+
+    def count(folder: Path) -> int:
+        walked.append(folder)
+        return real_walk(folder)
+
+    def without_room(path: Path) -> Any:
+        status = real_statvfs(path)
+        return SimpleNamespace(f_bavail=0, f_frsize=status.f_frsize)
+
+    monkeypatch.setattr(_survey, "held_bytes", count)
+    monkeypatch.setattr(os, "statvfs", without_room)
+    open_folders(folders, MINE, EVEN, 16 * CHUNK_BYTES).close()
+    assert sorted(walked) == folders
+    (folders[7] / ".free" / "8").write_bytes(b"")
+    with pytest.raises(ConfigError, match="does not fit"):  # the close has swept the rest
+        open_folders(folders, MINE, EVEN, 16 * CHUNK_BYTES)
 
 
 def test_two_puts_of_one_chunk_do_not_end_in_two_folders(
