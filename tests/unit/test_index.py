@@ -717,8 +717,13 @@ def test_the_time_is_told_without_a_look_at_every_lease(monkeypatch: pytest.Monk
     for number, ref in enumerate(refs):
         index.lease(f"lease {number}", [ref], 1 + number)
     released = []
-    release = index.release
-    monkeypatch.setattr(index, "release", lambda name: (released.append(name), release(name)))
+    withdraw = index._leases.withdraw
+
+    def noted(name: str) -> list[bytes]:
+        released.append(name)
+        return withdraw(name)
+
+    monkeypatch.setattr(index._leases, "withdraw", noted)
     monkeypatch.setattr(index._leases, "_leases", NoWalk(index._leases._leases))
     index.advance(0.5)
     assert released == []
