@@ -18,7 +18,7 @@ FAMILIES: Final[dict[str, str]] = {
         "lookups are answered from the scheduler's own memory: they ask no other process but a remote tier"
     ),
     "pin_timeout_sec pin_check_interval_sec": (
-        "a chunk is held while a request needs it, and a pin until it is taken back"
+        "a chunk is held while a request needs it, and a pin for `pin_max_secs`"
     ),
     "retrieve_locations store_location": "every tier that is configured is read and written",
     "local_disk_path_sharding": "the folder is divided by kvstore itself",
