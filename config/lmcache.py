@@ -65,11 +65,11 @@ FAMILIES: Final[dict[str, str]] = {
     "runtime_plugin_locations plugin_locations storage_plugins external_backends": (
         "LMCache's plugins are not loaded: nothing is stored in their backends"
     ),
+    "enable_kv_events": "events come with vLLM's own, where its `--kv-events-config` switches them on",
     (
-        "enable_kv_events enable_chunk_statistics chunk_statistics_auto_start_statistics "
-        "chunk_statistics_strategy chunk_statistics_auto_exit_timeout_hours "
-        "chunk_statistics_auto_exit_target_unique_chunks"
-    ): "neither events nor chunk statistics are published",
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics chunk_statistics_strategy "
+        "chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks"
+    ): "there are no chunk statistics: vLLM's `/metrics` has ours, and `record_trace` notes which chunks are used",
     "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode": (
         "hidden states are not stored: only KV is"
     ),
