@@ -27,6 +27,10 @@ _MAX_TIMEOUT_S: Final = 86_400
 _END_PORT: Final = 65_536
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """What vLLM's ``kv_role`` is where LMCache's ``pd_role`` is such."""
+REQUEST_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag", "pin")
+"""What a client may ask for one request, where the operator lets it count."""
+_SAFE_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag")  # of the request's own KV; a pin takes others' room
+_MAX_PIN_S: Final = 365 * 86_400
 _NAIVE: Final = "naive"  # LMCache's word for none
 
 
@@ -126,6 +130,18 @@ class StoreConfig(BaseModel):
         default=False,
         description="Store nothing; what is stored already is still loaded. Meant for the variable "
         "`KVSTORE_FORCE_SKIP_SAVE`, which may also be 1 or 0.",
+    )
+    request_fields: tuple[str, ...] = Field(
+        default=_SAFE_FIELDS,
+        description="Which fields of requests count (see [per-request.md](per-request.md)), of `skip_save`, "
+        "`skip_load`, `ttl`, `tag` and `pin`; a list, or text with commas. The others are ignored, with a warning. "
+        "With `pin` any client may keep up to half of the pool.",
+    )
+    pin_max_secs: Annotated[float, Unit("seconds")] = Field(
+        default=86_400.0,
+        gt=0,
+        le=_MAX_PIN_S,
+        description="How long a pin that a request asked for lasts, unless it is renewed.",
     )
     min_retrieve_tokens: Annotated[int, Unit("tokens")] = Field(
         default=0,
@@ -498,12 +514,19 @@ class StoreConfig(BaseModel):
             raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
         return value
 
-    @field_validator("peers", "pd_allowed_hosts", mode="before")
+    @field_validator("request_fields", "peers", "pd_allowed_hosts", mode="before")
     @classmethod
     def _several(cls, value: object) -> object:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("request_fields")
+    @classmethod
+    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(value) <= set(REQUEST_FIELDS):
+            raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
+        return value
 
     @field_validator("peers")
     @classmethod

@@ -15,14 +15,15 @@ The caller serialises all calls. Under vLLM this object lives in the scheduler a
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 
+from kvstore.deadlines import Deadlines
 from kvstore.departed import Departed
 from kvstore.keys import PrefixHasher, PrefixKey
-from kvstore.leases import Leases
+from kvstore.leases import Leases, LeaseView
 from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, MissReason, Place, StoreStep
 from kvstore.policies import Adaptive, Policy, open_policy
 from kvstore.remote import RemoteView
@@ -123,8 +124,8 @@ class ChunkIndex:
         self._removals: list[ChunkRef] = []
         self._disk_answers = True
         self._now_s = 0.0
-        self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
-        self._leases = Leases()
+        self._expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
+        self._leases = Leases(num_slots)
         self._departed = Departed()
         self._changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
 
@@ -428,18 +429,20 @@ class ChunkIndex:
         self._chunks[ref.prefix_key] = chunk
         self._memory.add(ref.prefix_key)
         chunk.uses += len(targets)
-        self._note_expiry(chunk)
-        return StoreStep(ref, slot, targets)
-
-    def _note_expiry(self, chunk: _Chunk) -> None:
         if chunk.expires_s is not None:
-            heapq.heappush(self._expiries, (chunk.expires_s, chunk.ref.prefix_key))
+            self._expiries.set(ref.prefix_key, chunk.expires_s)
+        return StoreStep(ref, slot, targets)
 
     def _extend(self, chunk: _Chunk, ttl_s: float | None) -> None:
         """A chunk stored by several stays for as long as any of them wants."""
-        if chunk.expires_s is not None and (ttl_s is None or self._now_s + ttl_s > chunk.expires_s):
-            chunk.expires_s = None if ttl_s is None else self._now_s + ttl_s
-            self._note_expiry(chunk)
+        if chunk.expires_s is None:
+            return
+        if ttl_s is None:
+            chunk.expires_s = None
+            self._expiries.withdraw(chunk.ref.prefix_key)
+        elif self._now_s + ttl_s > chunk.expires_s:
+            chunk.expires_s = self._now_s + ttl_s
+            self._expiries.set(chunk.ref.prefix_key, chunk.expires_s)
 
     def _plan_known(self, chunk: _Chunk) -> StoreStep | None:
         """Write a chunk from memory to where it is missing, if there is room for it now."""
@@ -538,32 +541,23 @@ class ChunkIndex:
     def advance(self, now_s: float) -> None:
         """Tell the index the time, on any clock that only goes forward: ends what has run out."""
         self._now_s = max(self._now_s, now_s)
-        while self._expiries and self._expiries[0][0] <= self._now_s:
-            expires_s, key = heapq.heappop(self._expiries)
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.expires_s == expires_s and not chunk.forgotten:
-                self.counters.expired += 1
-                self._remove(chunk)
-        for lease_id in self._leases.expired(self._now_s):
+        for key in self._expiries.take_due(self._now_s):
+            self.counters.expired += 1
+            self._remove(self._chunks[key])
+        for lease_id in self._leases.take_expired(self._now_s):
             self.release(lease_id)
 
     def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
         """Keep chunks from eviction until ``release``, or for ``ttl_s``; a lease of the same name is replaced.
 
-        Returns how many of them, from the front, are held: all leases together hold at most half of the slots' number.
+        Returns how many of them, from the front, are held: all leases together hold at most half of the slots' number,
+        and of chunks that many leases share a multiple of it.
         """
         former = self._leases.withdraw(lease_id)
-        held: list[PrefixKey] = []
-        room = max(1, self._num_slots // 2) - self._leases.num_chunks
-        for ref in refs:
-            chunk = self._chunks.get(ref.prefix_key)
-            if chunk is None or not self._is_readable(chunk):
-                break
-            room -= ref.prefix_key not in self._leases
-            if room < 0:
-                break
-            self._begin_use(chunk)
-            held.append(ref.prefix_key)
+        held = [ref.prefix_key for ref in takewhile(self._is_here, refs)]
+        del held[self._leases.admitted(held) :]
+        for key in held:
+            self._begin_use(self._chunks[key])
         if held:
             self._leases.add(lease_id, held, self._now_s + ttl_s)
         for key in former:  # only now: a renewed lease must not lose its chunks in between
@@ -574,6 +568,10 @@ class ChunkIndex:
         """End a lease. Unknown and ended ones are ignored."""
         for key in self._leases.withdraw(lease_id):
             self._end_use(self._chunks[key])
+
+    def lease_views(self) -> list[LeaseView]:
+        """All leases, on the index's clock. May be called by any thread."""
+        return self._leases.views()
 
     def _unlease(self, chunk: _Chunk) -> None:
         """Take a chunk that is to go out of all leases, or it could not come back before they end."""
@@ -674,7 +672,7 @@ class ChunkIndex:
         elif chunk.in_memory and not self._keep_in_memory:
             self._drop_from_memory(chunk)
         elif chunk.slot is None and not chunk.disk_bytes:  # a load from the remote tier for which there was no slot
-            del self._chunks[chunk.ref.prefix_key]
+            self._vanish(chunk)
 
     def _may_go(self, key: PrefixKey) -> bool:
         return self._chunks[key].uses == 0
@@ -757,6 +755,7 @@ class ChunkIndex:
         if chunk.forgotten:
             return
         chunk.forgotten = True
+        self._expiries.withdraw(chunk.ref.prefix_key)
         self._note_change(chunk)
         self._unlease(chunk)
         if self._disk and chunk.disk_bytes:
@@ -772,10 +771,14 @@ class ChunkIndex:
             self._drop_from_memory(chunk)
         if chunk.disk_bytes:
             self._drop_from_disk(chunk, announce=not chunk.forgotten)
-        self._chunks.pop(chunk.ref.prefix_key, None)
+        self._vanish(chunk)
         self._memory.remove(chunk.ref.prefix_key)
         if self._disk:
             self._disk.order.remove(chunk.ref.prefix_key)
+
+    def _vanish(self, chunk: _Chunk) -> None:
+        self._chunks.pop(chunk.ref.prefix_key, None)
+        self._expiries.withdraw(chunk.ref.prefix_key)
 
     def _drop_from_memory(self, chunk: _Chunk) -> None:
         assert chunk.slot is not None
@@ -789,7 +792,7 @@ class ChunkIndex:
             self._free_slots.append(chunk.slot)
         chunk.slot, chunk.filling, chunk.loading = None, False, False
         if not chunk.disk_bytes:
-            self._chunks.pop(chunk.ref.prefix_key, None)
+            self._vanish(chunk)
 
     def _drop_from_disk(self, chunk: _Chunk, *, announce: bool) -> None:
         assert self._disk is not None
@@ -800,7 +803,7 @@ class ChunkIndex:
             self._removals.append(chunk.ref)
         chunk.disk_bytes = 0
         if chunk.slot is None:
-            self._chunks.pop(chunk.ref.prefix_key, None)
+            self._vanish(chunk)
 
 
 @dataclass

@@ -326,7 +326,9 @@ class Mover:
         return flushed
 
     def _end(self) -> None:
-        closers = [threading.Thread(target=lane.close, daemon=True) for lane in self._lanes.values()]
+        closers = [
+            threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in self._lanes.values()
+        ]
         for closer in closers:
             closer.start()
         for closer in closers:

@@ -17,7 +17,7 @@ from rich.console import Console
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import remote_ops, serve
-from kvstore.tools.commands import bench, configs, host, packs, proxying, stored, warming
+from kvstore.tools.commands import bench, configs, engines, host, packs, proxying, stored, warming
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson
 from kvstore.tools.console import errors as _errors
 
@@ -49,6 +49,7 @@ app.command(epilog="Example: kvstore prefetch --server http://127.0.0.1:8000 --m
 app.command(epilog="Example: kvstore proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")(
     proxying.proxy
 )
+app.command(epilog="Example: kvstore pins --admin http://127.0.0.1:6999 --end")(engines.pins)
 app.command(epilog="Example: kvstore bench --geometry qwen-0.5b --folder /mnt/nvme")(bench.bench)
 config_app.command(epilog="Example: kvstore config show --changed")(configs.show)
 config_app.command("from-lmcache", epilog="Example: kvstore config from-lmcache lmcache.yaml -o kvstore.yaml")(

@@ -26,7 +26,7 @@ from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
 from kvstore.adapters.vllm.events import as_kv_events
 from kvstore.adapters.vllm.identity import AdapterFiles
-from kvstore.adapters.vllm.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.params import WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.scheduler import StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
@@ -254,7 +254,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
         handover = None
         try:
-            params = translate.request_params(request)
+            params = translate.request_params(request, self._config.request_fields)
+            self._tell_ignored(params)
             handover = translate.handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             if self._throttle.is_due(str(error)):
@@ -263,6 +264,12 @@ class KVStoreConnector(KVConnectorBase_V1):
         extras = translate.key_extras(request, self._adapters, params)
         if extras is not None:
             self._scheduling.add_request(request, extras, params, handover)
+
+    def _tell_ignored(self, params: RequestParams) -> None:
+        for name in params.ignored:
+            if self._throttle.is_due(f"ignored {name}"):
+                message = "kvstore.%s of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
+                logger.warning(message, name)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""

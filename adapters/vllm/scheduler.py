@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from kvstore.engine import all_refs, new_epoch, pin_name
 from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
+from kvstore.leases import LeaseView
 from kvstore.metrics import Tally, Totals
 from kvstore.movers import LoadJob
 from kvstore.opening import RemoteOptions, open_directory
@@ -73,6 +73,7 @@ class SchedulerOptions:
     announces: bool = False
     verify_fraction: float = 0.0
     handover: HandoverOptions | None = None
+    pin_max_s: float = 86_400.0
 
     @property
     def lets_out(self) -> bool:
@@ -220,6 +221,17 @@ class StoreScheduler:
     def clear(self) -> int:
         """Forget all chunks in memory and on disk, and return how many there were. A remote tier, shared, is kept."""
         return self._index.remove_all() if self._index is not None else 0
+
+    def pins(self) -> list[LeaseView]:
+        """The pins that requests have asked for, on ``time.monotonic``. May be called by any thread."""
+        return self._index.lease_views() if self._index is not None else []
+
+    def unpin_all(self) -> int:
+        """End all pins, those of requests that have just ended too, and return how many there were."""
+        names = {*self._pins, *(view.name for view in self.pins())}
+        for name in names:
+            self._unpin(name)
+        return len(names)
 
     def find(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> Counter[Place]:
         """How many leading tokens of a sequence are known, by the fastest tier that has them. From any thread.
@@ -476,7 +488,7 @@ class StoreScheduler:
         """Pin what ended requests used, once all that they, and others with the same prompt, stored is reported."""
         for name, (hasher, last_step) in list(self._pins.items()):
             if last_step <= self._number and min(self._in_flight, default=last_step + 1) > last_step:
-                index.lease(name, index.lookup(hasher).refs, math.inf)
+                index.lease(name, index.lookup(hasher).refs, self._options.pin_max_s)
                 del self._pins[name]
 
     def _unpin(self, name: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -203,6 +203,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         saves_beside=_saves_beside(config),
         verify_fraction=config.verify_fraction,
         handover=handover_options(vllm_config, config),
+        pin_max_s=config.pin_max_secs,
         announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
     )
 
@@ -553,14 +554,16 @@ def handover_of(request: Request) -> Handover | None:
     return parse_handover(request.kv_transfer_params, request.request_id)
 
 
-def request_params(request: Request) -> RequestParams:
-    """What the client asks of the cache; ``kv_transfer_params`` count over other extra arguments.
+def request_params(request: Request, counted: Collection[str]) -> RequestParams:
+    """What the client asks of the cache, of ``counted`` fields; ``kv_transfer_params`` count over other arguments.
 
     Raises:
         InvalidCallError: a field is wrong.
     """
     sampling = request.sampling_params
-    return parse_params(sampling.extra_args, request.kv_transfer_params) if sampling is not None else NO_PARAMS
+    if sampling is None:
+        return NO_PARAMS
+    return parse_params(sampling.extra_args, request.kv_transfer_params, counted=counted)
 
 
 def key_extras(request: Request, adapters: AdapterFiles, params: RequestParams = NO_PARAMS) -> KeyExtras | None:

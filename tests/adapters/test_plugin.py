@@ -156,6 +156,18 @@ def test_malformed_parameters_are_named_once_and_the_request_is_passed_by(caplog
     assert found._scheduling._trackers["right"].params.ttl_s == 5
 
 
+def test_a_field_that_does_not_count_is_told_once_and_the_request_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    found = _NothingConnected()
+    for number in range(3):
+        params = SamplingParams(extra_args={"kvstore.pin": True, "kvstore.ttl": 5})
+        found.on_new_request(Request(f"{number}", [1, 2, 3], params, None))
+    assert caplog.messages == [
+        "kvstore.pin of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
+    ]
+    wishes = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
+    assert wishes == {(None, 5.0)}
+
+
 def test_reports_aggregate() -> None:
     one, two = (ReportMetadata(StepReport({1: StepResult({key}, ranks_ended=1)})) for key in (b"a", b"b"))
     merged = one.aggregate(two)

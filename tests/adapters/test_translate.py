@@ -28,7 +28,7 @@ from kvstore.adapters.vllm import translate
 from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.config.schema import StoreConfig
+from kvstore.config.schema import REQUEST_FIELDS, StoreConfig
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.keys import PrefixHasher
 
@@ -287,12 +287,15 @@ def test_equal_requests_share() -> None:
 def test_what_a_client_asks_comes_from_both_places_and_transfer_params_count() -> None:
     extra = {"kvstore.ttl": 5, "kvstore.skip_load": 1, "kv_transfer_params": {"lmcache.tag.team": "red"}}
     asked = request(sampling_params=SamplingParams(max_tokens=1, extra_args=extra))
-    params = translate.request_params(asked)
+    params = translate.request_params(asked, REQUEST_FIELDS)
     assert params == RequestParams(skip_load=True, ttl_s=5, tags=(("team", "red"),))
-    assert translate.request_params(request()) == NO_PARAMS
-    assert translate.request_params(request(sampling_params=None, pooling_params=PoolingParams())) == NO_PARAMS
+    assert translate.request_params(request(), REQUEST_FIELDS) == NO_PARAMS
+    pooling = request(sampling_params=None, pooling_params=PoolingParams())
+    assert translate.request_params(pooling, REQUEST_FIELDS) == NO_PARAMS
     extra["kv_transfer_params"] = {"kvstore.ttl": 6}
-    assert translate.request_params(request(sampling_params=SamplingParams(extra_args=extra))).ttl_s == 6
+    later = request(sampling_params=SamplingParams(extra_args=extra))
+    assert translate.request_params(later, REQUEST_FIELDS).ttl_s == 6
+    assert translate.request_params(later, ["pin"]) == RequestParams(ignored=("skip_load", "ttl"))
 
 
 def test_tags_keep_apart() -> None:

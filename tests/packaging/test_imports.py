@@ -82,6 +82,7 @@ LEVELS = {
     "kvstore.server.owner": 4,
     "kvstore.server.embedded": 15,
     "kvstore.plans": 3,
+    "kvstore.deadlines": 0,
     "kvstore.leases": 2,
     "kvstore.admin": 2,
     "kvstore.admin_http": 3,

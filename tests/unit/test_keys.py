@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 import sys
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,40 @@ def test_growth_token_by_token() -> None:
         hasher.update(TOKENS[:end])
         assert list(hasher.chunk_keys()) == list(hasher_of(TOKENS[:end], EVERYTHING).chunk_keys())
     assert len(hasher.chunk_keys()) == 2
+
+
+@pytest.mark.parametrize("at", [0, 3, 9, 15, 16])
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple, array])
+def test_a_sequence_that_differs_anywhere_is_hashed_anew(*, at: int, grows: bool, kind: type) -> None:
+    """Of the same length and with the same last token: other tokens, so other keys."""
+    other = [*TOKENS[:17], 5]
+    hasher = hasher_of([*TOKENS[:17], 5])
+    other[at] += 1
+    if grows:
+        other += range(20)
+    hasher.update(array("I", other) if kind is array else kind(other))
+    assert list(hasher.chunk_keys()) == list(hasher_of(other).chunk_keys())
+    assert hasher.block_keys(2) == hasher_of(other).block_keys(2)
+
+
+def test_a_sequence_that_changed_where_it_is_and_grew_is_hashed_anew() -> None:
+    tokens = list(TOKENS)
+    hasher = hasher_of(tokens)
+    tokens[1] += 1
+    tokens.append(7)
+    hasher.update(tokens)
+    assert list(hasher.chunk_keys()) == list(hasher_of(list(tokens)).chunk_keys())
+
+
+def test_tokens_that_are_none_leave_what_was_known() -> None:
+    hasher = hasher_of(TOKENS)
+    before = list(hasher.chunk_keys())
+    with pytest.raises(InvalidCallError):
+        hasher.update([*TOKENS, -1])
+    assert (hasher.num_tokens, list(hasher.chunk_keys())) == (len(TOKENS), before)
+    hasher.update([*TOKENS, 7])
+    assert list(hasher.chunk_keys()) == list(hasher_of([*TOKENS, 7]).chunk_keys())
 
 
 def test_truncated_and_replaced_sequences_are_hashed_anew() -> None:
