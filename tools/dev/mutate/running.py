@@ -89,7 +89,7 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for tree in trees:
-                tree.stop()
+                tree.close()
             raise
 
 

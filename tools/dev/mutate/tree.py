@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+
+_FORKSERVER = Path(__file__).with_name("forkserver.py")
 
 
 class TestRun(NamedTuple):
@@ -36,8 +41,6 @@ class Tree:
     def __init__(self, root: Path, home: Path) -> None:
         self.home = home
         self._scratch = home.with_name(f"{home.name}.t")
-        self._process: subprocess.Popen[str] | None = None
-        self._stopped = False
         for name in _files(root):
             target = home / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +50,15 @@ class Tree:
         subprocess.run([sys.executable, "-m", *compiling], cwd=home, check=False, env=self._environment())  # noqa: S603
         where = "import kvstore; print(kvstore.__file__)" if (home / "kvstore").exists() else ""
         self._check_imports(where)
+        self._server = subprocess.Popen(  # noqa: S603
+            [sys.executable, str(_FORKSERVER)],
+            cwd=home,
+            env=self._environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     @contextmanager
     def changed(self, name: str, before: str, after: str) -> Iterator[None]:
@@ -63,41 +75,38 @@ class Tree:
         """Run tests, to their end or to the first failure. Nothing that they started outlives the call."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
-        command = [sys.executable, "-m", "pytest", "-q", "-rpfEs", "--tb=short", "--no-header", "--hypothesis-seed=0"]
-        command += ["-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self._scratch / 'b'}"]
-        command += ["-x"] if at_first else []
-        with (self._scratch / "output").open("w+", encoding="utf-8", errors="replace") as output:
-            process = subprocess.Popen(  # noqa: S603
-                [*command, *tests],
-                cwd=self.home,
-                env=self._environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
-            self._process = process
-            if self._stopped:
-                self.stop()
-            status: int | None
-            try:
-                status = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            return _read(status, output.read())
+        arguments = ["-q", "-rpfEs", "--tb=short", "--no-header", "--hypothesis-seed=0", "-p", "no:randomly"]
+        arguments += ["-p", "no:cacheprovider", f"--basetemp={self._scratch / 'b'}", *(["-x"] if at_first else [])]
+        output = self._scratch / "output"
+        status = self._run({"arguments": [*arguments, *tests], "output": str(output)}, timeout_s)
+        return _read(status, output.read_text(encoding="utf-8", errors="replace") if output.exists() else "")
 
-    def stop(self) -> None:
-        """End the tests that run, from any thread; those that are started later end at once."""
-        self._stopped = True
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+    def _run(self, task: dict[str, object], timeout_s: float) -> int | None:
+        """The exit status of pytest; None if time ran out."""
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(task) + "\n")
+        server.stdin.flush()
+        begun = server.stdout.readline()
+        if not begun:  # it was stopped
+            return None
+        pid = int(json.loads(begun)["pid"])
+        ran_out = threading.Event()
+        timer = threading.Timer(timeout_s, lambda: (ran_out.set(), _kill(pid)))
+        timer.start()
+        try:
+            ended = server.stdout.readline()
+        finally:
+            timer.cancel()
+            _kill(pid)  # whatever the tests have left of it
+        return None if ran_out.is_set() or not ended else int(json.loads(ended)["status"])
+
+    def close(self) -> None:
+        """End the tests that run, from any thread."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -121,7 +130,12 @@ class Tree:
 def copies(root: Path, count: int) -> Iterator[list[Tree]]:
     """So many copies of a tree, deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:  # short: tests put unix sockets below it
-        yield [Tree(root, Path(folder, str(number))) for number in range(count)]
+        with ExitStack() as opened:
+            trees = []
+            for number in range(count):
+                trees.append(Tree(root, Path(folder, str(number))))
+                opened.callback(trees[-1].close)
+            yield trees
 
 
 def _files(root: Path) -> list[str]:
@@ -139,3 +153,8 @@ def _read(status: int | None, output: str) -> TestRun:
         tuple(name for word, name in said if word in {"FAILED", "ERROR"}),
         output,
     )
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
