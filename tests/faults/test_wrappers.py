@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
+from support.schedules import schedules
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
@@ -615,6 +616,7 @@ EVENTS = st.lists(
 )
 
 
+@schedules(100)
 @given(EVENTS)
 def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tuple[str, int]]) -> None:
     bench = Bench()

@@ -1,8 +1,8 @@
 """Do the tests notice? Put one small defect at a time into a copy of the tree, and see which test fails.
 
-The list is in tools/dev/mutate/areas/, one YAML file an area: for each mutation a place, the text before and after, and
-the tests that should fail. Ends with 1 if fewer than 95% are caught, if a survivor has no written reason, if a text is no
-longer found exactly once, or if the tests fail without any mutation.
+The list is in tools/dev/mutate/areas/, one YAML file an area: for each mutation a place, the text before and after,
+and the tests that should fail. Ends with 1 if fewer than 95% are caught, if a survivor has no written reason, if a
+text is no longer found exactly once, or if the tests fail without any mutation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs pytest again and again in forks of a process that has imported what all tests import, but nothing of the tree.
 
-Importing torch takes longer than most tests. Started as a program, in the tree: each line on standard input is a JSON
-object with ``arguments`` for pytest and the path of its ``output``; each is answered by ``{"pid": ...}`` when it has
-begun, and by ``{"status": ...}`` when it has ended. Every run leads a process group of its own.
+Importing torch takes longer than most tests. Started as a program, in the tree and with the names of modules to import:
+each line on standard input is a JSON object with ``arguments`` for pytest and the path of its ``output``; each is
+answered by ``{"pid": ...}`` when it has begun, and by ``{"status": ...}`` when it has ended. Every run leads a process
+group of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ import os
 import sys
 from contextlib import suppress
 
-MODULES = ("pytest", "torch", "numpy", "hypothesis.stateful", "hypothesis.extra.numpy", "pydantic", "yaml", "rich.table")
-
 
 def main() -> None:
     """Answer until standard input ends."""
     sys.path[0] = ""  # as ``python -m pytest`` has it, and not this file's folder
-    for name in MODULES:
+    for name in ("pytest", *sys.argv[1:]):
         with suppress(ImportError):
             importlib.import_module(name)
     for line in sys.stdin:

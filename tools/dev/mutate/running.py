@@ -8,13 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvstore.tools.dev.mutate.mutations import Mutation
-from kvstore.tools.dev.mutate.tree import TestRun, Tree, copies
+from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
 
 _SOME_FAILED = 1  # exit status of pytest
 _NONE_FAILED = 0
+_NOT_FOUND = 4
+
+T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -68,24 +71,24 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
         for tree in trees:
             free.put(tree)
 
-        def with_tree(work: Callable[[Tree], TestRun | Result]) -> TestRun | Result:
+        def with_tree(work: Callable[[Tree], T]) -> T:
             tree = free.get()
             try:
                 return work(tree)
             finally:
                 free.put(tree)
 
-        def test_one(mutation: Mutation) -> Result:
-            result = with_tree(lambda tree: _try_one(tree, mutation, passed, options.timeout_s))
-            assert isinstance(result, Result)
+        def test_one(tree: Tree, mutation: Mutation) -> Result:
+            result = _try_one(tree, mutation, passed, options.timeout_s)
             say(result)
             return result
 
         try:
             parts = _parts(mutations, options.jobs)
-            runs = pool.map(lambda part: with_tree(lambda tree: tree.test(part, options.baseline_timeout_s)), parts)
-            passed = _passed(run for run in runs if isinstance(run, TestRun))
-            return list(pool.map(test_one, mutations))
+            passed: dict[str, bool] = {}
+            for runs in pool.map(lambda part: with_tree(lambda tree: _unmutated(tree, part, options)), parts):
+                passed |= _passed(runs)
+            return list(pool.map(lambda mutation: with_tree(lambda tree: test_one(tree, mutation)), mutations))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for tree in trees:
@@ -105,7 +108,15 @@ def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
     return [part for part in parts if part]
 
 
-def _passed(runs: Iterable[TestRun]) -> dict[str, bool]:
+def _unmutated(tree: Tree, tests: Sequence[str], options: Options) -> list[PytestRun]:
+    """Run tests as they are. Where one of them is not there pytest runs none, so then each is run by itself."""
+    run = tree.test(tests, options.baseline_timeout_s)
+    if run.status != _NOT_FOUND:
+        return [run]
+    return [tree.test([test], options.baseline_timeout_s) for test in tests]
+
+
+def _passed(runs: Iterable[PytestRun]) -> dict[str, bool]:
     """Node ids of all tests that ran without a mutation, and whether they passed."""
     found: dict[str, bool] = {}
     for run in runs:
@@ -129,7 +140,7 @@ def _try_one(tree: Tree, mutation: Mutation, passed: dict[str, bool], timeout_s:
     return Result(mutation, line, *_judge(run), time.monotonic() - begin_s)
 
 
-def _judge(run: TestRun) -> tuple[Verdict, str]:
+def _judge(run: PytestRun) -> tuple[Verdict, str]:
     if run.status is None:
         return Verdict.HUNG, ""
     if run.status == _NONE_FAILED:

@@ -15,14 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-
+MODULES = ("torch", "hypothesis.stateful", "hypothesis.extra.numpy", "pydantic", "yaml", "rich.table")  # slow ones
 _FORKSERVER = Path(__file__).with_name("forkserver.py")
 
 
-class TestRun(NamedTuple):
+class PytestRun(NamedTuple):
     """What pytest did: how it ended (None: it took too long), and the node ids that passed, failed and were skipped."""
-
-    __test__ = False  # pytest looks at everything whose name begins like this
 
     status: int | None
     passed: frozenset[str]
@@ -48,10 +46,12 @@ class Tree:
         # By content, not by time: a mutation may come and go within the resolution of a file's time.
         compiling = ("compileall", "-q", "--invalidation-mode", "checked-hash", ".")
         subprocess.run([sys.executable, "-m", *compiling], cwd=home, check=False, env=self._environment())  # noqa: S603
-        where = "import kvstore; print(kvstore.__file__)" if (home / "kvstore").exists() else ""
-        self._check_imports(where)
+        modules: tuple[str, ...] = ()
+        if (home / "kvstore").exists():
+            self._check_imports()
+            modules = MODULES
         self._server = subprocess.Popen(  # noqa: S603
-            [sys.executable, str(_FORKSERVER)],
+            [sys.executable, str(_FORKSERVER), *modules],
             cwd=home,
             env=self._environment(),
             stdin=subprocess.PIPE,
@@ -71,7 +71,7 @@ class Tree:
         finally:
             path.write_text(text, encoding="utf-8")
 
-    def test(self, tests: Sequence[str], timeout_s: float, *, at_first: bool = False) -> TestRun:
+    def test(self, tests: Sequence[str], timeout_s: float, *, at_first: bool = False) -> PytestRun:
         """Run tests, to their end or to the first failure. Nothing that they started outlives the call."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
@@ -93,7 +93,12 @@ class Tree:
             return None
         pid = int(json.loads(begun)["pid"])
         ran_out = threading.Event()
-        timer = threading.Timer(timeout_s, lambda: (ran_out.set(), _kill(pid)))
+
+        def run_out() -> None:
+            ran_out.set()
+            _kill(pid)
+
+        timer = threading.Timer(timeout_s, run_out)
         timer.start()
         try:
             ended = server.stdout.readline()
@@ -106,7 +111,8 @@ class Tree:
         """End the tests that run, from any thread."""
         with suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.wait()
+        with self._server:  # closes its pipes, and waits for it
+            pass
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -117,25 +123,26 @@ class Tree:
             "COLUMNS": "240",
         }
 
-    def _check_imports(self, program: str) -> None:
+    def _check_imports(self) -> None:
         """See that tests import what lies here, and not an installed package."""
+        program = "import kvstore; print(kvstore.__file__)"
         said = subprocess.run(  # noqa: S603
             [sys.executable, "-c", program], cwd=self.home, env=self._environment(), check=True, capture_output=True
         ).stdout.decode()
-        if said and not Path(said.strip()).is_relative_to(self.home):
+        if not Path(said.strip()).is_relative_to(self.home):
             raise RuntimeError(f"tests in {self.home} would import {said.strip()}")
 
 
 @contextmanager
 def copies(root: Path, count: int) -> Iterator[list[Tree]]:
     """So many copies of a tree, deleted at the end."""
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:  # short: tests put unix sockets below it
-        with ExitStack() as opened:
-            trees = []
-            for number in range(count):
-                trees.append(Tree(root, Path(folder, str(number))))
-                opened.callback(trees[-1].close)
-            yield trees
+    prefix = "mutate-"  # short: tests put unix sockets below it
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder, ExitStack() as opened:
+        trees = []
+        for number in range(count):
+            trees.append(Tree(root, Path(folder, str(number))))
+            opened.callback(trees[-1].close)
+        yield trees
 
 
 def _files(root: Path) -> list[str]:
@@ -144,10 +151,10 @@ def _files(root: Path) -> list[str]:
     return sorted({name for name in names if name and os.path.lexists(root / name)})
 
 
-def _read(status: int | None, output: str) -> TestRun:
+def _read(status: int | None, output: str) -> PytestRun:
     lines = [line.split(" ", 1) for line in output.splitlines()]
     said = [(line[0], line[1].split(" - ", 1)[0]) for line in lines if len(line) == 2]
-    return TestRun(
+    return PytestRun(
         status,
         frozenset(name for word, name in said if word == "PASSED"),
         tuple(name for word, name in said if word in {"FAILED", "ERROR"}),
