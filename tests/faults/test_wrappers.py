@@ -404,6 +404,17 @@ def test_what_memory_may_have_answered_proves_nothing() -> None:
     assert bench.breaker.is_open
 
 
+def test_a_lookup_that_memory_answers_is_no_probe() -> None:
+    bench = Bench()
+    bench.open()
+    repair(bench.tier)
+    bench.clock.now_s += 10
+    assert bench.breaker.contains([ref_of(0)]) == [False]
+    assert (bench.breaker.is_open, bench.breaker.stats().probes) == (True, 0)
+    assert bench.breaker.get([transfer(0)]) == [HIT]
+    assert bench.breaker.contains([ref_of(0)]) == [True]
+
+
 def test_a_probe_that_fails_begins_the_interval_anew() -> None:
     bench = Bench()
     bench.open()

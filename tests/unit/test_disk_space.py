@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.tiers import _space
 from kvstore.tiers._space import Space
 
 SIZE = 64 * 4096
@@ -75,4 +76,16 @@ def test_one_that_cannot_be_cut_goes(space: Space, monkeypatch: pytest.MonkeyPat
 def test_one_that_is_gone_is_no_loss(space: Space) -> None:
     make_spare(space, SIZE + 4096).unlink()
     assert space.claim(SIZE) is not None
+    assert space.used_bytes == SIZE
+
+
+def test_bytes_that_cannot_be_deleted_stay_counted(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = make_spare(space, SIZE)
+
+    def refuse(path: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(_space, "delete", refuse)
+    space.empty()
+    assert spare.exists()
     assert space.used_bytes == SIZE
