@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import rig as rigs
 from support.checks import check_idle
 from support.remote import REMOTE
 from support.remote import install as install_remote
 from support.rig import BLOCK, CHUNK, POISON, FakeTier, Rig, tokens_of
+from support.schedules import schedules
 
 from kvstore import layerwise, opening
 from kvstore.errors import ClosedError, InvalidCallError
@@ -225,7 +226,7 @@ def test_several_folders(rig: Rig, tmp_path: Path, layer_reads: None) -> None:
         check_idle(engine)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@schedules()
 @given(
     stored=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90), st.booleans()), max_size=4),
     asked=st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(0, 22)),

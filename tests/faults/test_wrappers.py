@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
+from support.schedules import schedules
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
@@ -403,6 +404,17 @@ def test_what_memory_may_have_answered_proves_nothing() -> None:
     assert bench.breaker.is_open
 
 
+def test_a_lookup_that_memory_answers_is_no_probe() -> None:
+    bench = Bench()
+    bench.open()
+    repair(bench.tier)
+    bench.clock.now_s += 10
+    assert bench.breaker.contains([ref_of(0)]) == [False]
+    assert (bench.breaker.is_open, bench.breaker.stats().probes) == (True, 0)
+    assert bench.breaker.get([transfer(0)]) == [HIT]
+    assert bench.breaker.contains([ref_of(0)]) == [True]
+
+
 def test_a_probe_that_fails_begins_the_interval_anew() -> None:
     bench = Bench()
     bench.open()
@@ -639,6 +651,7 @@ EVENTS = st.lists(
 )
 
 
+@schedules(100)
 @given(EVENTS)
 def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tuple[str, int]]) -> None:
     bench = Bench()

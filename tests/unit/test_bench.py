@@ -20,6 +20,7 @@ from kvstore.device import DevicePagedKV
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
+from kvstore.policies import Adaptive
 from kvstore.tiers import _folder
 from kvstore.tiers._redis_chunk import PART_BYTES
 from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, server, start
@@ -180,7 +181,17 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
 @pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
 def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
     """Each is used at once or never: the default policy must see these uses, or it would in the end store none."""
-    measure(Workbench(toy, 64), 40, lambda _: None)
+    lines = measure(Workbench(toy, 64), 40, lambda _: None)
+    assert [len(line.pairs) for line in lines] == [40] * 4
+
+
+@pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
+def test_a_batch_that_is_not_stored_ends_the_bench(
+    toy: Geometry, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adaptive, "make_room", lambda *_, **__: None)  # as one that has seen no use would answer
+    with pytest.raises(BenchError, match=f"of {Workbench(toy, 64).num_tokens} tokens were stored"):
+        measure(Workbench(toy, 64), 40, lambda _: None)
 
 
 def _made(folder: Path) -> Path:

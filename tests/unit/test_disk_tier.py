@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -206,6 +207,12 @@ def test_order_of_use_without_pauses() -> None:
     ordered = [use.ref for use in _survey.in_order_of_use(found)]
     assert ordered[0] == make_ref(20)
     assert all(abs(place - int.from_bytes(ref.prefix_key[:2], "little")) <= 20 for place, ref in enumerate(ordered))
+
+
+def test_what_lies_in_the_future_was_used_just_now() -> None:
+    hour_ns = 3600 * 10**9
+    found = [_survey.Use(time.time_ns() + hour_ns * hours, make_ref(hours), CHUNK_BYTES) for hours in (1, 2)]
+    assert [use.ref for use in _survey.in_order_of_use(found)] == [make_ref(2), make_ref(1)], "in one session"
 
 
 def test_restart_sweeps_leftovers(open_tier: Open, folder: Path) -> None:

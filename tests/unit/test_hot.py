@@ -45,6 +45,17 @@ def test_the_third_load_comes_from_the_device(rig: Rig) -> None:
         check_idle(engine)
 
 
+def test_a_part_of_a_chunk_is_not_kept_as_the_whole(rig: Rig) -> None:
+    with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
+        rig.store(engine, TOKENS)
+        for _ in range(4):
+            assert rig.retrieve(engine, TOKENS, skip=24) == 16
+        assert from_gpu(engine) == 2, "the tail, which was loaded whole"
+        assert rig.retrieve(engine, TOKENS) == 40
+        assert from_gpu(engine) == 3
+        check_idle(engine)
+
+
 def test_what_was_used_last_stays(rig: Rig) -> None:
     with rig.open(max_local_gpu_bytes=3 * SLOT_BYTES) as engine:
         for seed in (1, 2):

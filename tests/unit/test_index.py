@@ -11,6 +11,7 @@ from kvstore.engine import chunk_refs, superseded_tails
 from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher
 from kvstore.plans import NO_MATCH, Match, Place, StoreStep
+from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
@@ -759,3 +760,27 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     assert known_tokens(index, CHUNK) == CHUNK
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
+
+
+def test_a_chunk_with_a_time_to_live_does_not_supersede_a_tail_for_good() -> None:
+    index = make()
+    store(index, 8)  # a tail of two blocks, and nothing says for how long
+    steps = index.prepare_store(refs_of(16), ttl_s=5)
+    index.complete_store(steps, set())
+    supersede(index, hasher_of(16), steps)
+    assert known_tokens(index, 16) == 16
+    index.advance(6)
+    assert known_tokens(index, 16) == 8, "the tail is still there"
+
+
+def test_what_could_not_be_sent_is_sent_when_it_is_offered_again() -> None:
+    index = ChunkIndex(4, remote=RemoteView(60.0), max_sends=2)
+    (step,) = index.prepare_store(refs_of(16))
+    assert step.targets == (Place.REMOTE,)
+    index.complete_store([step], set())
+    index.complete_write(step.ref.prefix_key, Place.REMOTE, stored=False)
+    (again,) = index.prepare_store(refs_of(16))
+    assert (again.targets, again.gather) == ((Place.REMOTE,), False)
+    index.complete_store([again], set())
+    index.complete_write(again.ref.prefix_key, Place.REMOTE, stored=True)
+    assert index.prepare_store(refs_of(16)) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
 from kvstore.errors import TierError
 from kvstore.movers import as_block_ids
-from kvstore.pusher import STALL_S, PushCounters, Pusher, PushJob, Receiver, StepPush, _Room, _Sender
+from kvstore.pusher import STALL_S, PushCounters, Pusher, PushJob, Receiver, StepPush, _Delivery, _Room, _Sender
 from kvstore.slabs import SlabPool
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.transports.base import Parcel, Transport
@@ -263,3 +263,31 @@ def test_the_longest_unused_receiver_goes_when_there_are_many(rig: Rig, monkeypa
         assert pusher.flush(10)
     pusher.close(10)
     assert all(inbox.is_closed and len(inbox.chunks) == 1 for inbox in inboxes.values())
+
+
+def test_the_buffer_is_not_used_again_while_it_is_gathered_into(
+    rig: Rig, inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver that fails at once must not free places that the model's thread still fills."""
+    inboxes[HERE].error = TierError("gone")
+    pusher, settled, finished = open_pusher(), threading.Event(), threading.Event()
+    real_wait, real_note = _Delivery.wait, pusher._note
+    noted: list[bool] = []
+
+    def wait(delivery: _Delivery) -> None:
+        settled.set()
+        real_wait(delivery)
+
+    def note(*arguments: Any) -> None:
+        noted.append(finished.is_set())
+        real_note(*arguments)
+        settled.set()
+
+    monkeypatch.setattr(_Delivery, "wait", wait)
+    monkeypatch.setattr(pusher, "_note", note)
+    step = pusher.begin([(HERE, [job(0)])])
+    assert settled.wait(10)
+    finished.set()
+    step.finish(trusted=True)
+    assert pusher.flush(10)
+    assert noted == [True]

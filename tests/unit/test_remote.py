@@ -214,6 +214,18 @@ def test_after_changed_weights_nobody_shares(rig: Rig, server: FakeServer) -> No
             assert other.lookup(TOKENS) == 0
 
 
+def test_after_changed_weights_what_was_stored_since_is_asked_for(rig: Rig, server: FakeServer) -> None:
+    with rig.open(slots=3, remote=REMOTE) as engine:
+        engine.reset_cache()
+        rig.store(engine, TOKENS)
+        assert engine.flush(HANG_GUARD_S)
+        rig.store(engine, tokens_of(2, 48))  # takes the pool's place
+        assert engine._view is not None
+        engine._view.clear()
+        assert engine.lookup(TOKENS) == 40
+        assert rig.retrieve(engine, TOKENS) == 40
+
+
 # Faults
 
 

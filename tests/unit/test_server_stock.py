@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.schedules import schedule_settings
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -191,6 +192,5 @@ class StockMachine(RuleBasedStateMachine):
 
 
 TestStock = StockMachine.TestCase
-TestStock.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestStock.settings = schedule_settings(120, stateful_step_count=60)
+TestStock.pytestmark = [pytest.mark.schedules]

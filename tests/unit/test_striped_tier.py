@@ -266,6 +266,22 @@ def test_a_stray_removed_while_it_is_replaced_is_not_lost_from_sight(
     assert counts(folders[:2]) == [1, 0]
 
 
+def test_a_put_that_clear_overtakes_does_not_say_that_it_stored(
+    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, real_put = open_tier(), DiskTier.put
+
+    def put_and_clear(disk: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+        outcomes = real_put(disk, transfers)
+        monkeypatch.undo()
+        tier.clear()
+        return outcomes
+
+    monkeypatch.setattr(DiskTier, "put", put_and_clear)
+    assert put(tier, REFS[0]) == [Outcome.FAILED]
+    assert (counts(folders), tier.scan()) == ([0, 0, 0], [])
+
+
 def test_restart_orders_over_all_folders(open_tier: Open, folders: list[Path]) -> None:
     put(open_tier(), *REFS)
     for age, ref in enumerate(REFS):
