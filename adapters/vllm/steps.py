@@ -59,6 +59,13 @@ class Fetch:
     lost_block_ids: list[int] = field(default_factory=list)
 
 
+class Sourced(NamedTuple):
+    """Chunks of a request that names an engine which has them."""
+
+    source: str
+    refs: Sequence[ChunkRef]
+
+
 @dataclass
 class StepPlan:
     """Scheduler to workers: what to move in this step; every worker carries out the same plan on its shard.
@@ -73,7 +80,7 @@ class StepPlan:
         removals: chunks that must leave the disk, before anything else.
         recalls: chunks that must leave the remote tier, too.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
-        peers: addresses of other engines that requests have named, to be read from now on.
+        sourced: chunks to be loaded, for requests that name an engine to read them from.
     """
 
     number: int
@@ -84,7 +91,7 @@ class StepPlan:
     removals: list[ChunkRef] = field(default_factory=list)
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
-    peers: tuple[str, ...] = ()
+    sourced: list[Sourced] = field(default_factory=list)
     computes: bool = False
 
 
