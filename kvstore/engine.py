@@ -403,7 +403,7 @@ class CacheEngine:
             with self._index_lock:
                 now_s = time.monotonic()
                 self._view.note(questions, answers, now_s)
-                self._view.tell(told, dict(zip(questions, map(bool, answers), strict=True)), now_s)
+                self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s)
         with self._index_lock:
             self._begin_decision()
             return then(self._index.lookup(hasher, skip_tokens, told))

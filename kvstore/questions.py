@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -32,16 +32,18 @@ class Question:
         refs: the chunks.
         asked_s, answered_s: when; by ``time.monotonic``.
         answers: for each chunk, once ``is_done``.
+        told: the same, by chunk.
         is_done: everything is known that will be known.
     """
 
-    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "tell")
+    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "tell", "told")
 
     def __init__(self, refs: Sequence[ChunkRef], tell: Callable[[Question], object] | None = None) -> None:
         self.refs = tuple(refs)
         self.asked_s = time.monotonic()
         self.answered_s = 0.0
         self.answers: Sequence[Answer] = ()
+        self.told: Mapping[ChunkRef, Answer] = {}
         self.is_done = False
         self.tell = tell
 
@@ -141,6 +143,7 @@ class Asker:
         for question in questions:
             end = begin + len(question.refs)
             question.answers, question.answered_s = answers[begin:end], now_s
+            question.told = dict(zip(question.refs, question.answers, strict=True))
             begin = end
             question.is_done = True
             if question.tell is not None:

@@ -22,6 +22,14 @@ class _Answer(NamedTuple):
     expires_s: float
 
 
+class _Heard(NamedTuple):
+    """Answers to one question, as somebody heard them."""
+
+    answers: Mapping[ChunkRef, bool | None]
+    expires_s: float
+    serial: int  # of the view at that time
+
+
 class Told:
     """What one request, or call, was told: it counts for that one alone, beside what the view knows.
 
@@ -31,12 +39,12 @@ class Told:
 
     def __init__(self, source: str = "") -> None:
         self.source = source
-        self._answers: dict[ChunkRef, tuple[_Answer, int]] = {}  # each with the view's serial at that time
+        self._heard: list[_Heard] = []
         self._gave_up = False
 
-    def note(self, answers: Mapping[ChunkRef, bool], expires_s: float, serial: int) -> None:
-        """Take in answers to this request's questions."""
-        self._answers.update((ref, (_Answer(is_there, expires_s), serial)) for ref, is_there in answers.items())
+    def note(self, answers: Mapping[ChunkRef, bool | None], expires_s: float, serial: int) -> None:
+        """Take in answers to this request's questions; where nobody could say, a chunk is not there for it."""
+        self._heard.append(_Heard(answers, expires_s, serial))
 
     def give_up(self) -> None:
         """It has waited for too long: what it was not told is not there, whatever is asked from now on."""
@@ -44,15 +52,18 @@ class Told:
 
     def holds(self, ref: ChunkRef, now_s: float, since: int = 0) -> bool | None:
         """Whether the tier has the chunk, as far as this was told since a serial of the view; None if it must ask."""
-        answer, serial = self._answers.get(ref, (None, 0))
-        if answer is not None and answer.expires_s > now_s:
-            return answer.is_there and serial >= since
+        for answers, expires_s, serial in reversed(self._heard):
+            if ref in answers and expires_s > now_s:
+                return answers[ref] is True and serial >= since
         return False if self._gave_up else None
 
     def forget_missing(self) -> None:
         """Drop the answers that said "no", as those chunks are on their way."""
         self._gave_up = False
-        self._answers = {ref: answer for ref, answer in self._answers.items() if answer[0].is_there}
+        self._heard = [
+            heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
+            for heard in self._heard
+        ]
 
 
 NOTHING_TOLD: Final = Told()  # for those who do not ask
@@ -79,14 +90,16 @@ class RemoteView:
         """Take in what the tier said, or what its behaviour told; None where it said nothing."""
         if not self._hold_s:
             return
+        known, expires_s = self._answers, now_s + self._hold_s
+        said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
         for ref, is_there in zip(refs, answers, strict=True):
             if is_there is not None:
-                self._answers[ref] = _Answer(is_there, now_s + self._hold_s)
-                self._answers.move_to_end(ref)
+                known[ref] = said[is_there]
+                known.move_to_end(ref)
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def tell(self, told: Told, answers: Mapping[ChunkRef, bool], now_s: float) -> None:
+    def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float) -> None:
         """Let answers count for a request: for a second at least, as vLLM may ask again until it has blocks."""
         told.note(answers, now_s + max(self._hold_s, MIN_TOLD_S), self._serial)
 

@@ -16,7 +16,7 @@ from kvstore.questions import Question
 from kvstore.remote import NOTHING_TOLD, RemoteView, Told
 from kvstore.tiers.base import ChunkRef
 
-PASS_BUDGET_S: Final = 0.005
+PASS_BUDGET_S: Final = 0.004
 """How long one pass of the scheduler may wait for answers, for all its requests together: an answer that is nearly here
 comes sooner than the next step."""
 
@@ -27,7 +27,7 @@ class _Asking:
 
     told: Told
     questions: list[Question] = field(default_factory=list)  # without an answer so far
-    asked: set[ChunkRef] = field(default_factory=set)  # with them
+    asked: Sequence[ChunkRef] = ()  # with them
     deadline_s: float | None = None  # from the first of them on
 
 
@@ -128,11 +128,11 @@ class RemoteLookup:
     def _ask(self, asking: _Asking, refs: Sequence[ChunkRef], now_s: float) -> None:
         """Ask about chunks, but for those somebody asks about already."""
         source, tell = asking.told.source, self._answered.append
-        asking.asked = set(refs)
+        asking.asked = refs
         wanted = self.view.unknown(refs, now_s) if source else refs
-        under_way = {id(question): question for ref in wanted if (question := self._open.get(ref)) is not None}
-        asking.questions = list(under_way.values())
-        fresh = [ref for ref in wanted if ref not in self._open]
+        under_way = [self._open.get(ref) for ref in wanted]
+        asking.questions = [question for question in dict.fromkeys(under_way) if question is not None]
+        fresh = [ref for ref, question in zip(wanted, under_way, strict=True) if question is None]
         if fresh:
             question = self._directory.ask(fresh, tell=tell)
             self._open.update(dict.fromkeys(fresh, question))
@@ -161,13 +161,15 @@ class RemoteLookup:
                     del self._open[ref]
 
     def _tell(self, asking: _Asking) -> None:
-        """Tell a request what was answered to its questions; where nobody could say, it is not there."""
-        answers = dict.fromkeys(asking.asked, False)
-        for question in asking.questions:
-            held = (ref for ref, is_there in zip(question.refs, question.answers, strict=True) if is_there)
-            answers.update((ref, True) for ref in held if ref in answers)
-        self.view.tell(asking.told, answers, time.monotonic())
+        """Tell a request what was answered to its questions."""
+        now_s, questions = time.monotonic(), asking.questions
         asking.questions = []
+        if not asking.told.source:
+            for question in questions:
+                self.view.tell(asking.told, question.told, now_s)
+            return
+        answers = {ref: any(question.told.get(ref) for question in questions) for ref in asking.asked}
+        self.view.tell(asking.told, answers, now_s)
 
 
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:

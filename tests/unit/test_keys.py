@@ -295,7 +295,9 @@ def plain_keys(tokens: list[int], extras: KeyExtras, chunk: int, block: int) -> 
 
     Returns the keys of whole chunks, and for each chunk those of its blocks.
     """
-    running, chunk_keys, block_keys = hashlib.sha256(extras.seed()), [], [[]]
+    running = hashlib.sha256(extras.seed())
+    chunk_keys: list[bytes] = []
+    block_keys: list[list[bytes]] = [[]]
     for begin in range(0, len(tokens) - block + 1, block):
         end = begin + block
         running.update(struct.pack(f"<{block}I", *tokens[begin:end]))

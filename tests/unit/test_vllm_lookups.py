@@ -1,8 +1,9 @@
-"""Lookups at a remote tier beside the scheduler: how many questions, how long a pass waits, who an answer counts for."""
+"""Lookups at a remote tier beside the scheduler: how many questions, how long a pass waits, whom an answer is for."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -70,12 +71,12 @@ class World:
         raise AssertionError("nobody answers")
 
     def holds(self, request_id: str, refs: Sequence[ChunkRef]) -> list[bool]:
-        now_s, told = lookups.time.monotonic(), self.lookup.told(request_id)
+        now_s, told = time.monotonic(), self.lookup.told(request_id)
         return [self.lookup.view.holds(ref, now_s, told) is True for ref in refs]
 
     def unknown(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
         """What another request would have to ask about."""
-        return self.lookup.view.unknown(refs, lookups.time.monotonic())
+        return self.lookup.view.unknown(refs, time.monotonic())
 
 
 @pytest.fixture
@@ -175,10 +176,10 @@ def test_all_requests_of_a_pass_have_one_budget(world: World, monkeypatch: pytes
     answer = world.lookup._directory.wait
 
     def wait(asked: Sequence[Question], timeout_s: float) -> bool:
-        """Each answer takes 2 ms."""
+        """Each answer takes 1.5 ms."""
         clock.waits.append(timeout_s)
-        clock.now_s += 0.002
-        return timeout_s > 0.002 and answer(asked, HANG_GUARD_S)
+        clock.now_s += 0.0015
+        return timeout_s > 0.0015 and answer(asked, HANG_GUARD_S)
 
     monkeypatch.setattr(world.lookup._directory, "wait", wait)
     for _ in range(2):
@@ -191,8 +192,8 @@ def test_all_requests_of_a_pass_have_one_budget(world: World, monkeypatch: pytes
             else:
                 gate.open()
             world.lookup.answered(str(number), refs(number))
-        assert clock.waits == pytest.approx([PASS_BUDGET_S, PASS_BUDGET_S - 0.002, PASS_BUDGET_S - 0.004])
-        assert clock.now_s - begin_s == pytest.approx(0.006)
+        assert clock.waits == pytest.approx([PASS_BUDGET_S, PASS_BUDGET_S - 0.0015, PASS_BUDGET_S - 0.003])
+        assert clock.now_s - begin_s == pytest.approx(0.0045)
         gate.open()
         world.lookup.end_pass()
         world.lookup._took_s = 0.0
@@ -229,7 +230,7 @@ def test_who_has_waited_too_long_finds_nothing_and_others_are_told_all_the_same(
     assert world.ask("late", refs(1)) == [False]
     assert lookup.timeouts == 1
     assert world.unknown(refs(1)) == refs(1), "that nobody answered is no answer"
-    assert lookup.view.unknown(refs(1, 2), lookups.time.monotonic(), lookup.told("late")) == [], "it asks nothing more"
+    assert lookup.view.unknown(refs(1, 2), time.monotonic(), lookup.told("late")) == [], "it asks nothing more"
     gate.open()
     lookup._timeout_s = HANG_GUARD_S
     assert world.ask("next", refs(1)) == [True]
@@ -279,7 +280,7 @@ def test_what_was_removed_is_not_loaded_by_who_was_told_of_it_before(world: Worl
     world.new(hold_s=0.0)
     world.remote.there = set(refs(1, 2, 3))
     assert world.ask("one", refs(1, 2, 3)) == [True, True, True]
-    world.lookup.view.deny(refs(1), lookups.time.monotonic())
+    world.lookup.view.deny(refs(1), time.monotonic())
     world.lookup.view.forget(refs(2))
     assert world.holds("one", refs(1, 2, 3)) == [False, False, True]
     assert world.ask("two", refs(1, 2, 3)) == [True, True, True], "asked anew"
