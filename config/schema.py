@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.codecs import CODEC_NAMES
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
+from kvstore.config.places import ListedPlace
 from kvstore.errors import ConfigError
 from kvstore.loopback import is_loopback
 from kvstore.policies import POLICIES, choose_policy
@@ -270,7 +271,7 @@ class StoreConfig(BaseModel):
         default=3.0,
         ge=0,
         le=_MAX_TIMEOUT_S,
-        description="How long an answer of the remote tier counts about what it holds.",
+        description="How long an answer of the remote tier counts about what it holds. 0: for the request that asked.",
     )
     max_remote_queue: Annotated[int | None, Unit("chunks")] = Field(
         default=None,
@@ -282,7 +283,8 @@ class StoreConfig(BaseModel):
         default=500,
         ge=1,
         le=60_000,
-        description="How long a request may wait to learn what the remote tier holds; then it is computed.",
+        description="How long a request may wait to learn what the remote tier holds; then it is computed, and nothing "
+        "is concluded for others.",
     )
     required: bool = Field(
         default=True,
@@ -352,7 +354,8 @@ class StoreConfig(BaseModel):
     )
     pd_bidirectional: bool = Field(
         default=False,
-        description="A prefill engine also takes from the decode engine what that holds of the next turn.",
+        description="A prefill engine also takes from the decode engine what that holds of the next turn, if that is "
+        "in `pd_allowed_hosts` with its port, or in `peers`.",
     )
     pd_buffer_size: Annotated[int, Unit("bytes per worker")] = Field(
         default=GIB_BYTES,
@@ -372,8 +375,9 @@ class StoreConfig(BaseModel):
     )
     pd_allowed_hosts: tuple[str, ...] | None = Field(
         default=None,
-        description="Hosts to which requests may have KV sent, or fetched from; a list, or text with commas. If null, "
-        "loopback, `pd_peer_host` and the hosts in `peers`.",
+        description="Hosts to which requests may have KV sent; a list, or text with commas. If null, loopback, "
+        "`pd_peer_host` and the hosts in `peers`. An entry `host:port` is also an engine that a request may name as "
+        "one that has its KV, with `pd_bidirectional`: it is then read for that request.",
     )
     pd_timeout_ms: Annotated[int, Unit("milliseconds")] = Field(
         default=10_000,
@@ -446,16 +450,25 @@ class StoreConfig(BaseModel):
 
     @property
     def allowed_hosts(self) -> frozenset[str]:
-        """The hosts that requests may name, in lower case; ``allows_host`` asks it."""
+        """The hosts to which requests may have KV sent, in lower case; ``allows_host`` asks it."""
         if self.pd_allowed_hosts is not None:
-            return frozenset(host.lower() for host in self.pd_allowed_hosts)
+            return frozenset(ListedPlace.parse(text).host for text in self.pd_allowed_hosts)
         named = (urlsplit(url).hostname or "" for url in self.peers)
         return frozenset({self.pd_peer_host.lower(), *named})
 
     def allows_host(self, host: str) -> bool:
-        """Whether a request may have KV sent to a host, or fetched from there."""
+        """Whether a request may have KV sent to a host."""
         is_listed = host.lower() in self.allowed_hosts
         return is_listed or (self.pd_allowed_hosts is None and is_loopback(host))
+
+    @property
+    def sources(self) -> frozenset[ListedPlace]:
+        """The engines that a request may name as one that has its KV, each with its port. No host is one by itself."""
+        if not self.goes_both_ways:
+            return frozenset()
+        listed = map(ListedPlace.parse, self.pd_allowed_hosts or ())
+        peers = (ListedPlace(parts.hostname or "", parts.port) for parts in map(urlsplit, self.peers))
+        return frozenset(place for place in (*listed, *peers) if place.port is not None)
 
     @property
     def remote_codec(self) -> str:
@@ -526,6 +539,16 @@ class StoreConfig(BaseModel):
     def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not set(value) <= set(REQUEST_FIELDS):
             raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
+        return value
+
+    @field_validator("pd_allowed_hosts")
+    @classmethod
+    def _known_places(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            for text in value or ():
+                ListedPlace.parse(text)
+        except ValueError as error:
+            raise PydanticCustomError("places", "must name hosts, or hosts with a port: 10.0.0.5:7300") from error
         return value
 
     @field_validator("peers")

@@ -37,7 +37,7 @@ from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import IndexCounters, Match, Place
-from kvstore.remote import RemoteView
+from kvstore.remote import RemoteView, Told
 from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
 from kvstore.tiers.base import ChunkRef, TierCounters
 
@@ -174,12 +174,12 @@ class CacheEngine:
         if tier != "cpu":
             raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
         hasher = hash_tokens(self.layout, tokens, extras)
-        self._ask_remote(hasher)
+        told = self._ask_remote(hasher)
         with self._turn():
             with self._index_lock:
                 self._begin_decision()
-                refs = self._index.lookup(hasher).refs if self._options.local_cpu else ()
-                steps = self._index.prepare_load(refs)
+                refs = self._index.lookup(hasher, told=told).refs if self._options.local_cpu else ()
+                steps = self._index.prepare_load(refs, told)
             self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
             with self._index_lock:
                 here = list(takewhile(lambda step: self._index.in_memory(step.ref.prefix_key), steps))
@@ -391,31 +391,38 @@ class CacheEngine:
         self._index.set_disk_answers(answers=self._tiers.disk_answers)
         self._index.set_remote_answers(answers=self._tiers.remote_answers)
 
-    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> None:
+    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Told:
         """Find out what the remote tier holds of a sequence, if there is one."""
+        told = Told()
         if self._directory is not None:
-            self._match(hasher, lambda _: None, skip_tokens)
+            self._match(hasher, lambda _: None, skip_tokens, told)
+        return told
 
-    def _match(self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0) -> Result:
+    def _match(
+        self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0, told: Told | None = None
+    ) -> Result:
         """Decide on the longest prefix that is known, under the lock, after the remote tier was asked for what is not.
 
-        The index knows its answers for a while.
+        The index knows its answers for a while, and the call that is ``told`` them in any case.
         """
+        told = told or Told()
         for _ in range(QUESTION_ROUNDS):
             with self._index_lock:
                 self._begin_decision()
                 clears = self._clears
-                match = self._index.lookup(hasher, skip_tokens)
-                questions = self._index.questions(hasher, match, skip_tokens)
+                match = self._index.lookup(hasher, skip_tokens, told)
+                questions = self._index.questions(hasher, match, skip_tokens, told)
                 if self._directory is None or self._view is None or not questions:
                     return then(match)
             answers = self._directory.answer(questions)
             with self._index_lock:
                 if clears == self._clears:  # or they are about what is gone
-                    self._view.note(questions, answers, time.monotonic())
+                    now_s = time.monotonic()
+                    self._view.note(questions, answers, now_s)
+                    self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s)
         with self._index_lock:
             self._begin_decision()
-            return then(self._index.lookup(hasher, skip_tokens))
+            return then(self._index.lookup(hasher, skip_tokens, told))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -431,15 +438,14 @@ class CacheEngine:
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
         request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)
-        self._ask_remote(request.hasher, request.begin)
-        return request
+        return request._replace(told=self._ask_remote(request.hasher, request.begin))
 
     def _plan_load(self, request: Request) -> list[LoadJob]:
         blocks_per_chunk, skip_blocks = self.layout.blocks_per_chunk, request.begin // self.layout.block_tokens
         with self._index_lock:
             self._begin_decision()
-            match = self._index.lookup(request.hasher, request.begin)
-            steps = self._index.prepare_load(match.refs)
+            match = self._index.lookup(request.hasher, request.begin, request.told)
+            steps = self._index.prepare_load(match.refs, request.told)
         jobs = []
         begin = match.first_chunk * blocks_per_chunk
         for step in steps:

@@ -26,7 +26,7 @@ from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.leases import Leases, LeaseView
 from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, MissReason, Place, StoreStep
 from kvstore.policies import Adaptive, Policy, open_policy
-from kvstore.remote import RemoteView
+from kvstore.remote import NOTHING_TOLD, RemoteView, Told
 from kvstore.tiers.base import ChunkRef
 
 QUESTION_ROUNDS = 2  # after which ``questions`` has been answered
@@ -199,25 +199,26 @@ class ChunkIndex:
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Match:
+    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0, told: Told = NOTHING_TOLD) -> Match:
         """The longest prefix of the hasher's tokens that could be loaded now, by one who has its ``skip_tokens``.
 
         Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
-        missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would.
+        missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would. Of a
+        remote tier counts what the view knows, and what the caller was ``told``.
         """
         first_chunk = skip_tokens // hasher.chunk_tokens
         blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
         found: list[ChunkRef] = []
         room = _StagingRoom(len(self._free_slots) + self._idle_slots)
         for key in hasher.chunk_keys()[first_chunk:]:
-            ref = self._find(key, blocks_per_chunk, room)
+            ref = self._find(key, blocks_per_chunk, room, told)
             if ref is None:
                 break
             found.append(ref)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
         block_keys = hasher.block_keys(first_chunk + len(found))
         for num_blocks in range(len(block_keys), 0, -1):
-            tail = self._find(block_keys[num_blocks - 1], num_blocks, room)
+            tail = self._find(block_keys[num_blocks - 1], num_blocks, room, told)
             if tail is not None:
                 found.append(tail)
                 num_tokens += num_blocks * hasher.block_tokens
@@ -246,12 +247,14 @@ class ChunkIndex:
             return MissReason.NO_ROOM
         return MissReason.TIER_DOWN if chunk.on_disk and not chunk.filling else MissReason.NOT_YET
 
-    def questions(self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0) -> list[ChunkRef]:
+    def questions(
+        self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
+    ) -> list[ChunkRef]:
         """What must be asked of the remote tier before a match is known to be the longest; none when it is.
 
         First the whole chunks behind the match, with the tails inside the first of them and those at the end of the
         sequence; in a second round, should it be needed, the tails inside the first one that is missing. The answers
-        go to the ``RemoteView``.
+        go to the ``RemoteView``, or to what the caller was ``told``.
         """
         if self._remote is None or not self._remote_answers:
             return []
@@ -265,26 +268,26 @@ class ChunkIndex:
             tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
             asked += [ChunkRef(key, number) for number, key in enumerate(tails, 1) if number > begin]
         unknown = [ref for ref in asked if not self._is_here(ref)]
-        return self._remote.unknown(unknown, self._now_s)
+        return self._remote.unknown(unknown, self._now_s, told)
 
-    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom) -> ChunkRef | None:
+    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
         """A chunk that could be loaded, counted into ``room``."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
-        return ref if self._is_remote(ref) and room.takes_new() else None
+        return ref if self._is_remote(ref, told) and room.takes_new() else None
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def prepare_load(self, refs: Sequence[ChunkRef]) -> list[LoadStep]:
+    def prepare_load(self, refs: Sequence[ChunkRef], told: Told = NOTHING_TOLD) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
 
-        Every step holds its chunk until ``complete_load``.
+        What the caller was ``told`` of a remote tier counts. Every step holds its chunk until ``complete_load``.
         """
         planned: list[tuple[_Chunk, Place]] = []
         for ref in refs:
-            source = self.source(ref)
+            source = self.source(ref, told)
             if source is None:
                 break
             chunk = self._chunks.setdefault(ref.prefix_key, _Chunk(ref))
@@ -304,14 +307,14 @@ class ChunkIndex:
         self._touch([step.ref.prefix_key for step in steps])
         return steps
 
-    def source(self, ref: ChunkRef) -> Place | None:
+    def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
         """Where a chunk would be loaded from now; None if nowhere."""
         chunk = self._chunks.get(ref.prefix_key)
         if chunk is not None and self._is_readable(chunk):
             if chunk.ref != ref:
                 return None
             return Place.DISK if chunk.slot is None else Place.MEMORY
-        return Place.REMOTE if self._is_remote(ref) else None
+        return Place.REMOTE if self._is_remote(ref, told) else None
 
     def complete_load(
         self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey]
@@ -349,7 +352,7 @@ class ChunkIndex:
     def _fail_remote_load(self, chunk: _Chunk) -> None:
         """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
         if self._remote is not None:
-            self._remote.note([chunk.ref], [False], self._now_s)
+            self._remote.deny([chunk.ref], self._now_s)
         if chunk.forgotten:
             return
         if chunk.disk_bytes:
@@ -604,7 +607,7 @@ class ChunkIndex:
         """Forget chunks whose bytes are wrong, wherever they are; the caller takes them off the remote tier."""
         self.remove(ref.prefix_key for ref in refs)
         if self._remote is not None:
-            self._remote.note(refs, [False] * len(refs), self._now_s)
+            self._remote.deny(refs, self._now_s)
 
     def remove_all(self) -> int:
         """Forget every chunk here and return how many there were; what is on disk is announced for removal."""
@@ -640,9 +643,9 @@ class ChunkIndex:
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is not None and self._is_readable(chunk)
 
-    def _is_remote(self, ref: ChunkRef) -> bool:
+    def _is_remote(self, ref: ChunkRef, told: Told) -> bool:
         """Whether a chunk that is not here could be loaded from the remote tier."""
-        if self._remote is None or not self._remote_answers or not self._remote.holds(ref, self._now_s):
+        if self._remote is None or not self._remote_answers or not self._remote.holds(ref, self._now_s, told):
             return False
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.slot is None)

@@ -50,7 +50,8 @@ class RemoteOptions:
         hold_s: how long such an answer counts.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False where another worker holds the same KV and sends it.
-        peers: servers of other engines' first workers, which are only read; None if none may be added, either.
+        peers: servers of other engines' first workers, which are only read; None for none, nor any ``sources``.
+        sources: the same, but each is only read for requests that name it.
         peer_settings: what a tier at a peer has.
         rank: of this worker, whose peers are at ports that much higher.
     """
@@ -64,6 +65,7 @@ class RemoteOptions:
     max_queue: int | None = None
     sends: bool = True
     peers: tuple[str, ...] | None = None
+    sources: tuple[str, ...] = ()
     peer_settings: Mapping[str, object] = field(default_factory=dict)
     rank: int = 0
 
@@ -165,15 +167,11 @@ class OpenTiers:
         """The bytes that a chunk takes on disk; None if it is not there."""
         return None if self.disk is None else self.disk.size_of(ref)
 
-    def add_peer(self, url: str) -> None:
-        """Read from the server of one more engine, if peers may be added.
-
-        Raises:
-            ConfigError: there is no such address.
-        """
+    def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
+        """Read some chunks from an engine that a request names, too, if it is one that may be named."""
         with_peers = find(self.remote, PeersTier) if self.remote is not None else None
         if with_peers is not None:
-            with_peers.add(url)
+            with_peers.read_from(source, refs)
 
     @property
     def disk_answers(self) -> bool:
@@ -275,7 +273,9 @@ def open_remote(
             tier = own
         else:
             open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
-            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout))
+            for url in options.sources:  # which are opened when they are named
+                at_rank(url, options.rank)
+            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout, sources=options.sources))
         opened.pop_all()
     return tier
 

@@ -158,11 +158,12 @@ class OfflineEngine:
         """For each chunk, whether it is in every tier that outlives this process, of every worker."""
         if not refs:
             return []
-        remote = self._directory.answer(refs) if self._directory else [False] * len(refs)
+        answers = self._directory.answer(refs) if self._directory else [False] * len(refs)
+        remote = [bool(is_there) for is_there in answers]
         if self._is_remote_read_only:
             return [has or self._on_disk(ref) for ref, has in zip(refs, remote, strict=True)]
         if self._directory is not None and not self._config.local_disk_folders:
-            return list(remote)
+            return remote
         return [self._on_disk(ref) and (has or not self._directory) for ref, has in zip(refs, remote, strict=True)]
 
     def compute(self, work: Sequence[Work]) -> int:

@@ -62,6 +62,13 @@ class Fetch:
     has_gaps: bool = False
 
 
+class Sourced(NamedTuple):
+    """Chunks of a request that names an engine which has them."""
+
+    source: str
+    refs: Sequence[ChunkRef]
+
+
 @dataclass
 class StepPlan:
     """Scheduler to workers: what to move in this step; every worker carries out the same plan on its shard.
@@ -76,7 +83,7 @@ class StepPlan:
         removals: chunks that must leave the disk, before anything else.
         recalls: chunks that must leave the remote tier, too.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
-        peers: addresses of other engines that requests have named, to be read from now on.
+        sourced: chunks to be loaded, for requests that name an engine to read them from.
     """
 
     number: int
@@ -87,7 +94,7 @@ class StepPlan:
     removals: list[ChunkRef] = field(default_factory=list)
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
-    peers: tuple[str, ...] = ()
+    sourced: list[Sourced] = field(default_factory=list)
     computes: bool = False
 
 

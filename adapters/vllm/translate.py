@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 import vllm
@@ -17,7 +18,7 @@ import vllm
 from kvstore.adapters.vllm.blocks import NULL_BLOCK
 from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.controls import SchedulerControls
-from kvstore.adapters.vllm.disagg import Handover, parse_handover
+from kvstore.adapters.vllm.disagg import Handover, parse_handover, server_url
 from kvstore.adapters.vllm.handovers import HandoverOptions
 from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
@@ -228,11 +229,13 @@ def handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverOp
         return None
     transfer = vllm_config.kv_transfer_config
     own = (config.pd_peer_host, _port_of(vllm_config, config, rank=0)) if config.listens else None
+    sources = config.sources
     return HandoverOptions(
         sends=transfer.is_kv_producer,
         receives=transfer.is_kv_consumer,
         own=own,
         allows_host=config.allows_host,
+        allows_source=lambda host, port: (host.lower(), port) in sources,
         timeout_s=config.pd_timeout_ms / 1000,
         answers=config.pd_bidirectional and transfer.is_kv_consumer,
     )
@@ -358,7 +361,14 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         max_queue=0 if is_read_only else config.max_remote_queue,
         peers=config.peers if config.peers or config.enable_pd else None,
         peer_settings=_given({**of_servers, **keys}),
+        sources=_sources(config),
     )
+
+
+def _sources(config: StoreConfig) -> tuple[str, ...]:
+    """The addresses of engines that requests may name, but for those that are read anyway."""
+    peers = {(parts.hostname, parts.port) for parts in map(urlsplit, config.peers)}
+    return tuple(sorted(server_url(host, port) for host, port in config.sources - peers if port is not None))
 
 
 def _given(settings: Mapping[str, object]) -> dict[str, object]:

@@ -20,7 +20,6 @@ from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
 from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.copiers import copy_threads
 from kvstore.deviation import tolerance
-from kvstore.errors import ConfigError
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.meters import WorkerMeter, push_totals
@@ -175,19 +174,12 @@ class StoreWorker:
             self._mover.reset(namespace)
             self._end_pushes()
             self._push_namespace = namespace
-        for url in plan.peers:
-            self._add_peer(url)
+        for sourced in plan.sourced:
+            self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
         self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
             self._courier.fetch(fetch)
-
-    def _add_peer(self, url: str) -> None:
-        try:
-            self._tiers.add_peer(url)
-        except ConfigError as error:
-            if self._throttle.is_due("peer"):
-                logger.warning("another engine cannot be read: %s; this stays unsaid for a minute", error)
 
     def load(self) -> None:
         """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""

@@ -84,9 +84,7 @@ class TestDiskThreads:
         assert [record.levelno for record in caplog.records if "disk failed" in record.message] == [logging.ERROR]
 
     @pytest.mark.parametrize("broken", ["get", "remove", "clear"])
-    def test_nobody_waits_for_what_failed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
-    ) -> None:
+    def test_nobody_waits_for_what_failed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
         def fail(*_: object) -> None:
             raise ZeroDivisionError("broken on purpose")
 

@@ -90,6 +90,7 @@ LEVELS = {
     "kvstore.metrics": 4,
     "kvstore.remote": 3,
     "kvstore.directory": 9,
+    "kvstore.questions": 3,
     "kvstore.index": 5,
     "kvstore.deviation": 3,
     "kvstore.staging": 1,

@@ -199,6 +199,8 @@ class Setup:
     push_slots: int = 8
     port: int | None = None  # of the first rank's own server, for other engines
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
+    sources: tuple[str, ...] = ()  # other engines that requests may name
+    lookup_timeout_s: float = 5.0
     min_remote_tokens: int = 0
 
 
@@ -206,7 +208,10 @@ def _remote_of(setup: Setup) -> RemoteOptions | None:
     """What comes from elsewhere: from a tier in a dictionary, or over real sockets."""
     if setup.port is not None or setup.peers is not None:
         num_sends = 0 if setup.port is None else 64
-        return RemoteOptions(None, lookup_timeout_s=5.0, hold_s=0.2, max_queue=num_sends, peers=setup.peers or ())
+        peers, timeout_s = setup.peers or (), setup.lookup_timeout_s
+        return RemoteOptions(
+            None, lookup_timeout_s=timeout_s, hold_s=0.2, max_queue=num_sends, peers=peers, sources=setup.sources
+        )
     return None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
 
 
