@@ -397,16 +397,6 @@ class CircuitBreaker(TierWrapper):
         self._recoveries += 1
         return logging.INFO, f"the {self.name} tier works again"
 
-    def _owe_again(
-        self, overtaken: Sequence[ChunkRef], transfers: Sequence[Transfer], outcomes: Sequence[Outcome]
-    ) -> None:
-        """Remember removals in whose place a put was to come that did not: the old chunk is still there."""
-        if not overtaken:
-            return
-        stored = {ref for (ref, _), outcome in zip(transfers, outcomes, strict=False) if outcome is Outcome.STORED}
-        with self._lock:
-            self._owed.update(dict.fromkeys(ref for ref in overtaken if ref not in stored))
-
     def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
         """Remove chunks, and those whose removal is owed.
 
