@@ -27,6 +27,7 @@ _MAX_TIMEOUT_S: Final = 86_400
 _END_PORT: Final = 65_536
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """What vLLM's ``kv_role`` is where LMCache's ``pd_role`` is such."""
+_MAX_PIN_S: Final = 365 * 86_400
 _NAIVE: Final = "naive"  # LMCache's word for none
 
 
@@ -126,6 +127,12 @@ class StoreConfig(BaseModel):
         default=False,
         description="Store nothing; what is stored already is still loaded. Meant for the variable "
         "`KVSTORE_FORCE_SKIP_SAVE`, which may also be 1 or 0.",
+    )
+    pin_max_secs: Annotated[float, Unit("seconds")] = Field(
+        default=86_400.0,
+        gt=0,
+        le=_MAX_PIN_S,
+        description="How long a pin that a request asked for lasts, unless it is renewed.",
     )
     min_retrieve_tokens: Annotated[int, Unit("tokens")] = Field(
         default=0,
@@ -305,6 +312,12 @@ class StoreConfig(BaseModel):
         default=None,
         min_length=1,
         description="Folder of the public keys of those who may come in from other hosts.",
+    )
+    server_operators: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of `server_clients` may also clear, pin and explain from another host: names with commas "
+        "between them, or `*` for whoever can connect. If null, only the server's own user, over `kvs+ipc://`.",
     )
     server_quotas: str | None = Field(
         default=None,

@@ -27,7 +27,7 @@ from kvstore.server.doors import Doors
 from kvstore.server.freight import Ways
 from kvstore.server.intake import Intake
 from kvstore.server.locks import Locks
-from kvstore.server.options import ServerOptions
+from kvstore.server.options import ANYBODY, ServerOptions
 from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool
 from kvstore.server.reports import Reporter
@@ -81,6 +81,7 @@ class Hub:
         self._hurry = threading.Event()
         self._throttle = Throttle()
         self._expired_s = 0.0
+        self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
         self._farewells: zmq.Socket[bytes] | None = None
@@ -166,9 +167,16 @@ class Hub:
             self.pool.free,
         )
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
-        ways = Ways(self._send, self._report, self._is_open, self._stats, time.monotonic)
+        ways = Ways(self._send, self._report, self._is_open, self._stats, self._may_order, time.monotonic)
         self.service = Service(
-            self.pool, self.stock, self.sessions, shelves, ways, max_writes=options.max_writes, owner=self._owner
+            self.pool,
+            self.stock,
+            self.sessions,
+            shelves,
+            ways,
+            max_writes=options.max_writes,
+            pin_max_s=options.pin_max_s,
+            owner=self._owner,
         )
         opened.callback(self.service.close)
         self._reporter = Reporter(self.pool, self.stock, self.sessions, shelves, self.service)
@@ -272,12 +280,15 @@ class Hub:
                 return
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        self._at_hand = frames
         try:
             self.service.handle(peer, [frame.buffer for frame in frames])
             if peer.door == _TCP:
                 self._note_connection(peer, frames[0])
         except ProtocolError as error:
             self._kick(peer, str(error))
+        finally:
+            self._at_hand = ()
 
     def _fd_of(self, peer: Peer, frame: zmq.Frame) -> int:
         session = self.sessions.by_peer.get(peer)
@@ -345,6 +356,15 @@ class Hub:
     def _stats(self) -> dict[str, Any]:
         refused = self.num_strangers + (self._locks.refused if self._locks else 0)
         return {**self._reporter.tree(), "malformed": self.num_malformed, "refused": refused}
+
+    def _may_order(self, peer: Peer) -> bool:
+        """Whether who sent the message at hand may give orders: on this host our own user, elsewhere who is named."""
+        if peer.door == _IPC or ANYBODY in self.options.operators:
+            return True
+        try:
+            return self.options.keys is not None and self._at_hand[0].get("User-Id") in self.options.operators
+        except zmq.ZMQError:  # it came without a key
+            return False
 
     def _is_open(self, token: bytes) -> bool:
         return self._doors is not None and self._doors.is_open(token)

@@ -33,7 +33,7 @@ class Intake:
         self._is_skipping = False
 
     def take(self) -> Message | None:
-        """The next message; None if there is none, or so many frames were thrown away that others should have a turn."""
+        """The next message; None if there is none, or so many frames were thrown away that it is others' turn."""
         try:
             if self._is_skipping and not self._skip():
                 return None

@@ -19,7 +19,6 @@ from kvstore.server.spaces import NO_QUOTA, Space
 from kvstore.server.stock import Stock
 from kvstore.wire import fields_bytes
 
-
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
 

@@ -1,8 +1,8 @@
 """Connections that send bytes of which no message comes.
 
-ZeroMQ bounds the length of a frame but not their number, and hands over only messages that have ended. So one that never
-ends would fill the memory unseen. The kernel counts the bytes that came through a connection: if they grow and grow while
-no message comes, the connection is cut off, and ZeroMQ lets go of what it has of it.
+ZeroMQ bounds the length of a frame but not their number, and hands over only messages that have ended. So one that
+never ends would fill the memory unseen. The kernel counts the bytes that came through a connection: if they grow and
+grow while no message comes, the connection is cut off, and ZeroMQ lets go of what it has of it.
 """
 
 from __future__ import annotations
