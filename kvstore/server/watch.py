@@ -39,7 +39,7 @@ class _Connection:
 
     own: socket.socket
     heard_bytes: int = 0
-    is_heard: bool = True
+    is_heard: bool = False
 
     @property
     def received_bytes(self) -> int:

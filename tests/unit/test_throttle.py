@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from kvstore import throttle
 from kvstore.throttle import MAX_CAUSES, Throttle
 
 
 def test_causes_that_strangers_choose_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(throttle.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     limited = Throttle(60.0)
     due = [limited.is_due(f"10.0.{number // 256}.{number % 256}") for number in range(10_000)]
     assert sum(due) == MAX_CAUSES == len(limited._last_s)
@@ -24,7 +25,7 @@ def test_causes_that_strangers_choose_take_no_room(monkeypatch: pytest.MonkeyPat
 
 def test_each_cause_has_a_minute_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(throttle.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     limited = Throttle(60.0)
     assert limited.is_due("")
     now_s = 30.0
