@@ -325,6 +325,12 @@ class StoreConfig(BaseModel):
         min_length=1,
         description="Folder of the public keys of those who may come in from other hosts.",
     )
+    server_operators: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of `server_clients` may also clear, pin and explain from another host: names with commas "
+        "between them, or `*` for whoever can connect. If null, only the server's own user, over `kvs+ipc://`.",
+    )
     server_quotas: str | None = Field(
         default=None,
         min_length=1,

@@ -123,6 +123,8 @@ def server_options(config: StoreConfig) -> ServerOptions:
         quotas=parse_quotas(config.server_quotas or ""),
         drain_s=config.server_drain_secs,
         max_writes=config.max_write_queue or 64,
+        operators=frozenset(filter(None, map(str.strip, (config.server_operators or "").split(",")))),
+        pin_max_s=config.pin_max_secs,
     )
 
 

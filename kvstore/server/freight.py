@@ -35,6 +35,7 @@ class Ways:
         report: takes what is to be done by the thread that decides.
         is_open: whether a token is that of a connection to the unix socket.
         stats: everything counted.
+        may_order: whether who just sent something is one of those who run the server.
         now: seconds.
     """
 
@@ -42,6 +43,7 @@ class Ways:
     report: Callable[[Callable[[], None]], None]
     is_open: Callable[[bytes], bool]
     stats: Callable[[], dict[str, Any]]
+    may_order: Callable[[Peer], bool]
     now: Callable[[], float]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
 from kvstore.server.freight import Freight, Ways
+from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
 from kvstore.server.places import Places
 from kvstore.server.pool import Pool
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; they are in memory, and beyond that stay there only
+_NO_OPERATOR: Final = (
+    "this is for those who run the server: ask over its kvs+ipc address, or as one of its server_operators"
+)
 _MAX_TOUCHES: Final = 256  # lookups that the policies are yet to hear of
 
 
@@ -43,6 +46,7 @@ class Service:
         shelves: the disk, or None.
         ways: to the outside.
         max_writes: chunks on their way to disk at once.
+        pin_max_s: how long a pin lasts at most.
         owner: the engine whose chunks are the only ones taken; None for everybody's.
     """
 
@@ -55,6 +59,7 @@ class Service:
         ways: Ways,
         *,
         max_writes: int,
+        pin_max_s: float,
         owner: Owner | None = None,
     ) -> None:
         self.is_closing = False
@@ -69,6 +74,7 @@ class Service:
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
         self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
         self._places = Places(pool, stock, sessions, shelves, ways, keeper=self)
+        self._orders = Orders(stock, ways, pin_max_s, self._clear_space)
         self._freight = Freight(pool, sessions, ways)
 
     @property
@@ -130,9 +136,10 @@ class Service:
         self.sweep()
 
     def expire(self) -> None:
-        """End the clients of whom nothing was heard for too long."""
+        """End the clients of whom nothing was heard for too long, and whatever else has had its time."""
         for session in self._sessions.expire(self._ways.now()):
             self.end(session)
+        self._stock.pins.expire(self._ways.now())
         self._stock.forget_empty()
         self.sweep()
 
@@ -167,15 +174,13 @@ class Service:
             case wire.Hello():
                 return self._hello(peer, request)
             case wire.Ping():
-                return _report(request, {"status": "closing" if self.is_closing else "ok"})
+                return report(request, {"status": "closing" if self.is_closing else "ok"})
             case wire.Stats():
-                return _report(request, self._ways.stats())
-            case wire.ClearSpaces():
-                return self._clear_spaces(request)
-            case wire.Pin():
-                return self._pin(request)
-            case wire.Explain():
-                return self._explain(request)
+                return report(request, self._ways.stats())
+            case wire.ClearSpaces() | wire.Pin() | wire.Explain() | wire.Pins() | wire.UnpinSpaces():
+                if not self._ways.may_order(peer):
+                    return wire.Refused(request.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
+                return self._orders.carry_out(request)
         return None
 
     def _serve(self, session: Session, request: wire.Request, frames: Sequence[Buffer]) -> None:
@@ -247,23 +252,6 @@ class Service:
         self._stock.limit(space, capacity_bytes)
         self._sessions.begin(peer, space, capacity_bytes, request.token, self._ways.now())
         return wire.Welcome(request.serial, self._pool.num_bytes, self._usage(space))
-
-    def _clear_spaces(self, request: wire.ClearSpaces) -> wire.Answer:
-        spaces = [s for s in self._stock.spaces.values() if not request.space or s.id == request.space]
-        return _report(request, {"chunks": sum(map(self._clear_space, spaces))})
-
-    def _pin(self, request: wire.Pin) -> wire.Answer:
-        space = self._stock.spaces.get(request.space)
-        if space is None:
-            return wire.Refused(request.serial, Refusal.UNKNOWN, "there is no such namespace")
-        count = self._stock.pin(space, wire.unpack_refs(request.refs), is_wanted=request.is_wanted)
-        return _report(request, {"chunks": count})
-
-    def _explain(self, request: wire.Explain) -> wire.Answer:
-        space = self._stock.spaces.get(request.space)
-        if space is None:
-            return wire.Refused(request.serial, Refusal.UNKNOWN, "there is no such namespace")
-        return _report(request, {"chunks": [self._stock.why(space, ref) for ref in wire.unpack_refs(request.refs)]})
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
@@ -339,7 +327,3 @@ class Service:
             self.sweep()
 
         self._shelves.write(chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), written)
-
-
-def _report(request: wire.Request, tree: object) -> wire.Report:
-    return wire.Report(request.serial, json.dumps(tree).encode())

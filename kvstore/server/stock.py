@@ -19,6 +19,7 @@ from kvstore.layout import KVLayout
 from kvstore.plans import MissReason
 from kvstore.policies import Policy, open_policy
 from kvstore.runs import PAGE_BYTES, Run
+from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.tiers.base import ChunkRef, Outcome
@@ -61,7 +62,7 @@ class Stock:
         self.departed = Departed()
         self.stamp = options.first_stamp  # counts changes of what anybody is told about sizes
         self.num_displaced = 0  # chunks that made room, so far: the work that this has cost
-        self.pinned_bytes = 0
+        self.pins = Pins()
         self._options = options
         self._free = free
         self._memory = open_policy(options.policy, options.pool_bytes)
@@ -79,6 +80,11 @@ class Stock:
     def num_on_disk(self) -> int:
         """Chunks on disk."""
         return len(self._disk)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of chunks that are pinned."""
+        return self.pins.used_bytes
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
@@ -304,19 +310,25 @@ class Stock:
         space.epoch += 1
         return self.remove(space, list(space.chunks))
 
-    def pin(self, space: Space, refs: Iterable[ChunkRef], *, is_wanted: bool) -> int:
-        """Keep chunks from eviction, or no longer; of how many that was said. At most half of the memory is pinned."""
+    def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
+        """Keep chunks from eviction until then; of how many that was said. At most half of the memory is pinned."""
         count = 0
         for ref in refs:
             chunk = space.chunks.get(ref)
-            if chunk is None or chunk.is_pinned == is_wanted:
+            if chunk is None:
                 continue
-            if is_wanted and self.pinned_bytes + chunk.size_bytes > self._options.pool_bytes // 2:
+            if not chunk.is_pinned and self.pinned_bytes + chunk.size_bytes > self._options.pool_bytes // 2:
                 break
-            chunk.is_pinned = is_wanted
-            self.pinned_bytes += chunk.size_bytes if is_wanted else -chunk.size_bytes
+            self.pins.set(chunk, end_s)
             count += 1
         return count
+
+    def unpin(self, chunks: Iterable[Chunk]) -> int:
+        """Keep chunks no longer; how many were pinned."""
+        pinned = [chunk for chunk in chunks if chunk.is_pinned]
+        for chunk in pinned:
+            self.pins.drop(chunk)
+        return len(pinned)
 
     def _drop(self, chunk: Chunk, reason: MissReason) -> None:
         """Make a chunk unreachable, and free what nobody uses."""
@@ -333,8 +345,7 @@ class Stock:
             self._forget_in(self._disk, chunk, reason)
             self._removals.append((space, chunk.ref))
             chunk.disk_bytes = 0
-        if chunk.is_pinned:
-            self.pinned_bytes -= chunk.size_bytes
+        self.pins.drop(chunk)
         chunk.is_gone = True
         if not chunk.uses:
             self._unmap(chunk)

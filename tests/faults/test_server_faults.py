@@ -24,7 +24,15 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from support.cache_server import ServerProcess, ServerThread, mapped_pools, serving_ipc, serving_tcp, short_folder
+from support.cache_server import (
+    ServerProcess,
+    ServerThread,
+    mapped_pools,
+    raw_peer,
+    serving_ipc,
+    serving_tcp,
+    short_folder,
+)
 from support.redis_server import free_port, wait_for
 
 from kvstore import wire
@@ -541,15 +549,6 @@ class TestMalformed:
             link.ask(wire.Lookup(2, b""), wire.Held)
         link.close()
         context.term()
-
-
-def raw_peer(server: ServerThread) -> socket.socket:
-    """A connection that has said all that ZeroMQ wants to hear at first."""
-    connection = socket.create_connection(("127.0.0.1", server.hub.tcp_port))
-    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY\x0bSocket-Type" + len(b"DEALER").to_bytes(4, "big") + b"DEALER"
-    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
-    return connection
 
 
 def fuzz(server: ServerThread, count: int) -> None:

@@ -127,9 +127,19 @@ class StockMachine(RuleBasedStateMachine):
         self.stock.clear(self.clients[who].space)
         assert not self.clients[who].space.chunks
 
-    @rule(who=st.integers(0, 5), ref=REFS, is_wanted=st.booleans())
-    def pin(self, who: int, ref: ChunkRef, is_wanted: bool) -> None:
-        self.stock.pin(self.clients[who].space, [ref], is_wanted=is_wanted)
+    @rule(who=st.integers(0, 5), ref=REFS, end_s=st.integers(1, 20))
+    def pin(self, who: int, ref: ChunkRef, end_s: int) -> None:
+        self.stock.pin(self.clients[who].space, [ref], end_s)
+
+    @rule(who=st.integers(0, 5), ref=REFS)
+    def unpin(self, who: int, ref: ChunkRef) -> None:
+        chunks = self.clients[who].space.chunks
+        self.stock.unpin([chunks[ref]] if ref in chunks else [])
+
+    @rule(now_s=st.integers(1, 20))
+    def end_pins(self, now_s: int) -> None:
+        self.stock.pins.expire(now_s)
+        assert all(chunk.pin_end_s > now_s for chunk in self.stock.pins)
 
     @rule(who=st.integers(0, 5), chance=SELDOM)
     def vanish(self, who: int, chance: int) -> None:
@@ -182,6 +192,7 @@ class StockMachine(RuleBasedStateMachine):
         assert self.stock.num_on_disk == sum(chunk.disk_bytes > 0 for chunk in chunks)
         assert self.stock.num_in_memory == sum(bool(chunk.runs) for chunk in chunks)
         assert self.stock.pinned_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.is_pinned)
+        assert set(self.stock.pins) == {chunk for chunk in chunks if chunk.is_pinned}
         assert all(chunk.runs or chunk.disk_bytes for chunk in chunks)
 
     @invariant()

@@ -79,9 +79,13 @@ def test_what_comes_while_a_clear_ends_stays_behind_what_came_before_it(bench: B
     """Of one file: a removal that overtook a write would leave the file there."""
     turns, order = bench.turns, []
 
+    def newcomer(end: End) -> None:
+        order.append("newcomer")
+        end()
+
     def begin_first(end: End) -> None:
         order.append("first")
-        turns.take(SPACE, b"a", Work(lambda end: (order.append("newcomer"), end())[1], lambda: None))
+        turns.take(SPACE, b"a", Work(newcomer, lambda: None))
         end()
 
     def begin_second(end: End) -> None:
