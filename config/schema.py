@@ -6,6 +6,7 @@ The names are LMCache's where both systems have the key, and as in LMCache a siz
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import unquote, urlsplit
@@ -19,7 +20,7 @@ from kvstore.config.places import ListedPlace
 from kvstore.errors import ConfigError
 from kvstore.loopback import is_loopback
 from kvstore.policies import POLICIES, choose_policy
-from kvstore.tiers import SCHEMES
+from kvstore.tiers import known_schemes, tier_behind
 
 GIB_BYTES: Final = 2**30
 HIDDEN: Final = "***"
@@ -216,7 +217,7 @@ class StoreConfig(BaseModel):
         description="A tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` (see [server.md]"
         "(server.md)), or Redis, `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` (see "
         "[redis.md](redis.md)); or, read-only, a pack: `pack:///path` (see [warming.md](warming.md#a-pack-as-a-tier)). "
-        "Without it nothing is shared.",
+        "A package that brings a tier brings its scheme, too (see [tiers.md](tiers.md)). Without it nothing is shared.",
     )
     remote_username: str | None = Field(
         default=None,
@@ -428,11 +429,10 @@ class StoreConfig(BaseModel):
         """Whether the end of a prompt that does not fill a chunk is stored."""
         return self.save_unfull_chunk and not self.discard_partial_chunks
 
-    @property
+    @cached_property  # the registry looks through all packages that are installed
     def shared_url(self) -> str | None:
         """``remote_url``, if it leads to a tier that there is."""
-        is_ours = self.remote_url is not None and self.remote_url.partition("://")[0] in SCHEMES
-        return self.remote_url if is_ours else None
+        return self.remote_url if _leads_here(self.remote_url) else None
 
     @property
     def listens(self) -> bool:
@@ -527,10 +527,16 @@ class StoreConfig(BaseModel):
     def _known_scheme(cls, value: str | None) -> str | None:
         if not value:
             return None
-        scheme, mark, _ = value.partition("://")
-        if not mark or scheme not in {*SCHEMES, *OTHER_SCHEMES}:
-            known = ", ".join(f"{name}://" for name in SCHEMES)
-            raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
+        try:
+            tier_behind(value)
+        except ConfigError as error:
+            scheme, mark, _ = value.partition("://")
+            known = known_schemes()
+            if mark and scheme in known:
+                raise PydanticCustomError("remote_url", "cannot be used: {problem}", {"problem": str(error)}) from error
+            if not mark or scheme not in OTHER_SCHEMES:
+                names = ", ".join(f"{name}://" for name in known)
+                raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": names}) from error
         return value
 
     @field_validator("request_fields", "peers", "pd_allowed_hosts", mode="before")
@@ -591,7 +597,7 @@ class StoreConfig(BaseModel):
         given = info.data
         if not ports or not _takes(given.get("enable_pd"), given.get("pd_role"), given.get("pd_bidirectional")):
             return value
-        if (info.data.get("remote_url") or "").partition("://")[0] in SCHEMES:
+        if _leads_here(info.data.get("remote_url")):
             message = "cannot be set together with remote_url: chunks go to this engine's own server; leave one out"
             raise PydanticCustomError("port", message)
         host = info.data.get("pd_peer_host", "127.0.0.1")
@@ -648,6 +654,14 @@ class StoreConfig(BaseModel):
             message = "must be greater than 0 because local_disk is set: say how many GiB of disk each worker may fill"
             raise PydanticCustomError("size_with_folder", message, {"because_of": "local_disk"})
         return value
+
+
+def _leads_here(url: str | None) -> bool:
+    """Whether a remote URL leads to a tier that there is; those of LMCache's may not."""
+    try:
+        return url is not None and bool(tier_behind(url))
+    except ConfigError:
+        return False
 
 
 def _takes(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:

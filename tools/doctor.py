@@ -16,7 +16,7 @@ from typing import Literal
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 from kvstore.hostlimits import available_memory_bytes
-from kvstore.tiers import SCHEMES
+from kvstore.tiers import leads_to
 from kvstore.tiers._folder import FolderLock, make_folder, probe_direct
 from kvstore.tiers._survey import held_bytes
 from kvstore.tools.console import size
@@ -67,7 +67,7 @@ def diagnose(
         yield Finding(
             "remote tier", "warning", "remote_url names a tier of LMCache's", "use redis://, see docs/redis.md"
         )
-    elif SCHEMES[url.partition("://")[0]] == "redis":
+    elif leads_to(url, "redis"):
         yield from _redis(config)
 
 

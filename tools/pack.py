@@ -15,7 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.packs import Pack, PackWriter, Shard, open_pack
 from kvstore.shelf import Shelf, shelves
-from kvstore.tiers import SCHEMES, open_tier
+from kvstore.tiers import leads_to, open_tier
 from kvstore.tiers._survey import held_bytes
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.pack import PackTier
@@ -276,7 +276,7 @@ def _import_one(source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, 
 @contextmanager
 def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[ChunkRef]) -> Iterator[Tier]:
     if target.url is not None:
-        if SCHEMES.get(target.url.partition("://")[0]) != "redis":
+        if not leads_to(target.url, "redis"):
             raise ConfigError("a pack is imported into a folder or a Redis")
         options = {**target.options, "url": target.url}
         if target.codec != "none":

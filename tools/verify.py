@@ -14,7 +14,7 @@ from kvstore.chunkfile import Damage
 from kvstore.errors import ConfigError
 from kvstore.packs import open_pack
 from kvstore.shelf import Place, Shelf, shelves
-from kvstore.tiers import SCHEMES
+from kvstore.tiers import leads_to
 from kvstore.tiers._folder import FOLDER_MODE, LOCK_FILE, FolderLock
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def verify(
         FolderOwnedError: ``fix``, and an engine is using the folder.
         TierError: the Redis does not answer.
     """
-    if SCHEMES.get(target.partition("://")[0]) == "redis":
+    if leads_to(target, "redis"):
         return _verify_redis(target, options or {}, fix=fix, tick=tick)
     if "://" in target:
         raise ConfigError(f"verify reads a folder or a Redis, and {target.partition('://')[0]}:// is neither")

@@ -16,6 +16,23 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def install(site: Path, name: str, entry: str, code: str | None = None) -> None:
+    """Put an installed package there, with one entry point and perhaps a module of its name."""
+    if code is not None:
+        (site / f"{name}.py").write_text(code)
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry)
+
+
+def install_example(site: Path) -> None:
+    """The package of docs/tiers.md, as pip would install it."""
+    (entry,) = (block for block in blocks("toml") if "kvstore.tiers" in block)
+    sections = re.sub(r'\[project\.entry-points\."(.*)"\]', r"[\1]", entry).replace('"', "")
+    install(site, MODULE, sections, blocks("python")[0])
+
+
 def load_test() -> type:
     """Run both blocks as the modules they stand for, and return the test class."""
     tier, test = blocks("python")
