@@ -1,4 +1,4 @@
-"""The code of docs/tiers.md: a tier, and its test class."""
+"""The code of docs/tiers.md, a tier and its test class, and of docs/policies.md, a policy and its own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tiers.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 MODULE = "kvstore_sqlite"
 
 
-def blocks(language: str) -> list[str]:
-    """The page's fenced blocks in a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    """A page's fenced blocks in a language, in order."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def load_policy_test() -> type:
+    """Run the page's only block, and return the test class."""
+    (code,) = blocks("policies.md", "python")
+    found: type = _run("test_my_policy", code).TestMyPolicy
+    return found
 
 
 def load_test() -> type:
     """Run both blocks as the modules they stand for, and return the test class."""
-    tier, test = blocks("python")
+    tier, test = blocks("tiers.md", "python")
     sys.modules[MODULE] = _run(MODULE, tier)
     try:
         found: type = _run(f"test_{MODULE}", test).TestSqliteTier
@@ -29,5 +37,5 @@ def load_test() -> type:
 
 def _run(name: str, code: str) -> ModuleType:
     module = ModuleType(name)
-    exec(compile(code, f"{PAGE.name}:{name}", "exec"), module.__dict__)
+    exec(compile(code, f"docs:{name}", "exec"), module.__dict__)
     return module

@@ -61,9 +61,9 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
+    (entry,) = (block for block in example_tier.blocks("tiers.md", "toml") if "kvstore.tiers" in block)
     section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
-    install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
+    install(site, example_tier.MODULE, section, example_tier.blocks("tiers.md", "python")[0])
     assert list(known_tiers()) == ["cpu", "disk", "gpu", "pack", "redis", "server", "sqlite"]
     tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
