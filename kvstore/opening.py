@@ -94,7 +94,7 @@ class EngineOptions:
 
     max_local_cpu_bytes: int
     local_cpu: bool = True
-    local_disk: Path | tuple[Path, ...] | None = None
+    local_disk: str | Path | tuple[str | Path, ...] | None = None
     max_local_disk_bytes: int = 0
     save_unfull_chunk: bool = True
     use_odirect: bool | None = None
@@ -199,7 +199,8 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
             f"{slot_bytes / 2**30:.3f} GiB: raise it"
         )
-    folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
+    named = (options.local_disk,) if isinstance(options.local_disk, str | Path) else options.local_disk or ()
+    folders = tuple(map(Path, named))
     disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
         cpu = CpuTier(SlabPool(num_slots, slot_bytes))

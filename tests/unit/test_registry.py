@@ -103,7 +103,7 @@ print("same", all(torch.equal(layers[name][:37], before[name][:37]) for name in 
 def test_a_configuration_uses_a_tier_of_another_package(site: Path, tmp_path: Path) -> None:
     """From the installed package to loaded KV, with nothing but its URL in the file, in a process of its own."""
     install_example(site)
-    (page,) = (block for block in example_tier.blocks("yaml") if "sqlite" in block)
+    (page,) = (block for block in example_tier.blocks("tiers.md", "yaml") if "sqlite" in block)
     (tmp_path / "kv").mkdir()
     text = page.replace("/var/lib/kvstore", str(tmp_path / "kv")).replace("20.0", "0.05")
     (tmp_path / "kvstore.yaml").write_text(text + "remote_required: true\n")
