@@ -536,6 +536,7 @@ class StoreScheduler:
             for step in index.prepare_load([ref]):
                 self._verifies.append(ReqMeta(request.request_id, verifies=[LoadJob(step, block_ids, 0)]))
                 self._step.verifies.append(step)
+            self._describe(index, tracker, [(ref, begin)])
 
     def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
