@@ -125,9 +125,8 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
         1: _Step(acked=0),
         2: _Step(acked=0, verifies=index.prepare_load([store.ref])),
     }
-    done = {"ranks_loaded": 1, "ranks_ended": 1}
-    scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, **done)}))
-    scheduler.complete(StepReport({2: StepResult(mismatches={key}, **done)}))
+    scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, ranks_loaded=1, ranks_ended=1)}))
+    scheduler.complete(StepReport({2: StepResult(mismatches={key}, ranks_loaded=1, ranks_ended=1)}))
     assert (key in index) is is_poisoned
 
 
