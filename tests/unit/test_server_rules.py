@@ -18,6 +18,7 @@ from kvstore.layout import KVLayout
 from kvstore.runs import PAGE_BYTES
 from kvstore.server.doors import make_private
 from kvstore.server.freight import Ways
+from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.service import Service
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer, Session, Sessions
@@ -230,7 +231,7 @@ def test_a_client_has_a_quarter_of_the_pool_at_most() -> None:
 class Desk:
     """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Owner | None = None) -> None:
         self.pool = Pool(8 * CHUNK_BYTES)
         self.stock = Stock(StockOptions(self.pool.num_bytes), self.pool.free)
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
@@ -241,7 +242,7 @@ class Desk:
         ways = Ways(
             lambda _peer, answer, _frames: self.sent.append(answer), self._report, self._is_open, dict, lambda: 0.0
         )
-        self.service = Service(self.pool, self.stock, self.sessions, None, ways, max_writes=1)
+        self.service = Service(self.pool, self.stock, self.sessions, None, ways, max_writes=1, owner=owner)
         self.peer = Peer(0, b"one")
 
     def _report(self, work: Callable[[], None]) -> None:
@@ -328,6 +329,19 @@ def test_a_token_is_good_while_its_connection_is_there() -> None:
     assert (type(refused), refused.reason) == (wire.Refused, Refusal.TOKEN)
     desk.open_tokens.add(token)
     assert isinstance(desk.hello(token), wire.Welcome)
+    desk.service.close()
+    desk.pool.close()
+
+
+def test_with_new_weights_the_chunks_of_the_old_ones_go_and_who_sent_them() -> None:
+    old = Namespace({"model": "mine"})
+    desk = Desk(Owner(old, LAYOUT))
+    assert isinstance(desk.hello(), wire.Welcome)
+    desk.store(ONE)
+    desk.service.enter(old.at_epoch("1"))
+    assert desk.pool.used_bytes == 0
+    assert not desk.sessions.by_peer
+    assert isinstance(desk.hello(), wire.Refused)
     desk.service.close()
     desk.pool.close()
 
