@@ -222,6 +222,20 @@ def test_every_shard_has_a_namespace_of_its_own() -> None:
     assert namespace(worker_config(tp=2)) != namespace(worker_config(tp=1))
 
 
+def test_every_worker_has_a_folder_of_its_own() -> None:
+    def folder(rank: int, tp: int, replica: int, replicas: int) -> tuple[Path, ...]:
+        config = worker_config(rank=rank, tp=tp)
+        config.parallel_config.data_parallel_rank = replica
+        config.parallel_config.data_parallel_size = replicas
+        store = CONFIG.model_copy(update={"local_disk": "/cache", "max_local_disk_size": 1.0})
+        return translate.engine_options(config, cache_config(), store).local_disk  # type: ignore[return-value]
+
+    assert folder(0, 1, 0, 1) == (Path("/cache"),)
+    workers = [folder(rank, 2, replica, 2) for replica in range(2) for rank in range(2)]
+    assert len(set(workers)) == 4
+    assert len({folder(0, 1, replica, 2) for replica in range(2)}) == 2
+
+
 @pytest.mark.parametrize(("tp", "replicas", "shards"), [(4, 4, 1), (4, 2, 2), (4, 1, 4)], ids=["MLA", "2 heads", "4"])
 def test_ranks_that_hold_the_same_share_a_namespace_and_one_sends(tp: int, replicas: int, shards: int) -> None:
     configs = [worker_config(rank=rank, tp=tp) for rank in range(tp)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers._redis_chunk import PART_BYTES, UNCOMMITTED_TTL_S
+from kvstore.tiers._redis_wire import Link, Reply
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.redis import RedisTier
 from kvstore.wrappers import Deadline
@@ -406,6 +407,43 @@ def test_chunks_expire(server: RedisServer) -> None:
     assert all(get(tier, ref) is Outcome.MISS for ref in REFS)
     assert tier.used_bytes == 0
     tier.close()
+
+
+def test_chunks_stay_for_good(server: RedisServer) -> None:
+    """Their parts were written under names that expire."""
+    tier = open_redis(f"redis://127.0.0.1:{server.port}")
+    put(tier, *REFS)
+    assert {server.admin().pttl(key) for key in values(server)} == {-1}
+    tier.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_replaces_a_damaged_chunk_is_not_removed_with_it(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another client stores it anew just before, or after, a reader looks once more at what it found damaged."""
+    one, other = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    put(one, REFS[0])
+    part = next(key for key in values(server) if not key.endswith(b":c"))
+    server.admin().setrange(part, 100, b"damaged")
+    real_ask = Link.ask
+
+    def ask(link: Link, commands: Sequence[bytes]) -> list[Reply]:
+        if not any(b"}:c" in command for command in commands):
+            return real_ask(link, commands)
+        monkeypatch.undo()
+        if when == "before":
+            put(other, REFS[0])
+        found = real_ask(link, commands)
+        if when == "after":
+            put(other, REFS[0])
+        return found
+
+    monkeypatch.setattr(Link, "ask", ask)
+    assert get(one, REFS[0]) is Outcome.HIT
+    assert other.contains(REFS[:1]) == [True]
+    for tier in (one, other):
+        tier.close()
 
 
 # Several clients

@@ -198,6 +198,16 @@ def test_names_that_are_no_chunks(fill: Fill) -> None:
     assert (fault.place, fault.damage) == (str(stray), "not a chunk's name")
 
 
+def test_what_was_set_aside_stays(fill: Fill) -> None:
+    """A chunk may be damaged, stored anew and damaged again."""
+    folder = fill([make_ref(1)])
+    for number in range(3):
+        fill([make_ref(1)])
+        diskwork.flip(path_of(folder, make_ref(1)), 5000 + number)
+        assert verify(str(folder), fix=True).fixed == 1
+    assert len(list((folder / QUARANTINE / MINE.id.hex()).iterdir())) == 3
+
+
 def test_beside_a_running_engine(tmp_path: Path) -> None:
     """Looking is allowed while chunks come and go; fixing is not."""
     tier = DiskTier(tmp_path, MINE, EVEN, 64 * CHUNK_BYTES)

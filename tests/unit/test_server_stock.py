@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.schedules import schedule_settings
 
 from kvstore.keys import Namespace
@@ -202,6 +202,6 @@ class StockMachine(RuleBasedStateMachine):
         assert self.sessions.leased_bytes == sum(lease.chunk.size_bytes for lease in leases)
 
 
-TestStock = StockMachine.TestCase
-TestStock.settings = schedule_settings(120, stateful_step_count=60)
-TestStock.pytestmark = [pytest.mark.schedules]
+@pytest.mark.schedules
+def test_every_page_is_accounted_for_in_any_order() -> None:
+    run_state_machine_as_test(StockMachine, settings=schedule_settings(120, stateful_step_count=60))

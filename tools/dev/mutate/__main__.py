@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="GLOB", default="*", help="those whose name (area/name) or file matches")
     parser.add_argument("--jobs", type=int, default=cores, help="copies of the tree side by side (default: the cores)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for the tests of one mutation")
-    parser.add_argument("--json", action="store_true", help="print JSON, and progress nowhere")
+    parser.add_argument("--json", action="store_true", help="print JSON; progress goes to standard error")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
     parser.add_argument("--list", type=Path, default=AREAS, help="the folder of the list")
     given = parser.parse_args(arguments)
-    console = Console(stderr=given.json, quiet=given.json)
+    console = Console(stderr=given.json)
     try:
         mutations = read_mutations(given.list, given.only)
     except ListError as error:
