@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import translate
-from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.adapterfiles import Adapter
+from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
@@ -226,9 +227,10 @@ def request(**fields: Any) -> Request:
     return Request(**{**defaults, **fields})
 
 
-def keys(request: Request, adapters: AdapterFiles | None = None) -> list[bytes]:
-    extras = translate.key_extras(request, adapters or AdapterFiles())
-    assert extras is not None
+def keys(request: Request) -> list[bytes]:
+    adapter = translate.adapter_of(request)
+    files = fingerprint_adapter(Path(adapter.folder)) if adapter is not None else ""
+    extras = translate.key_extras(request, lora_files=files)
     hasher = PrefixHasher(4 * BLOCK, BLOCK, extras)
     hasher.update(request.all_token_ids)
     return hasher.block_keys(0)
@@ -263,10 +265,10 @@ def test_what_a_client_asks_comes_from_both_places_and_transfer_params_count() -
 
 def test_tags_keep_apart() -> None:
     extras = [
-        translate.key_extras(request(), AdapterFiles(), RequestParams(tags=tags))
+        translate.key_extras(request(), RequestParams(tags=tags))
         for tags in ((), (("team", "red"),), (("team", "blue"),))
     ]
-    assert len({found.seed() for found in extras if found is not None}) == 3
+    assert len({found.seed() for found in extras}) == 3
 
 
 def test_salts_keep_apart() -> None:
@@ -283,22 +285,31 @@ def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> 
     assert len({plain[3], cat[3], dog[3], moved[3]}) == 4
 
 
-def test_lora_keeps_apart(lora: LoRARequest, tmp_path: Path) -> None:
-    adapters = AdapterFiles()
-    other = tmp_path / "other"
-    other.mkdir()
-    for path in tmp_path.glob("adapter*"):
-        shutil.copy(path, other)  # not the times: so other weights, for all one can tell
-    found = {
-        keys(request(lora_request=adapter), adapters)[0]
-        for adapter in (None, lora, LoRARequest("style", 2, str(other)), LoRARequest("other", 3, lora.lora_path))
-    }
-    assert len(found) == 4
+def test_lora_keeps_apart_and_a_copy_is_the_same(lora: LoRARequest, tmp_path: Path) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    for folder in (copy, other):
+        folder.mkdir()
+        for path in tmp_path.glob("adapter*"):
+            shutil.copyfile(path, folder / path.name)
+    (other / "adapter_model.safetensors").write_bytes(b"12345679")
+    plain, style, same, changed, renamed = (
+        keys(request(lora_request=adapter))[0]
+        for adapter in (
+            None,
+            lora,
+            LoRARequest("style", 2, str(copy)),
+            LoRARequest("style", 2, str(other)),
+            LoRARequest("other", 3, lora.lora_path),
+        )
+    )
+    assert style == same
+    assert len({plain, style, changed, renamed}) == 4
 
 
-def test_lora_loaded_in_place_is_not_shared(lora: LoRARequest) -> None:
+def test_lora_loaded_in_place_is_known_as_such(lora: LoRARequest) -> None:
     lora.load_inplace = True
-    assert translate.key_extras(request(lora_request=lora), AdapterFiles()) is None
+    assert translate.adapter_of(request(lora_request=lora)) == Adapter(1, "style", lora.lora_path, in_place=True)
+    assert translate.adapter_of(request()) is None
 
 
 @pytest.mark.parametrize(
@@ -312,7 +323,7 @@ def test_lora_loaded_in_place_is_not_shared(lora: LoRARequest) -> None:
     ids=["embeddings", "mixed embeddings", "pooling", "session"],
 )
 def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
-    assert translate.key_extras(request(**fields), AdapterFiles()) is None
+    assert not translate.is_shareable(request(**fields))
 
 
 @pytest.mark.parametrize(("serde", "codec"), [("naive", None), ("kivi", None), ("split", "split")])
