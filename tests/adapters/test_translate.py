@@ -24,7 +24,7 @@ from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError, LayoutError
-from kvstore.keys import PrefixHasher
+from kvstore.keys import Namespace, PrefixHasher
 
 pytestmark = pytest.mark.vllm
 
@@ -180,6 +180,44 @@ def namespace(config: Any, replicas: int = 1) -> bytes:
     cache.kv_tp_replicas = replicas
     paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint="0" * 16))
     return translate.namespace_of(config, cache, StoreConfig(model_id="mine"), paged).id
+
+
+def one_change_each() -> dict[str, dict[str, Any]]:
+    """What to change for each field of a namespace, so that it is another one."""
+    return {
+        "model": {"model_id": "another"},
+        "model_config": {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden": 9})},
+        "dtype": {"dtype": torch.bfloat16},
+        "quantization": {"quantization": "fp8"},
+        "kv_cache_dtype": {"cache_dtype": "fp8"},
+        "draft": {"draft": "hub/draft"},
+        "layers": {"layers": ["layer.1"]},
+        "shard": {"tp": 2},
+        "chunk_tokens": {"chunk_size": 512},
+        "layout": {"fingerprint": "1" * 16},
+    }
+
+
+def fields_of(changes: dict[str, Any]) -> Namespace:
+    """The namespace of a worker that differs from the plain one in some things."""
+    config = worker_config(tp=changes.get("tp", 1), draft=changes.get("draft"))
+    for part in (config.model_config, config.cache_config):
+        vars(part).update({name: value for name, value in changes.items() if name in vars(part)})
+    paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint=changes.get("fingerprint", "0" * 16)))
+    cache = cache_config(KVCacheGroupSpec(changes.get("layers", ["layer.0"]), spec()))
+    store = StoreConfig(model_id=changes.get("model_id", "mine"), chunk_size=changes.get("chunk_size", 256))
+    return translate.namespace_of(config, cache, store, paged)
+
+
+@pytest.mark.parametrize("field", one_change_each())
+def test_whatever_makes_kv_another_makes_another_namespace(field: str) -> None:
+    plain, changed = fields_of({}), fields_of(one_change_each()[field])
+    assert plain.differing_fields(changed) == [field]
+    assert plain.id != changed.id
+
+
+def test_no_field_of_a_namespace_is_left_out_of_the_test_before() -> None:
+    assert set(fields_of({}).fields) == {"format", *one_change_each()}
 
 
 def test_every_shard_has_a_namespace_of_its_own() -> None:
@@ -361,6 +399,34 @@ def test_peers_beside_redis_and_without() -> None:
     assert plain is not None
     assert plain.peers is None
     assert translate.remote_options(StoreConfig()) is None
+
+
+def test_milliseconds_of_the_configuration_are_seconds_inside() -> None:
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"))
+    store = StoreConfig(enable_pd=True, lookup_timeout_ms=250, pd_timeout_ms=4500, remote_url="redis://h")
+    options = translate.scheduler_options(config, cache_config(), store)
+    assert options.remote is not None
+    assert options.remote.lookup_timeout_s == pytest.approx(0.25)
+    assert options.handover is not None
+    assert options.handover.timeout_s == pytest.approx(4.5)
+
+
+def test_engines_that_requests_may_name() -> None:
+    """Only with `pd_bidirectional`, and each with its port; a peer is read anyway."""
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_producer"))
+    listed: dict[str, Any] = {
+        "enable_pd": True,
+        "pd_allowed_hosts": ("Decode-1:7300", "decode-2"),
+        "peers": ("kvs://decode-3:7300",),
+    }
+    for both_ways, sources in ((True, ("kvs://decode-1:7300",)), (False, ())):
+        options = translate.scheduler_options(config, cache_config(), StoreConfig(**listed, pd_bidirectional=both_ways))
+        assert options.remote is not None
+        assert options.remote.sources == sources
+        assert options.handover is not None
+        places = [("DECODE-1", 7300), ("decode-3", 7300), ("decode-1", 7301), ("decode-2", 7300), ("127.0.0.1", 7300)]
+        allowed = [options.handover.allows_source(host, port) for host, port in places]
+        assert allowed == [both_ways, both_ways, False, False, False]
 
 
 def test_of_ranks_that_hold_the_same_each_fills_its_own_server() -> None:
