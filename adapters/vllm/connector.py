@@ -24,8 +24,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
+from kvstore.adapters.vllm.adapterfiles import AdapterFiles
+from kvstore.adapters.vllm.arrivals import Arrivals
 from kvstore.adapters.vllm.events import as_kv_events
-from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.params import WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.scheduler import StoreScheduler
@@ -99,7 +100,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._config = loaded.config
         translate.check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = translate.frees_blocks(kv_cache_config)
-        self._adapters = AdapterFiles()
+        self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle()
         self._gave_up = False
         self._scheduler: StoreScheduler | None = None
@@ -230,6 +231,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker = None
         if self._scheduler is not None:
             self._scheduler.close()
+        self._arrivals.close()
 
     # -- scheduler side ------------------------------------------------------------------------------------------------
 
@@ -261,9 +263,19 @@ class KVStoreConnector(KVConnectorBase_V1):
             if self._throttle.is_due(str(error)):
                 logger.warning("a request is served without the cache: %s; this stays unsaid for a minute", error)
             params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
-        extras = translate.key_extras(request, self._adapters, params)
-        if extras is not None:
-            self._scheduling.add_request(request, extras, params, handover)
+        adapter = translate.adapter_of(request)
+        if not translate.is_shareable(request):
+            return
+        if adapter is None:
+            self._scheduling.add_request(request, translate.key_extras(request, params), params, handover)
+            return
+
+        def admit(files: str, may_share: bool) -> None:
+            """Not passed by if it may not share, either."""
+            wishes, sends = (params, handover) if may_share else (WITHOUT_CACHE, None)
+            self._scheduling.add_request(request, translate.key_extras(request, wishes, files), wishes, sends)
+
+        self._arrivals.add(request.request_id, adapter, admit)
 
     def _tell_ignored(self, params: RequestParams) -> None:
         for name in params.ignored:
@@ -273,6 +285,8 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""
+        if not self._arrivals.is_admitted(request.request_id):
+            return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
         return num_tokens, bool(num_tokens) and self._scheduling.loads_beside(request.request_id)
 
@@ -292,6 +306,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan the step."""
+        self._arrivals.end_pass()
         state = scheduler_output.kv_connector_block_state
         return PlanMetadata(
             self._scheduling.plan_step(
@@ -325,6 +340,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
         The answer may tell where the request's KV is.
         """
+        self._arrivals.end(request.request_id)
         answer = self._scheduling.answer(request.request_id, first_token=next(iter(request.output_token_ids), None))
         return self._scheduling.finish_request(request.request_id, block_ids), answer
 

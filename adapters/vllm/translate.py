@@ -15,12 +15,13 @@ from urllib.parse import urlsplit
 import torch
 import vllm
 
+from kvstore.adapters.vllm.adapterfiles import Adapter
 from kvstore.adapters.vllm.blocks import NULL_BLOCK
 from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.controls import SchedulerControls
 from kvstore.adapters.vllm.disagg import Handover, parse_handover, server_url
 from kvstore.adapters.vllm.handovers import HandoverOptions
-from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
+from kvstore.adapters.vllm.identity import fingerprint_folder
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.tracker import SaveRules
@@ -576,24 +577,29 @@ def request_params(request: Request, counted: Collection[str]) -> RequestParams:
     return parse_params(sampling.extra_args, request.kv_transfer_params, counted=counted)
 
 
-def key_extras(request: Request, adapters: AdapterFiles, params: RequestParams = NO_PARAMS) -> KeyExtras | None:
-    """What besides its tokens decides a request's KV; None if it must not be shared.
+def is_shareable(request: Request) -> bool:
+    """Whether a request's tokens tell what it is about.
 
     Prompt embeddings show as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
     """
     if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+        return False
+    return request.pooling_params is None and not request.resumable
+
+
+def adapter_of(request: Request) -> Adapter | None:
+    """The LoRA adapter that a request names."""
+    adapter = request.lora_request
+    if adapter is None:
         return None
-    if request.pooling_params is not None or request.resumable:
-        return None
-    lora = None
-    if request.lora_request is not None:
-        adapter = request.lora_request
-        files = adapters.fingerprint(adapter.lora_int_id, adapter.lora_path, in_place=adapter.load_inplace)
-        if files is None:
-            return None
-        lora = (str(adapter.lora_name), files)
+    return Adapter(adapter.lora_int_id, str(adapter.lora_name), adapter.lora_path, bool(adapter.load_inplace))
+
+
+def key_extras(request: Request, params: RequestParams = NO_PARAMS, lora_files: str = "") -> KeyExtras:
+    """What besides its tokens decides a request's KV; ``lora_files`` is the fingerprint of its adapter."""
+    adapter = adapter_of(request)
     return KeyExtras(
-        lora=lora,
+        lora=(adapter.name, lora_files) if adapter is not None else None,
         cache_salt=request.cache_salt,
         tags=params.tags,
         features=tuple(
