@@ -137,7 +137,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     request = FakeRequest("one", PROMPT)
     tracker = RequestTracker.start(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
-    handovers.plan(tracker, computed_tokens, lambda _: list(range(9)))
+    handovers.plan(tracker, computed_tokens, lambda _: list(range(1, 10)))
     request.num_computed_tokens = computed_tokens
     answer = handovers.answer(tracker, first_token=None)
     assert answer is not None
