@@ -30,11 +30,12 @@ import torch
 
 from kvstore.copiers import copy_threads
 from kvstore.errors import ClosedError, InvalidCallError
+from kvstore.flushed import Flushed
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
-from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers
+from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import IndexCounters, Match, Place
 from kvstore.remote import RemoteView
@@ -110,6 +111,7 @@ class CacheEngine:
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
         self._clears = 0  # and resets
+        self._told_drops = 0  # writes that were not queued, up to the last flush
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -310,31 +312,33 @@ class CacheEngine:
         return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many were here."""
+        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many were here.
+
+        They are not found any more. Waits until the slower tiers have let go of them, for as long as those may take.
+        """
+        refs = [] if tokens is None else all_refs(hash_tokens(self.layout, tokens, extras))
         with self._turn():
             self._clears += 1
-            if tokens is None:
-                with self._index_lock:
-                    self._begin_decision()
-                    count = self._index.clear()
-                self._mover.clear()
-                return count
-            refs = all_refs(hash_tokens(self.layout, tokens, extras))
             with self._index_lock:
                 self._begin_decision()
-                count = self._index.remove(ref.prefix_key for ref in refs)
-                removals = self._index.take_removals()
-                if self._view is not None:
-                    self._view.forget(refs)
-            self._mover.remove(Place.DISK, removals)
-            self._mover.remove(Place.REMOTE, refs)
-            return count
+                if tokens is None:
+                    count = self._index.clear()
+                    self._mover.clear()
+                else:
+                    count = self._index.remove(ref.prefix_key for ref in refs)
+                    self._remove_from_disk()
+                    self._mover.remove(Place.REMOTE, refs)
+                    if self._view is not None:
+                        self._view.forget(refs)
+        self._settle()
+        return count
 
     def reset_cache(self) -> None:
         """Forget everything, because the model's weights were changed in place: a new epoch of the namespace.
 
         Nothing stored before is found again, here or after a restart. What is stored from now on is found until
-        ``close``: no later process can know that it has these weights.
+        ``close``: no later process can know that it has these weights. Waits until the slower tiers have let go of what
+        they hold, for as long as they may take; if they hang, what is stored next waits for that.
         """
         with self._turn():
             self._clears += 1
@@ -345,11 +349,21 @@ class CacheEngine:
             self._mover.reset(namespace)
             if self._directory is not None:
                 self._directory.reset([namespace])
+        self._settle()
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was stored so far is in the slower tiers; False if time ran out first."""
+    def flush(self, timeout_s: float | None = None) -> Flushed:
+        """Wait until all that was stored so far is in the slower tiers.
+
+        The answer tells how many writes since the last ``flush`` were not carried out: because a tier failed, or there
+        was no room in it or in the queue to it, or time ran out. It is False if there are any, and True if everything
+        that was stored has been written. Chunks with a time to live stay in memory, and are not counted.
+        """
         self._check_open()
-        return self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
+        flushed = self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
+        with self._index_lock:
+            dropped = self._index.counters.writes_dropped + self._index.counters.sends_dropped
+            untold, self._told_drops = dropped - self._told_drops, dropped
+        return flushed.plus(Flushed(full=untold))
 
     def stats(self) -> EngineStats:
         """What the engine holds and did; the counters are live."""
@@ -429,6 +443,14 @@ class CacheEngine:
         while self._abandoned:
             self._abandoned.popleft()()
 
+    def _settle(self) -> None:
+        """Wait until slower tiers have forgotten what they are to forget, if they do so in time."""
+        self._mover.settle(slow_timeout_s(self._options.io_timeout_s) + self._options.io_timeout_s)
+
+    def _remove_from_disk(self) -> None:
+        """Let what the index has decided on leave the disk. Needs the index's lock, so that its order holds there."""
+        self._mover.remove(Place.DISK, self._index.take_removals())
+
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
         request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)
         self._ask_remote(request.hasher, request.begin)
@@ -470,8 +492,7 @@ class CacheEngine:
         finally:
             with self._index_lock:
                 self._index.complete_load([job.step for job in jobs], result.failed, result.lost)
-                removals = self._index.take_removals()
-            self._mover.remove(Place.DISK, removals)
+                self._remove_from_disk()
         return result
 
     def _store_request(
@@ -490,8 +511,7 @@ class CacheEngine:
         with self._index_lock:
             self._begin_decision()
             steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
-            removals = self._index.take_removals()
-        self._mover.remove(Place.DISK, removals)
+            self._remove_from_disk()
         where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         begins = [where[step.ref.prefix_key] for step in steps]
         return [
@@ -508,8 +528,7 @@ class CacheEngine:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
         with self._index_lock:
             self._index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
-            removals = self._index.take_removals()
-        self._mover.remove(Place.DISK, removals)
+            self._remove_from_disk()
 
     def _complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
         steps = [job.step for job in jobs]
@@ -518,8 +537,7 @@ class CacheEngine:
             self._index.complete_store(steps, failed)
             for key, tails in superseded_tails(hasher, stored).items():
                 self._index.supersede(key, tails)
-            removals = self._index.take_removals()
-        self._mover.remove(Place.DISK, removals)
+            self._remove_from_disk()
 
 
 def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:

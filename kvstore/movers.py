@@ -21,6 +21,7 @@ import numpy as np
 from kvstore.borrowing import use_borrowed
 from kvstore.copiers import Copiers
 from kvstore.deviation import deviation
+from kvstore.flushed import Flushed
 from kvstore.hot import HotChunks
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.lanes import Arrival, Lane
@@ -285,18 +286,18 @@ class Mover:
         return failed
 
     def remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
-        """Take chunks off a slower tier, if there is one."""
+        """Let chunks be taken off a slower tier, if there is one. Waits for nothing; ``settle`` does."""
         if place in self._lanes:
             self._lanes[place].remove(refs)
 
     def clear(self) -> None:
-        """Forget everything, in every tier."""
+        """Forget everything, in every tier: in memory now, elsewhere as soon as may be. Waits for no tier."""
         self._forget_memory()
         for lane in self._lanes.values():
             lane.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget everything, and keep what comes under another namespace."""
+        """``clear``, and keep what comes under another namespace. Nothing of before is found from here on."""
         self._forget_memory()
         for lane in self._lanes.values():
             lane.reset(namespace)
@@ -306,10 +307,18 @@ class Mover:
         if self._hot is not None:
             self._hot.clear()
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until every write started so far has ended; False if time ran out first."""
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the slower tiers have forgotten what they are to forget; False if time ran out first."""
         deadline_s = time.monotonic() + timeout_s
-        return all(lane.flush(max(0.0, deadline_s - time.monotonic())) for lane in self._lanes.values())
+        return all(lane.settle(max(0.0, deadline_s - time.monotonic())) for lane in self._lanes.values())
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Wait until every write and removal asked for so far has ended; what came of those since the last flush."""
+        deadline_s = time.monotonic() + timeout_s
+        flushed = Flushed()
+        for lane in self._lanes.values():
+            flushed = flushed.plus(lane.flush(max(0.0, deadline_s - time.monotonic())))
+        return flushed
 
     def close(self, timeout_s: float) -> bool:
         """Flush within the bound, then end all threads and close the tiers. False if writes were given up.
@@ -317,13 +326,13 @@ class Mover:
         The end may take as long again, or 5 seconds if that is more. With a disk that hangs it goes on behind, and the
         folder stays locked until then.
         """
-        flushed = self.flush(timeout_s)
+        is_written = not self.flush(timeout_s).pending
         end = threading.Thread(target=self._end, name="kvstore-close", daemon=True)  # a disk must not keep the process
         end.start()
         end.join(max(timeout_s, _END_WAIT_S))
         if end.is_alive():
             logger.warning("a tier hangs and is closed behind; a folder stays locked until that is done")
-        return flushed
+        return is_written
 
     def _end(self) -> None:
         closers = [threading.Thread(target=lane.close, daemon=True) for lane in self._lanes.values()]

@@ -125,6 +125,7 @@ class OpenTiers:
         remote: None without one.
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
+        namespace_id: whose chunks all of them hold.
     """
 
     cpu: CpuTier
@@ -132,6 +133,7 @@ class OpenTiers:
     remote: Tier | None = None
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
+    namespace_id: bytes | None = None
 
     def open_lanes(
         self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, bool], None]
@@ -140,7 +142,9 @@ class OpenTiers:
         lanes = {}
         if self.disk is not None:
             report = partial(on_written, Place.DISK)
-            lanes[Place.DISK] = Lane(self.cpu, self.disk, report, read_threads=options.disk_io_threads)
+            lanes[Place.DISK] = Lane(
+                self.cpu, self.disk, report, read_threads=options.disk_io_threads, namespace_id=self.namespace_id
+            )
         if self.remote is not None and options.remote is not None:
             report = partial(on_written, Place.REMOTE)
             with_peers = find(self.remote, PeersTier)
@@ -151,6 +155,7 @@ class OpenTiers:
                 read_threads=options.remote.io_threads,
                 asks_before_write=with_peers.own if with_peers else self.remote,
                 leaves_writes=not options.remote.sends,
+                namespace_id=self.namespace_id,
             )
         return lanes
 
@@ -225,7 +230,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
         if options.max_local_gpu_bytes:
             hot = _open_hot(paged, namespace, options.max_local_gpu_bytes)
         opened.pop_all()
-    return OpenTiers(cpu, disk, remote, hot, survivors)
+    return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
 
 
 def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
@@ -321,11 +326,16 @@ def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
     return RemoteDirectory(tiers)
 
 
+def slow_timeout_s(io_timeout_s: float) -> float:
+    """How long a call may take that touches every file, where others may take ``io_timeout_s``."""
+    return max(io_timeout_s, _SLOW_TIMEOUT_S)
+
+
 def _guard_options(io_timeout_s: float, read_threads: int, *, asks_storage: bool = False) -> GuardOptions:
     """One time-out of all readers opens the breaker, so that a load waits for a hanging tier only once."""
     return GuardOptions(
         timeout_s=io_timeout_s,
-        slow_timeout_s=max(io_timeout_s, _SLOW_TIMEOUT_S),
+        slow_timeout_s=slow_timeout_s(io_timeout_s),
         threads=read_threads + WRITE_THREADS + 2,
         failures=min(3, read_threads),
         probe_interval_s=PROBE_INTERVAL_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -137,6 +138,7 @@ class StoreWorker:
         self._push_meter = Meter()
         self._push_namespace = namespace
         self._pusher: Pusher | None = None  # with the first request that is handed over
+        self._retiring: list[threading.Thread] = []  # ends of those of former epochs
         self._step_push: StepPush | None = None
 
     def facts(self) -> WorkerFacts:
@@ -171,8 +173,8 @@ class StoreWorker:
             namespace = self._namespace.at_epoch(plan.epoch)
             if self._server is not None:
                 self._server.enter(namespace)
-            self._mover.reset(namespace)
-            self._end_pushes()
+            self._mover.reset(namespace)  # the slower tiers follow behind, in order with what comes
+            self._retire_pushes()
             self._push_namespace = namespace
         for url in plan.peers:
             self._add_peer(url)
@@ -237,9 +239,11 @@ class StoreWorker:
         )
 
     def _open_pusher(self, push: PushOptions) -> Pusher:
+        namespace = self._push_namespace  # what is on its way when another begins stays under this one
+
         def connect(receiver: Receiver) -> Transport:
             url = server_url(receiver.host, receiver.port)
-            return push.connect(url, self._push_namespace, self._layout, push.settings)
+            return push.connect(url, namespace, self._layout, push.settings)
 
         return Pusher(self._paged, push.buffer_bytes, connect, self._pushed)
 
@@ -328,14 +332,19 @@ class StoreWorker:
             with record_function("kvstore::push"):
                 push.finish(trusted=trusted)
 
-    def _end_pushes(self) -> None:
-        """Let what is on its way arrive, within the bound; nothing more is sent under this namespace."""
+    def _retire_pushes(self) -> None:
+        """Send nothing more under this namespace. What is on its way arrives beside the model, within the bound."""
         if self._step_push is not None:
             self._step_push.finish(trusted=False)
             self._step_push = None
-        if self._pusher is not None:
-            self._pusher.close(self._engine.io_timeout_s)
-            self._pusher = None
+        self._retiring = [retiring for retiring in self._retiring if retiring.is_alive()]
+        pusher, self._pusher = self._pusher, None
+        if pusher is not None:
+            end = threading.Thread(
+                target=pusher.close, args=[self._engine.io_timeout_s], name="kvstore-close", daemon=True
+            )
+            end.start()
+            self._retiring.append(end)
 
     def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
         layered, self._layered_store = self._layered_store, None
@@ -421,7 +430,10 @@ class StoreWorker:
         """Let pending writes reach the disk, within the configured bound, and release everything."""
         if self._layered_load is not None:
             self._layered_load.finish()
-        self._end_pushes()
+        self._retire_pushes()
+        deadline_s = time.monotonic() + 2 * self._engine.io_timeout_s  # it lets go, and then hangs up
+        for retiring in self._retiring:
+            retiring.join(max(0.0, deadline_s - time.monotonic()))
         self._courier.close(self._engine.io_timeout_s)
         if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(

@@ -61,8 +61,8 @@ class Transfer(NamedTuple):
     ``buffer`` is a uint8 array of at least the payload's bytes rounded up to 4096, starting at an address that is a
     multiple of 4096 (a slab slot). ``put`` reads the payload from it and may set the padding behind it to zero.
 
-    ``namespace_id`` is for ``put``: whose bytes these are. A tier that is in another namespace, because a ``reset`` came
-    in between, answers ``FAILED`` and stores nothing. None for the namespace that the tier is in.
+    ``namespace_id`` is for ``put``: whose bytes these are. A tier that is in another namespace, because a ``reset``
+    came in between, answers ``FAILED`` and stores nothing. None for the namespace that the tier is in.
     """
 
     ref: ChunkRef

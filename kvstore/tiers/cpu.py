@@ -51,6 +51,7 @@ class CpuTier(Tier):
         self._serials = [0] * pool.num_slots  # how often each slot was taken or emptied
         self._slots: dict[ChunkRef, int] = {}  # the slot of each chunk, the longest untouched first
         self._filling: set[int] = set()  # slots that a put is copying into
+        self._claimed: set[int] = set()  # and the mover
         self._free = list(range(pool.num_slots))  # a heap
         self._closed = False
 
@@ -82,12 +83,15 @@ class CpuTier(Tier):
         """Take a slot to fill it: what it held is gone. Returns its bytes."""
         with self._lock:
             self._empty(slot)
+            self._claimed.add(slot)
         return self._pool.slot(slot)
 
     def publish(self, slot: int, ref: ChunkRef) -> None:
-        """Declare that a claimed slot now holds all of ``ref``."""
+        """Declare that a claimed slot now holds all of ``ref``; if it was emptied meanwhile, it holds nothing."""
         with self._lock:
-            self._label(slot, ref)
+            if slot in self._claimed:
+                self._claimed.remove(slot)
+                self._label(slot, ref)
 
     def read(self, slot: int, ref: ChunkRef) -> ByteArray | None:
         """The bytes of a slot, or None if it does not hold ``ref``."""
@@ -226,6 +230,7 @@ class CpuTier(Tier):
         """Forget what a slot holds. Needs the lock."""
         ref = self._labels[slot]
         self._labels[slot] = None
+        self._claimed.discard(slot)
         self._serials[slot] += 1
         if ref is not None and self._slots.get(ref) == slot:
             del self._slots[ref]

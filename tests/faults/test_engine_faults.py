@@ -14,6 +14,7 @@ from support.gate import HANG_GUARD_S, Gate
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.errors import TierError
+from kvstore.flushed import Flushed
 from kvstore.keys import NO_EXTRAS
 from kvstore.requests import hash_tokens
 from kvstore.tiers.base import Outcome
@@ -141,7 +142,7 @@ def test_a_tier_that_cannot_be_read(rig: Rig, tier: FakeTier, tmp_path: Path, ca
         assert engine.stats().index.lost_chunks == 0
         tier.before_get = lambda: None
         assert rig.store(engine, tokens_of(2, 16)) == 16
-        assert engine.flush()
+        assert engine.flush() == Flushed(failed=1)
         assert engine.stats().index.writes_failed == 1  # too early for a probe
         breaker_of(engine)._probe_interval_s = 0
         assert rig.store(engine, tokens_of(3, 16)) == 16  # its write is the probe

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pytest
@@ -72,6 +72,10 @@ class Clock:
 
 def broken() -> None:
     raise TierError("broken")
+
+
+def fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def break_down(tier: FakeTier) -> None:
@@ -542,6 +546,87 @@ def test_a_removal_that_failed_is_repeated_with_the_next_one(monkeypatch: pytest
     bench.breaker.remove([ref_of(1)])
     assert set(bench.tier.chunks) == {ref_of(2), ref_of(3)}
     assert bench.breaker.stats().owed_removals == 0
+
+
+@pytest.mark.parametrize("how", ["fails", "raises", "hangs"])
+def test_a_put_that_failed_ends_no_owed_removal(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """What the tier has is still the old chunk, whose bytes may be wrong."""
+    bench = Bench()
+    late: Future[list[Outcome]] = Future()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "remove", lambda refs: broken())
+        with pytest.raises(TierError):
+            bench.breaker.remove([ref_of(0)])
+        if how == "fails":
+            patch.setattr(bench.tier, "put", lambda _: [FAILED])
+            assert bench.breaker.put([transfer(0)]) == [FAILED]
+        else:
+            error = TierError("broken") if how == "raises" else TierTimeoutError("slow", late)
+            patch.setattr(bench.tier, "put", lambda _: fail(error))
+            with pytest.raises(TierError):
+                bench.breaker.put([transfer(0)])
+    assert bench.breaker.stats().owed_removals == 1
+    if how == "hangs":  # it may store the chunk yet, and then nothing is owed; until then nobody may remove it
+        bench.breaker.remove([ref_of(1)])
+        assert ref_of(0) in bench.tier.chunks
+        late.set_result([STORED])
+        assert bench.breaker.stats().owed_removals == 0
+        assert bench.breaker.get([transfer(0)]) == [HIT]
+        return
+    bench.breaker.remove([ref_of(1)])
+    assert set(bench.tier.chunks) == {ref_of(2), ref_of(3)}
+
+
+def test_what_is_owed_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk was removed, be it that its bytes are wrong, and the tier could not: nobody gets it from there."""
+    bench = Bench()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "remove", lambda refs: broken())
+        with pytest.raises(TierError):
+            bench.breaker.remove([ref_of(0)])
+    assert ref_of(0) in bench.tier.chunks
+    item, other = transfer(0, fill=0xEE), transfer(1, fill=0xEE)
+    assert bench.breaker.get([item, other]) == [MISS, HIT]
+    assert bench.breaker.get_layers([other, item], range(1)) == [HIT, MISS]
+    assert (item.buffer == 0xEE).all()
+    assert bench.breaker.contains([ref_of(1), ref_of(0)]) == [True, False]
+    lent = [np.zeros(1, np.uint8)]
+    monkeypatch.setattr(bench.tier, "borrow", lambda refs: Loan([HIT] * len(refs), lent * len(refs)), raising=False)
+    with bench.breaker.borrow([ref_of(0), ref_of(1)]) as loan:
+        assert loan.outcomes == [MISS, HIT]
+        assert loan.payloads == [None, *lent]
+    assert bench.breaker.put([transfer(0)]) == [STORED]
+    assert bench.breaker.get([item]) == [HIT]
+
+
+def test_a_removal_that_hangs_undoes_no_later_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may yet take effect: until it has ended its chunks cannot be put, and are not there."""
+    bench = Bench()
+    late: Future[None] = Future()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "remove", lambda refs: fail(TierTimeoutError("slow", late)))
+        with pytest.raises(TierTimeoutError):
+            bench.breaker.remove([ref_of(0)])
+    bench.breaker.reset(NAMESPACE)
+    assert bench.breaker.put([transfer(0), transfer(1)]) == [FAILED, STORED]
+    assert bench.breaker.get([transfer(0), transfer(1)]) == [MISS, HIT]
+    bench.tier.remove([ref_of(0)])
+    late.set_result(None)
+    assert bench.breaker.put([transfer(0)]) == [STORED]
+    assert bench.breaker.get([transfer(0)]) == [HIT]
+    assert not bench.breaker._owed._leaving
+    assert not bench.breaker._owed._putting
+
+
+def test_puts_of_an_epoch_that_is_over_prove_nothing() -> None:
+    """Writes that wait when the weights change all fail, and the tier is as sound as before."""
+    bench = Bench()
+    old = transfer(0)._replace(namespace_id=b"old")
+    bench.breaker.reset(NAMESPACE)
+    for _ in range(5):
+        assert bench.breaker.put([old, old]) == [FAILED, FAILED]
+    assert not bench.breaker.is_open
+    assert bench.breaker.put([old, transfer(1)._replace(namespace_id=NAMESPACE.id)]) == [FAILED, STORED]
 
 
 def test_it_stays_open_while_removals_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def check_index(index: ChunkIndex) -> None:
 
 def check_idle(engine: CacheEngine) -> None:
     """Nothing is in flight, nothing was leaked, and the tiers hold what the index says."""
-    assert engine.flush(30.0)
+    assert not engine.flush(30.0).pending
     index, mover = engine._index, engine._mover
     with engine._index_lock:
         check_index(index)
@@ -56,7 +56,7 @@ def check_idle(engine: CacheEngine) -> None:
         mover.remove(Place.DISK, index.take_removals())  # the next call would carry them out
     for lane in mover._lanes.values():
         assert not lane._writing
-        assert not lane._doomed
+        assert lane.settle(30.0)
     for chunk in index._chunks.values():
         if chunk.slot is not None:
             assert engine._tiers.cpu.read(chunk.slot, chunk.ref) is not None, "a slot that holds something else"

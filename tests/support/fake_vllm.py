@@ -385,7 +385,7 @@ class FakeVllm:
         for _ in range(2):  # the second takes along removals that the first one's report brought up
             for worker in self.workers:
                 worker._courier.finish_saves()
-                assert worker._mover.flush(10)
+                assert not worker._mover.flush(10).pending
             self.step()
             self.run()
 
@@ -809,6 +809,7 @@ class FakeVllm:
         """The files of the chunks on one rank's disk."""
         assert self.setup.folder is not None
         home = self.setup.folder / f"rank-{rank}"
+        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._closed
         return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
 
     def assert_nothing_leaked(self) -> None:

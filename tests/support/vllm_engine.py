@@ -170,7 +170,7 @@ class Engine:
         """Wait until everything stored is on disk and known to be there."""
         self.generate([[1, 2, 3]], max_tokens=1)  # the last stores of ended requests are carried out with a step
         self.store_worker._courier.finish_saves()
-        assert self.store_worker._mover.flush(30.0)
+        assert not self.store_worker._mover.flush(30.0).pending
         self.generate([[1, 2, 3]], max_tokens=1)  # and the reports of ended writes travel with the next
 
     def assert_idle(self) -> None:

@@ -458,6 +458,7 @@ def test_a_slot_that_holds_something_else_is_a_miss(rig: Rig) -> None:
         rig.store(engine, tokens)
         first, second = engine._index._chunks.values()
         assert second.slot is not None
+        engine._tiers.cpu.claim(second.slot)
         engine._tiers.cpu.publish(second.slot, first.ref)
         assert rig.retrieve(engine, tokens) == CHUNK
         assert engine.stats().mover.mislabelled_slots == 1

@@ -11,6 +11,7 @@ import pytest
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
 from kvstore.errors import TierError
+from kvstore.flushed import Flushed
 from kvstore.lanes import WRITE_THREADS, Lane
 from kvstore.movers import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 from kvstore.plans import LoadStep, Place, StoreStep
@@ -135,7 +136,7 @@ def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
     bad = StoreJob(StoreStep(ref_of(2), 2, (Place.DISK,)), as_block_ids([999]))
     with pytest.raises(ValueError, match="999"):
         bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
-    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2)
     assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False), (ref_of(3), False)]
 
 
@@ -149,6 +150,7 @@ def test_removed_while_being_written(bench: Bench, tier: FakeTier) -> None:
     assert sorted(bench.written) == [(ref_of(1), False), (ref_of(2), True)]
     assert list(tier.chunks) == [ref_of(2)]
     bench.mover.remove(Place.DISK, [ref_of(2)])
+    assert bench.mover.settle(HANG_GUARD_S)
     assert tier.chunks == {}
 
 
@@ -188,7 +190,7 @@ def test_writes_given_up_by_close_are_reported(tier: FakeTier) -> None:
         assert [stored for _, stored in bench.written] == [False] * given_up
     finally:
         gate.set()
-    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=given_up)
     assert sorted(ref for ref, _ in bench.written) == [ref_of(n) for n in range(1, 7)]
 
 

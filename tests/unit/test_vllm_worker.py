@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gate import HANG_GUARD_S, Gate
+from support.rig import FakeTier, install
 
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, Written
-from kvstore.adapters.vllm.worker import StoreWorker, WorkerOptions
+from kvstore.adapters.vllm.worker import PushOptions, StoreWorker, WorkerOptions
 from kvstore.binding import bind_paged_kv
 from kvstore.engine import EngineOptions
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.movers import LoadJob, Mover, StoreJob, as_block_ids
 from kvstore.plans import LoadStep, Place, StoreStep
+from kvstore.pusher import Receiver
 from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.disk import DiskTier
+from kvstore.transports.base import Transport
 
 REF = ChunkRef(b"k" * 16, 2)
 OTHER = ChunkRef(b"o" * 16, 2)
@@ -142,6 +146,66 @@ def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker)
     assert worker._mover.flush(10)
     report = carry_out(worker, StepPlan(2, 1, [load(REF, 1, [7, 5], from_disk=True)], removals=[REF]))
     assert result_of(report, 2).failed_loads == {REF.prefix_key}
+
+
+def test_a_step_waits_for_no_removal_and_no_reset(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may hang in each of them: the model's thread goes on, and what was there is found no more."""
+    tier, gate = FakeTier(), Gate()
+    install(monkeypatch, tier)
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(
+        paged, Namespace({"model": "one"}), EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20)
+    )
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    assert worker._mover.flush(HANG_GUARD_S)
+    monkeypatch.setattr(tier, "remove", gate.before(tier.remove))
+    monkeypatch.setattr(tier, "reset", gate.before(tier.reset))
+    for number, plan in enumerate(
+        [
+            StepPlan(2, 1, [load(REF, 1, [7, 5], from_disk=True)], removals=[REF]),
+            StepPlan(3, 2, [load(REF, 1, [7, 5], from_disk=True)], epoch="new"),
+            StepPlan(4, 3, [store(REF, 2, [1, 2], write_behind=True)]),
+            StepPlan(5, 4, [load(REF, 1, [7, 5], from_disk=True)]),
+        ],
+        2,
+    ):
+        result = result_of(carry_out(worker, plan), number)
+        assert result.failed_loads == ({REF.prefix_key} if number != 4 else set())
+    assert gate.reached.wait(HANG_GUARD_S)
+    assert REF in tier.chunks, "nothing has been carried out yet"
+    gate.open()
+    assert worker._mover.flush(HANG_GUARD_S)
+    assert [namespace.fields["epoch"] for namespace in tier.namespaces] == ["new"]
+    assert REF in tier.chunks, "the new epoch's"
+    worker.close()
+
+
+def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its receiver is connected to later; and the model's thread does not wait for what is on its way."""
+    connected: list[Namespace] = []
+
+    def connect(_url: str, namespace: Namespace, *_: object) -> Transport:
+        connected.append(namespace)
+        raise TierError("nobody there")
+
+    gate, namespace = Gate(), Namespace({"model": "one"})
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    push = PushOptions(0, 1 << 20, connect=connect)
+    worker = StoreWorker(paged, namespace, EngineOptions(4 * 4096), WorkerOptions(push=push))
+    pusher = worker._pusher = worker._open_pusher(push)
+    monkeypatch.setattr(pusher, "close", gate.before(pusher.close))
+    worker.begin_step(StepPlan(1, 0, epoch="new"))
+    assert gate.reached.wait(HANG_GUARD_S)
+    for opened in (pusher, worker._open_pusher(push)):
+        with pytest.raises(TierError):
+            opened._connect(Receiver("127.0.0.1", 7000))
+        opened._pool.close()
+    assert connected == [namespace, namespace.at_epoch("new")]
+    gate.open()
+    worker.close()
+    assert not any(retiring.is_alive() for retiring in worker._retiring)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
