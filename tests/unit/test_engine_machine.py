@@ -192,6 +192,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert store.wait_for(
                 lambda waiting, lane=lane: waiting["put"] >= min(WRITE_THREADS, len(lane._writing))
             ), "a write neither waits nor ends"
+            assert lane.settle(HANG_GUARD_S)
 
     def let_reads_through(self) -> None:
         for store in self.stores.values():
@@ -367,7 +368,7 @@ class EngineMachine(RuleBasedStateMachine):
             for call in (*self.loading, *self.storing):
                 call.generator.close()
             self.engine.prefetch([])
-            assert self.engine.flush(HANG_GUARD_S)
+            assert not self.engine.flush(HANG_GUARD_S).pending
             with self.engine._index_lock:
                 check_index(self.engine._index)
                 assert self.engine._index.uses == 0
