@@ -135,7 +135,7 @@ def test_a_pair_of_tensors_for_each_layer() -> None:
 def test_the_null_block_is_refused() -> None:
     config = cache_config(MODELS["llama"], LAYOUTS[0])
     paged = translate.paged_kv_of(allocate(config, LAYOUTS[0]), config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
-    with pytest.raises(InvalidCallError, match="block id 0 is not in 1..9"):
+    with pytest.raises(InvalidCallError, match=r"block id 0 is not in 1\.\.9"):
         paged.gather(as_block_ids([3, 0]), np.zeros(paged.layout.payload_bytes(2), np.uint8))
 
 
