@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Final
 
 from kvstore.movers import as_block_ids
@@ -13,10 +12,17 @@ NULL_BLOCK: Final = 0
 """Stands in a table where a block has left its layers' window: it is nobody's, and all requests share it."""
 
 
+def are_whole(block_ids: Sequence[int], begin: int, num_blocks: int) -> bool:
+    """Whether a request has so many blocks, from ``begin`` on."""
+    ids = block_ids[begin : begin + num_blocks]
+    return len(ids) == num_blocks and NULL_BLOCK not in ids
+
+
 def whole(block_ids: Sequence[int], begin: int, num_blocks: int) -> BlockIds | None:
-    """So many blocks of a request, from ``begin`` on; None if it does not have all of them."""
-    ids = list(islice(block_ids, begin, begin + num_blocks))
-    return as_block_ids(ids) if len(ids) == num_blocks and NULL_BLOCK not in ids else None
+    """These blocks; None if it does not have all of them."""
+    if not are_whole(block_ids, begin, num_blocks):
+        return None
+    return as_block_ids(block_ids[begin : begin + num_blocks])
 
 
 def present(block_ids: Iterable[int]) -> list[int]:

@@ -14,8 +14,7 @@ from kvstore.adapters.vllm.tracker import RequestTracker, SaveSpec
 from kvstore.engine import superseded_tails
 from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher, PrefixKey
-from kvstore.movers import StoreJob
-from kvstore.pages import BlockIds
+from kvstore.movers import StoreJob, as_block_ids
 from kvstore.plans import Place, StoreStep
 from kvstore.tiers.base import ChunkRef
 
@@ -82,16 +81,18 @@ class SavePlanner:
         Chunks whose blocks the request does not have any more, or never had, are left out.
         """
         req_id = tracker.request.request_id
-        sources = _sources(save, block_ids)
-        offered = [ref for ref in save.refs if ref in sources]
-        before = [*save.prefix, *(ref.prefix_key for ref in takewhile(lambda ref: ref not in sources, save.refs))]
+        begins = save.first_blocks()
+        offered = [ref for ref in save.refs if blocks.are_whole(block_ids, begins[ref], ref.num_blocks)]
+        left_out = takewhile(lambda ref: ref not in offered[:1], save.refs)
+        before = [*save.prefix, *(ref.prefix_key for ref in left_out)]
         steps = self._index.prepare_store(offered, before, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
         tracker.noted.update(ref.prefix_key for ref in save.refs)
         if not steps:
             return 0
         meta = self._metas.setdefault(req_id, ReqMeta(req_id))
         for step in steps:
-            meta.stores.append(StoreJob(step, sources[step.ref]))
+            begin = begins[step.ref]
+            meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         self._coming.append(_Save(req_id, tracker.hasher, steps))
@@ -166,9 +167,3 @@ class SavePlanner:
             for target in step.targets if step.ref.prefix_key in failed else ():
                 if write := self._writes.get((target, step.ref.prefix_key)):
                     write.in_vain = True
-
-
-def _sources(save: SaveSpec, block_ids: Sequence[int]) -> dict[ChunkRef, BlockIds]:
-    """The blocks of each chunk, of those that a request has as a whole."""
-    found = ((ref, blocks.whole(block_ids, begin, ref.num_blocks)) for ref, begin in save.first_blocks().items())
-    return {ref: ids for ref, ids in found if ids is not None}

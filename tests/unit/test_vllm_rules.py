@@ -133,7 +133,12 @@ def test_a_chunk_that_could_not_be_stored_replaces_no_tail(monkeypatch: pytest.M
     assert index is not None
     superseding: list[PrefixKey] = []
     supersede = index.supersede
-    monkeypatch.setattr(index, "supersede", lambda key, tails: (superseding.append(key), supersede(key, tails)))
+
+    def note(key: PrefixKey, tails: Sequence[PrefixKey]) -> None:
+        superseding.append(key)
+        supersede(key, tails)
+
+    monkeypatch.setattr(index, "supersede", note)
     for name, tokens in (("short", short), ("long", long)):
         begin(scheduler, name, tokens)
         step = plan(scheduler, name, len(tokens))
@@ -261,8 +266,13 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
         return failed
 
     monkeypatch.setattr(storer, "store", slow_store)
-    wait_for = worker._courier.finish_saves
-    monkeypatch.setattr(worker._courier, "finish_saves", lambda: (goes_on.set(), wait_for()))
+    finish_saves = worker._courier.finish_saves
+
+    def wait() -> None:
+        goes_on.set()
+        finish_saves()
+
+    monkeypatch.setattr(worker._courier, "finish_saves", wait)
     job = StoreJob(StoreStep(REF, 0, ()), as_block_ids([1, 2]))
     worker.begin_step(StepPlan(1, 0, [ReqMeta("one", stores=[job])]))
     worker.store()
