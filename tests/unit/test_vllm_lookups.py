@@ -385,6 +385,18 @@ def test_an_error_that_nobody_expected_is_said_and_ends_no_thread(
     assert world.ask("two", refs(1)) == [True]
 
 
+def test_a_tier_that_does_not_answer_about_every_chunk_has_not_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.lookup.close()
+    remote = Remote()
+    world.lookup = RemoteLookup(RemoteDirectory([remote]), RemoteView(60.0), HANG_GUARD_S)
+    monkeypatch.setattr(remote, "contains", lambda _: [True])
+    assert world.ask("one", refs(1, 2)) == [False, False]
+    assert world.unknown(refs(1, 2)) == refs(1, 2)
+    assert world.ask("two", refs(3)) == [True], "the thread goes on"
+
+
 # With everything around it
 
 
