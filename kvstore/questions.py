@@ -129,14 +129,14 @@ class Asker:
 
     def _answer(self, questions: Sequence[Question]) -> None:
         refs = [ref for question in questions for ref in question.refs]
-        answers: Sequence[Answer] = [None] * len(refs)
+        answers: Sequence[Answer] = ()
         try:
             answers = self._ask(refs)
         except KVStoreError:  # said by the circuit breaker, once
             pass
         except Exception:  # a bug; whoever waits must not wait for ever, and the thread goes on
             logger.exception("asking a remote tier ended with an error that nobody expected")
-        self._finish(questions, answers)
+        self._finish(questions, answers if len(answers) == len(refs) else [None] * len(refs))
 
     def _finish(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
         now_s, begin = time.monotonic(), 0

@@ -201,6 +201,7 @@ class Setup:
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
     sources: tuple[str, ...] = ()  # other engines that requests may name
     lookup_timeout_s: float = 5.0
+    hold_s: float | None = None  # how long answers of the remote tier count, if not for long
     min_remote_tokens: int = 0
 
 
@@ -212,7 +213,11 @@ def _remote_of(setup: Setup) -> RemoteOptions | None:
         return RemoteOptions(
             None, lookup_timeout_s=timeout_s, hold_s=0.2, max_queue=num_sends, peers=peers, sources=setup.sources
         )
-    return None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
+    if setup.server is None:
+        return None
+    hold_s = REMOTE.hold_s if setup.hold_s is None else setup.hold_s
+    timeout_s = setup.lookup_timeout_s
+    return replace(REMOTE, max_queue=setup.max_write_queue, lookup_timeout_s=timeout_s, hold_s=hold_s)
 
 
 class FakeVllm:

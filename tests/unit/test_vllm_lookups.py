@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from support.fake_vllm import CHUNK, FakeVllm, Setup
 from support.gate import HANG_GUARD_S, Gate
+from support.remote import FakeServer
 from support.rig import FakeTier
 
-from kvstore import questions
+from kvstore import metrics, questions
 from kvstore.adapters.vllm import lookups
 from kvstore.adapters.vllm.lookups import PASS_BUDGET_S, RemoteLookup
 from kvstore.directory import RemoteDirectory
@@ -381,3 +383,90 @@ def test_an_error_that_nobody_expected_is_said_and_ends_no_thread(
     assert "nobody expected" in caplog.text
     remote.before, remote.there = lambda: None, set(refs(1))
     assert world.ask("two", refs(1)) == [True]
+
+
+def test_a_tier_that_does_not_answer_about_every_chunk_has_not_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.lookup.close()
+    remote = Remote()
+    world.lookup = RemoteLookup(RemoteDirectory([remote]), RemoteView(60.0), HANG_GUARD_S)
+    monkeypatch.setattr(remote, "contains", lambda _: [True])
+    assert world.ask("one", refs(1, 2)) == [False, False]
+    assert world.unknown(refs(1, 2)) == refs(1, 2)
+    assert world.ask("two", refs(3)) == [True], "the thread goes on"
+
+
+# With everything around it
+
+
+PROMPT = list(range(2 * CHUNK + 1))
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., FakeVllm]]:
+    """Makes engines over one remote tier, which live until the end of the test."""
+    engines: list[FakeVllm] = []
+
+    def build_(**setup: object) -> FakeVllm:
+        engines.append(FakeVllm(Setup(**setup)))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield build_
+    for engine in engines:
+        engine.close()
+
+
+def filled(build: Callable[..., FakeVllm]) -> FakeServer:
+    """A remote tier that has a prompt."""
+    server = FakeServer()
+    vllm = build(server=server, max_write_queue=16)
+    vllm.ask("first", PROMPT)
+    vllm.settle()
+    assert len(server.all_chunks()) == 2
+    server.questions.clear()
+    return server
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("hold_s", [0.0, 60.0])
+def test_an_answer_that_nobody_else_may_use_is_enough_to_load(
+    build: Callable[..., FakeVllm], hold_s: float, *, beside: bool
+) -> None:
+    vllm = build(server=filled(build), hold_s=hold_s, beside=beside)
+    for number in range(2):
+        vllm.forget_local()
+        vllm.scheduler.clear()
+        vllm.ask(f"{number}", PROMPT)
+        assert vllm.loaded_tokens[f"{number}"] == 2 * CHUNK
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+    assert vllm.scheduler._remote is not None
+    assert not vllm.scheduler._remote._requests
+
+
+def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Callable[..., FakeVllm]) -> None:
+    """They share the prompt; that nobody answered the first one says nothing about it."""
+    server, gate = filled(build), Gate()
+    vllm = build(server=server, lookup_timeout_s=0.05)
+    server.before_contains = gate
+    vllm.ask("late", PROMPT, max_tokens=1)
+    assert vllm.loaded_tokens["late"] == 0
+    gate.open()
+    assert vllm.scheduler._remote is not None
+    vllm.scheduler._remote._timeout_s = HANG_GUARD_S
+    vllm.forget_local()
+    vllm.settle()
+    vllm.scheduler.clear()
+    vllm.ask("next", PROMPT)
+    assert vllm.loaded_tokens["next"] == 2 * CHUNK
+    vllm.scheduler.take_tally()
+    assert vllm.scheduler.totals[metrics.LOOKUP_TIMEOUTS.key()] == 1
+
+
+def test_every_plan_ends_a_pass(build: Callable[..., FakeVllm]) -> None:
+    vllm = build(server=FakeServer())
+    assert vllm.scheduler._remote is not None
+    vllm.scheduler._remote._left_s = 0.0
+    vllm.scheduler.plan_step({}, lambda _: [])
+    assert vllm.scheduler._remote._left_s == PASS_BUDGET_S
