@@ -273,3 +273,14 @@ def test_every_policy_runs_in_the_index() -> None:
         store(index, "abc")
         store(index, "d")
         assert index.slots_in_use == 3
+
+
+@pytest.mark.parametrize("lost", ["", "c", "bd", "e"])
+def test_adaptive_chains_go_from_their_end(lost: str) -> None:
+    """Also where a chunk between was lost: what stands behind the hole is found by nobody, and the head still is."""
+    policy = Adaptive(6)
+    for _ in range(2):
+        use(policy, "abcdef")
+        for key in lost:
+            policy.remove(key.encode())
+        assert order_of(policy) == "".join(key for key in "fedcba" if key not in lost)
