@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import chunkfile
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.packs import Pack, PackWriter, Shard, open_pack
 from kvstore.shelf import Shelf, shelves
@@ -45,6 +45,7 @@ class PackReport:
         refused: no room in the target, or it failed.
         faults: damaged in the source, and left out.
         size_bytes: of the chunks moved now.
+        broke: what ended it in the middle; None if nothing did.
     """
 
     path: str
@@ -54,11 +55,12 @@ class PackReport:
     refused: int = 0
     faults: list[Fault] = field(default_factory=list)
     size_bytes: int = 0
+    broke: str | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether all that was wanted is there."""
-        return not (self.missing or self.refused or self.faults)
+        return not (self.missing or self.refused or self.faults or self.broke)
 
 
 class Source:
@@ -188,7 +190,7 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
     Raises:
         ConfigError: it is no whole pack, or made for something else than what the folders hold.
         FolderOwnedError: an engine uses a folder.
-        TierError: the target fails as a whole.
+        TierError: the target cannot be used at all. If it breaks later, the report says so.
     """
     with open_pack(path) as pack:
         _refuse_servers(target.folders)
@@ -203,10 +205,16 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
         report = PackReport(str(path))
         for number, shard, folder in places:
             source = PackTier(pack, shard.namespace, shard.layout, UNBOUNDED_BYTES)
-            with _open_target(target, shard, folder, pack.extents[number]) as tier:
-                slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
-                for ref in pack.extents[number]:
-                    tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
+            try:
+                with _open_target(target, shard, folder, pack.extents[number]) as tier:
+                    slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
+                    for ref in pack.extents[number]:
+                        tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
+            except TierError as error:
+                if not report.chunks:  # nothing was done
+                    raise
+                report.broke = str(error)
+                break
     return report
 
 

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
+from kvstore.tiers import load_tier
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def asking(
 ) -> Iterator[Operator]:
     """A connection to a server; what goes wrong is told, and ends the command."""
     try:
+        load_tier("server")  # says what to install, if need be
         from kvstore.server.operator import Operator  # noqa: PLC0415 - an extra
         from kvstore.tiers._server_url import parse_server  # noqa: PLC0415
 

@@ -14,7 +14,7 @@ from kvstore.chunkfile import Damage
 from kvstore.errors import ConfigError
 from kvstore.packs import open_pack
 from kvstore.shelf import Place, Shelf, shelves
-from kvstore.tiers import leads_to
+from kvstore.tiers import leads_to, load_tier
 from kvstore.tiers._folder import FOLDER_MODE, LOCK_FILE, FolderLock
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
 
 
 def _verify_redis(url: str, options: Mapping[str, object], *, fix: bool, tick: Tick) -> VerifyReport:
+    load_tier("redis")  # says what to install, if need be
     from kvstore.redis_shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
 
     shelf = RedisShelf(url, options)

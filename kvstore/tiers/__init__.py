@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.tiers.base import Tier, TierSetup
 
 GROUP = "kvstore.tiers"
@@ -39,6 +41,8 @@ BUILT_IN_SCHEMES = tuple(
     }.items()
     for scheme in schemes
 )
+
+_EXTRAS = {"redis": "redis", "server": "server"}  # what has to be installed for a tier
 
 READ_ONLY = frozenset({"pack"})
 """Tiers to which nothing is sent."""
@@ -102,8 +106,16 @@ def open_tier(name: str, setup: TierSetup) -> Tier:
     """Open the tier that is registered under ``name``.
 
     Raises:
-        ConfigError: there is no such tier, several packages claim the name, or its package cannot be imported; or what
-            the tier itself objects to.
+        ConfigError: see ``load_tier``; or what the tier itself objects to.
+    """
+    return load_tier(name)(setup)
+
+
+def load_tier(name: str) -> Callable[[TierSetup], Tier]:
+    """Import the factory that is registered under ``name``.
+
+    Raises:
+        ConfigError: there is no such tier, several packages claim the name, or its package cannot be imported.
     """
     known = known_tiers()
     entries = known.get(name, [])
@@ -114,8 +126,9 @@ def open_tier(name: str, setup: TierSetup) -> Tier:
     if len(entries) > 1:
         raise ConfigError(f"the tier {name!r} is claimed by {_claims(entries)}: uninstall all but one")
     try:
-        factory = entries[0].load()
+        factory: Callable[[TierSetup], Tier] = entries[0].load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the tier {name!r} cannot be loaded from {entries[0].value}: {error}") from error
-    tier: Tier = factory(setup)
-    return tier
+        has_remedy = "pip install" in str(error) or name not in _EXTRAS
+        remedy = "" if has_remedy else f": pip install 'vllm-kvstore[{_EXTRAS[name]}]'"
+        raise ConfigError(f"the tier {name!r} cannot be loaded from {entries[0].value}: {error}{remedy}") from error
+    return factory

@@ -208,15 +208,15 @@ def test_never_in_memory(fill: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """One chunk at a time: no read or write is longer than one."""
     folder = fill(REFS, layout=LAYOUT)
     most: list[int] = []
-    monkeypatch.setattr(os, "pwrite", _measuring(os.pwrite, most))
+    monkeypatch.setattr(os, "pwritev", _measuring(os.pwritev, most))
     export(Source(folder), tmp_path / "a.kvpack")
     assert max(most) == max(path_of(folder, ref).stat().st_size for ref in REFS)
 
 
 def _measuring(call: Callable[..., int], most: list[int]) -> Callable[..., int]:
-    def measured(fd: int, data: Any, offset: int) -> int:
-        most.append(len(data))
-        return call(fd, data, offset)
+    def measured(fd: int, views: Any, offset: int) -> int:
+        most.append(sum(len(view) for view in views))
+        return call(fd, views, offset)
 
     return measured
 

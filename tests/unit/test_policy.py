@@ -300,3 +300,14 @@ def test_experience_fades() -> None:
     for _ in range(5_000):
         table.update()
     assert table.values[0][0] < 1.01 * at_first
+
+
+@pytest.mark.parametrize("lost", ["", "c", "bd", "e"])
+def test_adaptive_chains_go_from_their_end(lost: str) -> None:
+    """Also where a chunk between was lost: what stands behind the hole is found by nobody, and the head still is."""
+    policy = Adaptive(6)
+    for _ in range(2):
+        use(policy, "abcdef")
+        for key in lost:
+            policy.remove(key.encode())
+        assert order_of(policy) == "".join(key for key in "fedcba" if key not in lost)
