@@ -27,11 +27,11 @@ _MAX_TIMEOUT_S: Final = 86_400
 _END_PORT: Final = 65_536
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """What vLLM's ``kv_role`` is where LMCache's ``pd_role`` is such."""
+_MAX_PIN_S: Final = 365 * 86_400
+_NAIVE: Final = "naive"  # LMCache's word for none
 REQUEST_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag", "pin")
 """What a client may ask for one request, where the operator lets it count."""
 _SAFE_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag")  # of the request's own KV; a pin takes others' room
-_MAX_PIN_S: Final = 365 * 86_400
-_NAIVE: Final = "naive"  # LMCache's word for none
 
 
 @dataclass(frozen=True)
@@ -520,13 +520,6 @@ class StoreConfig(BaseModel):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if isinstance(value, list) else value
 
-    @field_validator("request_fields")
-    @classmethod
-    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not set(value) <= set(REQUEST_FIELDS):
-            raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
-        return value
-
     @field_validator("peers")
     @classmethod
     def _known_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -572,6 +565,13 @@ class StoreConfig(BaseModel):
                 "with kvstore keygen, or set pd_peer_host to 127.0.0.1"
             )
             raise PydanticCustomError("port", message, {"host": host})
+        return value
+
+    @field_validator("request_fields")
+    @classmethod
+    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(value) <= set(REQUEST_FIELDS):
+            raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
         return value
 
     @field_validator("local_disk_serde")

@@ -169,9 +169,12 @@ class PrefixHasher:
             raise InvalidCallError(f"token ids must be integers in 0..{_MAX_TOKEN_ID}: {error}") from error
         if np.frombuffer(fresh, np.uint32).max() > _MAX_TOKEN_ID:
             raise InvalidCallError(f"token id {0xFFFFFFFF} is reserved: ids must be in 0..{_MAX_TOKEN_ID}")
-        self._tokens.extend(fresh)
-        self._seen += added
+        if known:
+            self._tokens.extend(fresh)
+        else:
+            self._tokens = fresh
         self._absorb_whole_chunks()
+        self._seen += added
 
     def reset(self) -> None:
         """Forget all tokens."""
