@@ -29,11 +29,11 @@ _MAX_TIMEOUT_S: Final = 86_400
 _END_PORT: Final = 65_536
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """What vLLM's ``kv_role`` is where LMCache's ``pd_role`` is such."""
+_MAX_PIN_S: Final = 365 * 86_400
+_NAIVE: Final = "naive"  # LMCache's word for none
 REQUEST_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag", "pin")
 """What a client may ask for one request, where the operator lets it count."""
 _SAFE_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag")  # of the request's own KV; a pin takes others' room
-_MAX_PIN_S: Final = 365 * 86_400
-_NAIVE: Final = "naive"  # LMCache's word for none
 
 
 @dataclass(frozen=True)
@@ -546,13 +546,6 @@ class StoreConfig(BaseModel):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if isinstance(value, list) else value
 
-    @field_validator("request_fields")
-    @classmethod
-    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not set(value) <= set(REQUEST_FIELDS):
-            raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
-        return value
-
     @field_validator("pd_allowed_hosts")
     @classmethod
     def _known_places(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -608,6 +601,13 @@ class StoreConfig(BaseModel):
                 "with kvstore keygen, or set pd_peer_host to 127.0.0.1"
             )
             raise PydanticCustomError("port", message, {"host": host})
+        return value
+
+    @field_validator("request_fields")
+    @classmethod
+    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(value) <= set(REQUEST_FIELDS):
+            raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
         return value
 
     @field_validator("local_disk_serde")

@@ -175,9 +175,9 @@ class PrefixHasher:
             self._tokens.extend(fresh)
         else:
             self._tokens = fresh
-        self._seen += added
         self._record_features()
         self._absorb_whole_chunks()
+        self._seen += added
 
     def reset(self) -> None:
         """Forget all tokens."""

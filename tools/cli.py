@@ -35,6 +35,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Work with configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(packs.pack_app, name="pack")
+app.add_typer(engines.engine_app, name="engine")
 app.command(epilog="Example: kvstore inspect /mnt/nvme/kvstore --json")(stored.inspect)
 app.command(epilog="Example: kvstore verify /mnt/nvme/kvstore --fix")(stored.verify)
 app.command(epilog="Example: kvstore doctor --config kvstore.yaml --workers 4")(host.doctor)
@@ -49,7 +50,6 @@ app.command(epilog="Example: kvstore prefetch --server http://127.0.0.1:8000 --m
 app.command(epilog="Example: kvstore proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")(
     proxying.proxy
 )
-app.command(epilog="Example: kvstore pins --admin http://127.0.0.1:6999 --end")(engines.pins)
 app.command(epilog="Example: kvstore bench --geometry qwen-0.5b --folder /mnt/nvme")(bench.bench)
 config_app.command(epilog="Example: kvstore config show --changed")(configs.show)
 config_app.command("from-lmcache", epilog="Example: kvstore config from-lmcache lmcache.yaml -o kvstore.yaml")(

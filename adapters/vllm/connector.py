@@ -27,7 +27,7 @@ from kvstore.adapters.vllm import logs, translate
 from kvstore.adapters.vllm.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.arrivals import Arrivals
 from kvstore.adapters.vllm.events import as_kv_events
-from kvstore.adapters.vllm.params import WITHOUT_CACHE, RequestParams
+from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.scheduler import StoreScheduler
 from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
@@ -257,7 +257,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         handover = None
         try:
             params = translate.request_params(request, self._config.request_fields)
-            self._tell_ignored(params)
+            self._tell_ignored(params.ignored)
             handover = translate.handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             if self._throttle.is_due(str(error)):
@@ -277,8 +277,8 @@ class KVStoreConnector(KVConnectorBase_V1):
 
         self._arrivals.add(request.request_id, adapter, admit)
 
-    def _tell_ignored(self, params: RequestParams) -> None:
-        for name in params.ignored:
+    def _tell_ignored(self, fields: Iterable[str]) -> None:
+        for name in fields:
             if self._throttle.is_due(f"ignored {name}"):
                 message = "kvstore.%s of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
                 logger.warning(message, name)

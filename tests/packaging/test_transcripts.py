@@ -106,7 +106,7 @@ def test_commands_in_shell_blocks_are_understood() -> None:
                 if words:
                     own = words[1 : words.index("--")] if "--" in words else words[1:]
                     options = [word.partition("=")[0] for word in own if word.startswith("--")]
-                    path = own[: 1 + (own[0] in {"config", "pack"})]
+                    path = own[: 1 + (own[0] in {"config", "engine", "pack"})]
                     help_text = CliRunner().invoke(app, [*path, "--help"]).output
                     assert all(option in help_text for option in options), f"{page.name}: {line}"
 

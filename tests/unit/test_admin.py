@@ -247,26 +247,33 @@ class TestPins:
         assert vllm.index.leases == 0
 
     def test_the_command(self, vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        def run(*options: str) -> tuple[int, str]:
-            result = CliRunner().invoke(app, ["pins", "--admin", str(client.base_url), *options])
+        def run(command: str, *options: str) -> tuple[int, str]:
+            result = CliRunner().invoke(app, ["engine", command, "--admin", str(client.base_url), *options])
             return result.exit_code, result.output
 
         monkeypatch.setattr("kvstore.adapters.vllm.controls._WAIT_S", 0.01)
         ignored = "pins of requests are ignored: request_fields does not list pin"
-        assert run() == (0, f"0 pins\n{ignored}\n")
+        assert run("pins") == (0, f"0 pins\n{ignored}\n")
         vllm.ask("first", PROMPT, params=RequestParams(pin=True))
         vllm.settle()
-        code, text = run()
+        code, text = run("pins")
         assert code == 0
         assert re.fullmatch(rf"pin [0-9a-f]{{32}}: 3 chunks, ends in 86,\d+ s\n1 pins\n{ignored}\n", text)
-        assert json.loads(run("--json")[1])["pins"][0]["chunks"] == 3
-        assert run("--end") == (0, "accepted: it is done when the next request comes\n")
+        assert json.loads(run("pins", "--json")[1])["pins"][0]["chunks"] == 3
+        assert run("unpin") == (0, "accepted: it is done when the next request comes\n")
         vllm.ask("other", PROMPT[:BLOCK])
-        assert json.loads(run("--json")[1])["pins"] == []
+        assert json.loads(run("pins", "--json")[1])["pins"] == []
+        monkeypatch.setattr("kvstore.adapters.vllm.controls._WAIT_S", 30.0)
+        vllm.ask("second", PROMPT, params=RequestParams(pin=True))
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(run, "unpin")
+            while not asked.done():
+                vllm.step()
+        assert asked.result() == (0, "1 pins ended\n")
 
     def test_the_command_without_an_engine(self) -> None:
         for url, code in (("http://127.0.0.1:1", 1), ("kvs://127.0.0.1:1", 2)):
-            result = CliRunner().invoke(app, ["pins", "--admin", url])
+            result = CliRunner().invoke(app, ["engine", "pins", "--admin", url])
             assert (result.exit_code, result.stdout) == (code, ""), url
             assert "admin" in result.stderr
 
