@@ -28,8 +28,8 @@ from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError, 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers._redis_chunk import PART_BYTES, UNCOMMITTED_TTL_S
-from kvstore.tiers._redis_wire import Link, Reply
+from kvstore.tiers._redis_chunk import PART_BYTES, UNCOMMITTED_TTL_S, ChunkIO
+from kvstore.tiers._redis_wire import Link, Reply, pack
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.redis import RedisTier
 from kvstore.wrappers import Deadline
@@ -443,6 +443,71 @@ def test_what_replaces_a_damaged_chunk_is_not_removed_with_it(
     assert get(one, REFS[0]) is Outcome.HIT
     assert other.contains(REFS[:1]) == [True]
     for tier in (one, other):
+        tier.close()
+
+
+def test_a_write_whose_answer_is_lost_counts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be there, and here it is."""
+    tier = open_redis(f"redis://127.0.0.1:{server.port}")
+    put(tier, REFS[1])
+    real_commit = ChunkIO.commit
+
+    def commit(*arguments: Any) -> None:
+        real_commit(*arguments)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(ChunkIO, "commit", commit)
+    with pytest.raises(TierError):
+        put(tier, REFS[0])
+    monkeypatch.undo()
+    assert tier.used_bytes == sum(values(server).values()) == 2 * tier.stored_bytes(REFS[0].num_blocks)
+    assert get(tier, REFS[0]) is Outcome.HIT
+    tier.close()
+
+
+def test_half_a_reply_is_read_by_nobody_else(server: RedisServer, tier: RedisTier) -> None:
+    """It would be taken for the answer to the next question on that connection."""
+    (node,) = tier._calls.nodes.masters()
+
+    def cut() -> None:
+        with node.link() as link:
+            link.send([pack("ECHO", "of the call that was cut")])
+            raise ConnectionResetError
+
+    with pytest.raises(TierError):
+        cut()
+    with node.link() as link:
+        assert link.call("ECHO", "mine") == b"mine"
+
+
+def test_a_walk_that_began_before_a_clear_leaves_what_came_after_it(server: RedisServer) -> None:
+    one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    put(one, *REFS)
+    before = one._home
+    two.clear()
+    put(two, *REFS[:2])
+    assert one._sweeper.walk(before) == ({}, 0)
+    assert two.contains(REFS[:2]) == [True, True]
+    for tier in (one, two):
+        tier.close()
+
+
+def test_a_put_that_was_cleared_before_it_ended_does_not_say_that_it_stored(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    real_commit = ChunkIO.commit
+
+    def commit(*arguments: Any) -> Any:
+        ended = real_commit(*arguments)
+        monkeypatch.undo()
+        two._sweeper.renew(two._current_home())  # as a clear that has not swept yet
+        return ended
+
+    monkeypatch.setattr(ChunkIO, "commit", commit)
+    assert put(one, REFS[0]) == [Outcome.FAILED]
+    assert (values(server), one.used_bytes) == ({}, 0)
+    for tier in (one, two):
         tier.close()
 
 

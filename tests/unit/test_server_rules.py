@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
+from zmq.utils import z85
 
 from kvstore import wire
 from kvstore.errors import ConfigError, ProtocolError, TierTimeoutError
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
 from kvstore.runs import PAGE_BYTES
-from kvstore.server.doors import make_private
+from kvstore.server.doors import Doors, make_private
 from kvstore.server.freight import Ways
+from kvstore.server.locks import Locks
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
 from kvstore.server.service import Service
@@ -394,6 +397,31 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(ConfigError, match="closed to others"):
         make_private(folder)
+
+
+def test_one_server_to_a_folder(tmp_path: Path) -> None:
+    pool = Pool(CHUNK_BYTES)
+    doors = Doors(tmp_path / "pool", pool.fd)
+    with pytest.raises(ConfigError, match="another cache server runs"):
+        Doors(tmp_path / "pool", pool.fd)
+    doors.close()
+    Doors(tmp_path / "pool", pool.fd).close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "key", "status"),
+    [(b"CURVE", b"k" * 32, b"200"), (b"CURVE", b"x" * 32, b"400"), (b"NULL", b"k" * 32, b"400")],
+    ids=["listed", "not listed", "no key needed"],
+)
+def test_whose_key_is_listed_comes_in(mechanism: bytes, key: bytes, status: bytes) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    locks = Locks(context, {z85.encode(b"k" * 32): "engine 1"})
+    question = [b"1.0", b"7", b"", b"10.0.0.1", b"", mechanism, key]
+    assert locks._judge(question)[1:3] == [b"7", status]
+    assert locks._judge(question[:5])[2] == b"400"
+    locks.close()
+    context.term()
 
 
 # The disk
