@@ -5,7 +5,7 @@ export VENV
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ check: venv-unit  ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy -p kvstore
-	@$(BIN)/mypy tests tools/dev/vllm_cpu.py tools/dev/two_engines.py
+	@$(BIN)/mypy tests tools/dev/vllm_cpu.py tools/dev/two_engines.py tools/dev/mutate/forkserver.py
 
 format: venv-unit  ## put the code into the format that check expects
 	@$(BIN)/ruff check --fix --quiet .
@@ -40,6 +40,9 @@ bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes 
 
 soak: venv  ## the long tests
 	@$(BIN)/pytest --soak -m soak
+
+mutate: venv  ## defects on purpose: do the tests notice? ARGS="--only 'disk/*'" tries one area
+	@$(BIN)/python -m kvstore.tools.dev.mutate $(ARGS)
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full

@@ -18,7 +18,7 @@ FAMILIES: Final[dict[str, str]] = {
         "lookups are answered from the scheduler's own memory: they ask no other process but a remote tier"
     ),
     "pin_timeout_sec pin_check_interval_sec": (
-        "a chunk is held while a request needs it, and a pin until it is taken back"
+        "a chunk is held while a request needs it, and a pin for `pin_max_secs`"
     ),
     "retrieve_locations store_location": "every tier that is configured is read and written",
     "local_disk_path_sharding": "the folder is divided by kvstore itself",
@@ -65,11 +65,11 @@ FAMILIES: Final[dict[str, str]] = {
     "runtime_plugin_locations plugin_locations storage_plugins external_backends": (
         "LMCache's plugins are not loaded: nothing is stored in their backends"
     ),
+    "enable_kv_events": "events come with vLLM's own, where its `--kv-events-config` switches them on",
     (
-        "enable_kv_events enable_chunk_statistics chunk_statistics_auto_start_statistics "
-        "chunk_statistics_strategy chunk_statistics_auto_exit_timeout_hours "
-        "chunk_statistics_auto_exit_target_unique_chunks"
-    ): "neither events nor chunk statistics are published",
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics chunk_statistics_strategy "
+        "chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks"
+    ): "there are no chunk statistics: vLLM's `/metrics` has ours, and `record_trace` notes which chunks are used",
     "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode": (
         "hidden states are not stored: only KV is"
     ),

@@ -6,6 +6,7 @@ The names are LMCache's where both systems have the key, and as in LMCache a siz
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import unquote, urlsplit
@@ -15,10 +16,11 @@ from pydantic_core import PydanticCustomError
 
 from kvstore.codecs import CODEC_NAMES
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
+from kvstore.config.places import ListedPlace
 from kvstore.errors import ConfigError
 from kvstore.loopback import is_loopback
 from kvstore.policies import POLICIES, choose_policy
-from kvstore.tiers import SCHEMES
+from kvstore.tiers import known_schemes, tier_behind
 
 GIB_BYTES: Final = 2**30
 HIDDEN: Final = "***"
@@ -27,7 +29,11 @@ _MAX_TIMEOUT_S: Final = 86_400
 _END_PORT: Final = 65_536
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """What vLLM's ``kv_role`` is where LMCache's ``pd_role`` is such."""
+_MAX_PIN_S: Final = 365 * 86_400
 _NAIVE: Final = "naive"  # LMCache's word for none
+REQUEST_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag", "pin")
+"""What a client may ask for one request, where the operator lets it count."""
+_SAFE_FIELDS: Final = ("skip_save", "skip_load", "ttl", "tag")  # of the request's own KV; a pin takes others' room
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,18 @@ class StoreConfig(BaseModel):
         description="Store nothing; what is stored already is still loaded. Meant for the variable "
         "`KVSTORE_FORCE_SKIP_SAVE`, which may also be 1 or 0.",
     )
+    request_fields: tuple[str, ...] = Field(
+        default=_SAFE_FIELDS,
+        description="Which fields of requests count (see [per-request.md](per-request.md)), of `skip_save`, "
+        "`skip_load`, `ttl`, `tag` and `pin`; a list, or text with commas. The others are ignored, with a warning. "
+        "With `pin` any client may keep up to half of the pool.",
+    )
+    pin_max_secs: Annotated[float, Unit("seconds")] = Field(
+        default=86_400.0,
+        gt=0,
+        le=_MAX_PIN_S,
+        description="How long a pin that a request asked for lasts, unless it is renewed.",
+    )
     min_retrieve_tokens: Annotated[int, Unit("tokens")] = Field(
         default=0,
         ge=0,
@@ -141,7 +159,8 @@ class StoreConfig(BaseModel):
         default=None,
         description="Whether a request waits for its load while others go on computing. If null or `auto`, chosen for "
         "each load: yes from disk or a remote tier, and for a long one from memory if others are running; otherwise "
-        "the step waits. If false, a slower tier needs vLLM's `--no-async-scheduling`.",
+        "the step waits. If false, a slower tier needs vLLM's `--no-async-scheduling`. Always yes where several "
+        "workers send what they compute to a remote tier or another engine.",
     )
     enable_async_saving: bool | None = Field(
         default=None,
@@ -198,7 +217,7 @@ class StoreConfig(BaseModel):
         description="A tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` (see [server.md]"
         "(server.md)), or Redis, `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` (see "
         "[redis.md](redis.md)); or, read-only, a pack: `pack:///path` (see [warming.md](warming.md#a-pack-as-a-tier)). "
-        "Without it nothing is shared.",
+        "A package that brings a tier brings its scheme, too (see [tiers.md](tiers.md)). Without it nothing is shared.",
     )
     remote_username: str | None = Field(
         default=None,
@@ -253,7 +272,7 @@ class StoreConfig(BaseModel):
         default=3.0,
         ge=0,
         le=_MAX_TIMEOUT_S,
-        description="How long an answer of the remote tier counts about what it holds.",
+        description="How long an answer of the remote tier counts about what it holds. 0: for the request that asked.",
     )
     max_remote_queue: Annotated[int | None, Unit("chunks")] = Field(
         default=None,
@@ -265,7 +284,8 @@ class StoreConfig(BaseModel):
         default=500,
         ge=1,
         le=60_000,
-        description="How long a request may wait to learn what the remote tier holds; then it is computed.",
+        description="How long a request may wait to learn what the remote tier holds; then it is computed, and nothing "
+        "is concluded for others.",
     )
     required: bool = Field(
         default=True,
@@ -306,6 +326,12 @@ class StoreConfig(BaseModel):
         min_length=1,
         description="Folder of the public keys of those who may come in from other hosts.",
     )
+    server_operators: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of `server_clients` may also clear, pin and explain from another host: names with commas "
+        "between them, or `*` for whoever can connect. If null, only the server's own user, over `kvs+ipc://`.",
+    )
     server_quotas: str | None = Field(
         default=None,
         min_length=1,
@@ -335,7 +361,8 @@ class StoreConfig(BaseModel):
     )
     pd_bidirectional: bool = Field(
         default=False,
-        description="A prefill engine also takes from the decode engine what that holds of the next turn.",
+        description="A prefill engine also takes from the decode engine what that holds of the next turn, if that is "
+        "in `pd_allowed_hosts` with its port, or in `peers`.",
     )
     pd_buffer_size: Annotated[int, Unit("bytes per worker")] = Field(
         default=GIB_BYTES,
@@ -355,8 +382,9 @@ class StoreConfig(BaseModel):
     )
     pd_allowed_hosts: tuple[str, ...] | None = Field(
         default=None,
-        description="Hosts to which requests may have KV sent, or fetched from; a list, or text with commas. If null, "
-        "loopback, `pd_peer_host` and the hosts in `peers`.",
+        description="Hosts to which requests may have KV sent; a list, or text with commas. If null, loopback, "
+        "`pd_peer_host` and the hosts in `peers`. An entry `host:port` is also an engine that a request may name as "
+        "one that has its KV, with `pd_bidirectional`: it is then read for that request.",
     )
     pd_timeout_ms: Annotated[int, Unit("milliseconds")] = Field(
         default=10_000,
@@ -401,11 +429,10 @@ class StoreConfig(BaseModel):
         """Whether the end of a prompt that does not fill a chunk is stored."""
         return self.save_unfull_chunk and not self.discard_partial_chunks
 
-    @property
+    @cached_property  # the registry looks through all packages that are installed
     def shared_url(self) -> str | None:
         """``remote_url``, if it leads to a tier that there is."""
-        is_ours = self.remote_url is not None and self.remote_url.partition("://")[0] in SCHEMES
-        return self.remote_url if is_ours else None
+        return self.remote_url if _leads_here(self.remote_url) else None
 
     @property
     def listens(self) -> bool:
@@ -429,16 +456,25 @@ class StoreConfig(BaseModel):
 
     @property
     def allowed_hosts(self) -> frozenset[str]:
-        """The hosts that requests may name, in lower case; ``allows_host`` asks it."""
+        """The hosts to which requests may have KV sent, in lower case; ``allows_host`` asks it."""
         if self.pd_allowed_hosts is not None:
-            return frozenset(host.lower() for host in self.pd_allowed_hosts)
+            return frozenset(ListedPlace.parse(text).host for text in self.pd_allowed_hosts)
         named = (urlsplit(url).hostname or "" for url in self.peers)
         return frozenset({self.pd_peer_host.lower(), *named})
 
     def allows_host(self, host: str) -> bool:
-        """Whether a request may have KV sent to a host, or fetched from there."""
+        """Whether a request may have KV sent to a host."""
         is_listed = host.lower() in self.allowed_hosts
         return is_listed or (self.pd_allowed_hosts is None and is_loopback(host))
+
+    @property
+    def sources(self) -> frozenset[ListedPlace]:
+        """The engines that a request may name as one that has its KV, each with its port. No host is one by itself."""
+        if not self.goes_both_ways:
+            return frozenset()
+        listed = map(ListedPlace.parse, self.pd_allowed_hosts or ())
+        peers = (ListedPlace(parts.hostname or "", parts.port) for parts in map(urlsplit, self.peers))
+        return frozenset(place for place in (*listed, *peers) if place.port is not None)
 
     @property
     def remote_codec(self) -> str:
@@ -491,18 +527,34 @@ class StoreConfig(BaseModel):
     def _known_scheme(cls, value: str | None) -> str | None:
         if not value:
             return None
-        scheme, mark, _ = value.partition("://")
-        if not mark or scheme not in {*SCHEMES, *OTHER_SCHEMES}:
-            known = ", ".join(f"{name}://" for name in SCHEMES)
-            raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": known})
+        try:
+            tier_behind(value)
+        except ConfigError as error:
+            scheme, mark, _ = value.partition("://")
+            known = known_schemes()
+            if mark and scheme in known:
+                raise PydanticCustomError("remote_url", "cannot be used: {problem}", {"problem": str(error)}) from error
+            if not mark or scheme not in OTHER_SCHEMES:
+                names = ", ".join(f"{name}://" for name in known)
+                raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": names}) from error
         return value
 
-    @field_validator("peers", "pd_allowed_hosts", mode="before")
+    @field_validator("request_fields", "peers", "pd_allowed_hosts", mode="before")
     @classmethod
     def _several(cls, value: object) -> object:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("pd_allowed_hosts")
+    @classmethod
+    def _known_places(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            for text in value or ():
+                ListedPlace.parse(text)
+        except ValueError as error:
+            raise PydanticCustomError("places", "must name hosts, or hosts with a port: 10.0.0.5:7300") from error
+        return value
 
     @field_validator("peers")
     @classmethod
@@ -538,7 +590,7 @@ class StoreConfig(BaseModel):
         given = info.data
         if not ports or not _takes(given.get("enable_pd"), given.get("pd_role"), given.get("pd_bidirectional")):
             return value
-        if (info.data.get("remote_url") or "").partition("://")[0] in SCHEMES:
+        if _leads_here(info.data.get("remote_url")):
             message = "cannot be set together with remote_url: chunks go to this engine's own server; leave one out"
             raise PydanticCustomError("port", message)
         host = info.data.get("pd_peer_host", "127.0.0.1")
@@ -549,6 +601,13 @@ class StoreConfig(BaseModel):
                 "with kvstore keygen, or set pd_peer_host to 127.0.0.1"
             )
             raise PydanticCustomError("port", message, {"host": host})
+        return value
+
+    @field_validator("request_fields")
+    @classmethod
+    def _known_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(value) <= set(REQUEST_FIELDS):
+            raise PydanticCustomError("fields", "must be some of {known}", {"known": ", ".join(REQUEST_FIELDS)})
         return value
 
     @field_validator("local_disk_serde")
@@ -595,6 +654,14 @@ class StoreConfig(BaseModel):
             message = "must be greater than 0 because local_disk is set: say how many GiB of disk each worker may fill"
             raise PydanticCustomError("size_with_folder", message, {"because_of": "local_disk"})
         return value
+
+
+def _leads_here(url: str | None) -> bool:
+    """Whether a remote URL leads to a tier that there is; those of LMCache's may not."""
+    try:
+        return url is not None and bool(tier_behind(url))
+    except ConfigError:
+        return False
 
 
 def _takes(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:

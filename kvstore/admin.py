@@ -45,6 +45,12 @@ class Controls(Protocol):
     def clear(self) -> int | None:
         """Forget all chunks. Returns how many there were, or None if it will be done later."""
 
+    def pins(self) -> Tree:
+        """What clients have pinned: ``pins``, a list."""
+
+    def unpin(self) -> int | None:
+        """End all pins. Returns how many there were, or None if it will be done later."""
+
     def switch(self, *, enabled: bool) -> None:
         """Turn the cache on or off; what is stored stays."""
 
@@ -86,10 +92,22 @@ def _sequence(body: bytes) -> tuple[list[int], KeyExtras]:
 
 
 def _clear(controls: Controls, _: bytes) -> Reply:
-    count = controls.clear()
+    return _done(controls.clear(), "cleared", "chunks")
+
+
+def _unpin(controls: Controls, _: bytes) -> Reply:
+    return _done(controls.unpin(), "unpinned", "pins")
+
+
+def _done(count: int | None, status: str, things: str) -> Reply:
     if count is None:
         return Reply(HTTPStatus.ACCEPTED, {"status": "accepted: it is done when the next request comes"})
-    return Reply(HTTPStatus.OK, {"status": "cleared", "chunks": count})
+    return Reply(HTTPStatus.OK, {"status": status, things: count})
+
+
+def _probe(controls: Controls, _: bytes) -> Reply:
+    health = controls.health()
+    return Reply(HTTPStatus.OK if health["status"] == "ok" else HTTPStatus.SERVICE_UNAVAILABLE, health)
 
 
 def _switch(controls: Controls, *, enabled: bool) -> Reply:
@@ -102,8 +120,11 @@ _ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls, bytes], Reply]]] = 
     ("GET", "/stats"): lambda controls, _: Reply(HTTPStatus.OK, controls.stats()),
     ("GET", "/config"): lambda controls, _: Reply(HTTPStatus.OK, controls.config()),
     ("GET", "/health"): lambda controls, _: Reply(HTTPStatus.OK, controls.health()),
+    ("GET", "/healthz"): _probe,
+    ("GET", "/pins"): lambda controls, _: Reply(HTTPStatus.OK, controls.pins()),
     ("POST", "/kv"): _kv,
     ("POST", "/clear"): _clear,
+    ("POST", "/unpin"): _unpin,
     ("POST", "/disable"): lambda controls, _: _switch(controls, enabled=False),
     ("POST", "/enable"): lambda controls, _: _switch(controls, enabled=True),
 }

@@ -16,6 +16,7 @@ def bind_paged_kv(
     num_blocks: int,
     block_tokens: int,
     chunk_tokens: int,
+    reserved_blocks: int = 0,
     packing: str = "",
     has_channels: bool = True,
 ) -> PagedKV:
@@ -26,6 +27,8 @@ def bind_paged_kv(
         num_blocks: blocks of the serving engine's block manager.
         block_tokens: tokens in such a block.
         chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
+        reserved_blocks: so many blocks, from the first on, which the serving engine keeps for itself: nothing is ever
+            copied from them, nor to them.
         packing: what decides, besides strides, the order of bytes in a block: on CPUs, the instruction set in use.
         has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. Not so for
             MLA's latents; blocks that are packed never tell.
@@ -57,5 +60,5 @@ def bind_paged_kv(
         page_axes=axes.pop() if len(axes) == 1 else None,
     )
     if device.type == "cpu":
-        return HostPagedKV(layers, layout, num_blocks)
-    return DevicePagedKV(layers, layout, num_blocks)
+        return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
+    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks)

@@ -28,6 +28,7 @@ class DevicePagedKV:
         layers: Sequence[Sequence[PlaneRows]],
         layout: KVLayout,
         num_blocks: int,
+        reserved_blocks: int = 0,
         *,
         has_stream: bool = False,
         streams: Streams | None = None,
@@ -35,6 +36,7 @@ class DevicePagedKV:
         self._layers = layers
         self.layout = layout
         self.num_blocks = num_blocks
+        self._allowed = range(reserved_blocks, num_blocks)
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
         self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
@@ -47,7 +49,7 @@ class DevicePagedKV:
 
     def beside(self) -> PagedKV:
         """See ``pages.PagedKV``."""
-        return DevicePagedKV(self._layers, self.layout, self.num_blocks, has_stream=True)
+        return DevicePagedKV(self._layers, self.layout, self.num_blocks, self._allowed.start, has_stream=True)
 
     def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
         """See ``pages.PagedKV``: the device copies by itself."""
@@ -74,7 +76,7 @@ class DevicePagedKV:
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``pages.PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)  # before anything is copied
+        check_block_ids(block_ids, self._allowed)  # before anything is copied
         size_bytes = self.layout.payload_bytes(chunk_blocks)
         source = torch.from_numpy(payload)[:size_bytes]
         self._staging.carry_in(
@@ -86,7 +88,7 @@ class DevicePagedKV:
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
         """See ``pages.PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)
+        check_block_ids(block_ids, self._allowed)
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
@@ -151,7 +153,7 @@ class DevicePagedKV:
 
         They are in ordinary memory, which the driver has copied from when the call returns, so nobody waits for it.
         """
-        check_block_ids(block_ids, self.num_blocks)
+        check_block_ids(block_ids, self._allowed)
         return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
 
     def _pages(self, payload: torch.Tensor, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

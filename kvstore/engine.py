@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from types import TracebackType
@@ -38,7 +38,7 @@ from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
 from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import IndexCounters, Match, Place
-from kvstore.remote import RemoteView
+from kvstore.remote import RemoteView, Told
 from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
 from kvstore.tiers.base import ChunkRef, TierCounters
 
@@ -65,19 +65,27 @@ class CacheEngine:
     """Stores and retrieves the KV of token sequences. Thread-safe; calls that move KV run one at a time."""
 
     def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
-        """Open the tiers and take in what the disk still holds.
+        """Open the tiers and take in what the disk still holds. A failure leaves nothing open or locked.
 
         Raises:
             ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
         """
+        with ExitStack() as opened:
+            self._open(paged, namespace, options, opened)
+            opened.pop_all()
+
+    def _open(self, paged: PagedKV, namespace: Namespace, options: EngineOptions, opened: ExitStack) -> None:
         self.layout = paged.layout
         self._num_blocks = paged.num_blocks
         self._namespace = namespace
         self._options = options
         self._tiers = open_tiers(paged, namespace, options)
+        opened.callback(self._tiers.close)
         remote, disk = options.remote, self._tiers.disk
         self._view = RemoteView(remote.hold_s) if remote else None
         self._directory = open_directory([Shard(namespace, self.layout, remote)]) if remote else None
+        if self._directory is not None:
+            opened.callback(self._directory.close)
         self._index = ChunkIndex(
             self._tiers.cpu.num_slots,
             keep_in_memory=options.local_cpu,
@@ -168,12 +176,12 @@ class CacheEngine:
         if tier != "cpu":
             raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
         hasher = hash_tokens(self.layout, tokens, extras)
-        self._ask_remote(hasher)
+        told = self._ask_remote(hasher)
         with self._turn():
             with self._index_lock:
                 self._begin_decision()
-                refs = self._index.lookup(hasher).refs if self._options.local_cpu else ()
-                steps = self._index.prepare_load(refs)
+                refs = self._index.lookup(hasher, told=told).refs if self._options.local_cpu else ()
+                steps = self._index.prepare_load(refs, told)
             self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
             with self._index_lock:
                 here = list(takewhile(lambda step: self._index.in_memory(step.ref.prefix_key), steps))
@@ -276,9 +284,10 @@ class CacheEngine:
 
         A chunk that turns out damaged or missing at some layer ends the mask before it, although its layers up to that
         one were right and are in their slots; those behind are as they were. So what was computed from it must be
-        computed again. A chunk that another generator is still bringing from a slower tier counts as missing.
-        ``next()`` may be called from any thread, and other calls may come in between. A generator that is closed before
-        its last yield gives its chunks free with the next call that moves KV, or ``close``.
+        computed again. A chunk that another generator is still bringing from a slower tier counts as missing. If
+        ``clear`` or ``reset_cache`` was called since the first ``next()``, no further layer is begun, and nothing
+        counts as loaded. ``next()`` may be called from any thread, and other calls may come in between. A generator
+        that is closed before its last yield gives its chunks free with the next call that moves KV, or ``close``.
 
         Raises:
             InvalidCallError: as ``retrieve``, at once.
@@ -287,13 +296,18 @@ class CacheEngine:
         request = self._load_request(tokens, mask, slot_mapping, extras)
 
         def begin() -> LayerWork[torch.Tensor]:
-            jobs = self._plan_load(request)
+            jobs, clears = self._plan_load(request), self._clears
             load = LayerLoad(self._mover, jobs)
 
-            def end() -> torch.Tensor:
-                return self._loaded(request, jobs, self._complete_load(jobs, load.finish).failed)
+            def move(layer: int) -> None:
+                if clears == self._clears:
+                    load.move(layer)
 
-            return LayerWork(load.move, end, load.halt)
+            def end() -> torch.Tensor:
+                failed = self._complete_load(jobs, load.finish).failed
+                return self._loaded(request, jobs if clears == self._clears else [], failed)
+
+            return LayerWork(move, end, load.halt)
 
         return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
@@ -391,29 +405,38 @@ class CacheEngine:
         self._index.set_disk_answers(answers=self._tiers.disk_answers)
         self._index.set_remote_answers(answers=self._tiers.remote_answers)
 
-    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> None:
+    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Told:
         """Find out what the remote tier holds of a sequence, if there is one."""
+        told = Told()
         if self._directory is not None:
-            self._match(hasher, lambda _: None, skip_tokens)
+            self._match(hasher, lambda _: None, skip_tokens, told)
+        return told
 
-    def _match(self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0) -> Result:
+    def _match(
+        self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0, told: Told | None = None
+    ) -> Result:
         """Decide on the longest prefix that is known, under the lock, after the remote tier was asked for what is not.
 
-        The index knows its answers for a while.
+        The index knows its answers for a while, and the call that is ``told`` them in any case.
         """
+        told = told or Told()
         for _ in range(QUESTION_ROUNDS):
             with self._index_lock:
                 self._begin_decision()
-                match = self._index.lookup(hasher, skip_tokens)
-                questions = self._index.questions(hasher, match, skip_tokens)
+                clears = self._clears
+                match = self._index.lookup(hasher, skip_tokens, told)
+                questions = self._index.questions(hasher, match, skip_tokens, told)
                 if self._directory is None or self._view is None or not questions:
                     return then(match)
             answers = self._directory.answer(questions)
             with self._index_lock:
-                self._view.note(questions, answers, time.monotonic())
+                if clears == self._clears:  # or they are about what is gone
+                    now_s = time.monotonic()
+                    self._view.note(questions, answers, now_s)
+                    self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s)
         with self._index_lock:
             self._begin_decision()
-            return then(self._index.lookup(hasher, skip_tokens))
+            return then(self._index.lookup(hasher, skip_tokens, told))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -437,15 +460,14 @@ class CacheEngine:
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
         request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)
-        self._ask_remote(request.hasher, request.begin)
-        return request
+        return request._replace(told=self._ask_remote(request.hasher, request.begin))
 
     def _plan_load(self, request: Request) -> list[LoadJob]:
         blocks_per_chunk, skip_blocks = self.layout.blocks_per_chunk, request.begin // self.layout.block_tokens
         with self._index_lock:
             self._begin_decision()
-            match = self._index.lookup(request.hasher, request.begin)
-            steps = self._index.prepare_load(match.refs)
+            match = self._index.lookup(request.hasher, request.begin, request.told)
+            steps = self._index.prepare_load(match.refs, request.told)
         jobs = []
         begin = match.first_chunk * blocks_per_chunk
         for step in steps:

@@ -1,7 +1,8 @@
 """Chunks that are loaded again and again, kept on the device: such a load does not pass the host.
 
 A copy of what memory holds, and nothing else knows of it: not the index, so it can only make a load faster, and never
-right or wrong. Each worker decides for itself.
+right or wrong. Each worker decides for itself. A copy counts for one content of one slot: whatever removes a chunk, or
+stores or loads it again, gives it another, so that no removal has to be told here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvstore.tiers.base import ChunkRef, Outcome
 
 if TYPE_CHECKING:
     from kvstore.pages import BlockIds, PagedKV
+    from kvstore.tiers.cpu import Filling
     from kvstore.tiers.gpu import GpuTier
 
 logger = logging.getLogger(__name__)
@@ -34,14 +36,18 @@ class HotChunks:
     def __init__(self, gpu: GpuTier, paged: PagedKV) -> None:
         self._gpu = gpu
         self._paged = paged
-        self._order: OrderedDict[ChunkRef, None] = OrderedDict()  # held, the longest unused first
+        self._order: OrderedDict[ChunkRef, Filling] = OrderedDict()  # held: copies of what; the longest unused first
         self._loads: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks that are not held
         self._max_loads = _REMEMBERED_PER_SLOT * (gpu.capacity_bytes // paged.layout.slot_bytes)
         self._is_broken = False
 
-    def scatter(self, ref: ChunkRef, block_ids: BlockIds, first_block: int) -> bool:
-        """Load a chunk's blocks if it is held. False if it must come from memory."""
+    def scatter(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds, first_block: int) -> bool:
+        """Load a chunk's blocks if what memory holds of it now was copied. False if it must come from memory."""
         if self._is_broken or ref not in self._order:
+            return False
+        if self._order[ref] != filling:  # it was removed since, or came again
+            del self._order[ref]
+            self._gpu.remove([ref])
             return False
         try:
             outcome = self._gpu.scatter(ref, self._paged, block_ids, first_block)
@@ -51,11 +57,11 @@ class HotChunks:
         self._order.move_to_end(ref)
         return outcome is Outcome.HIT
 
-    def note_load(self, ref: ChunkRef, block_ids: BlockIds) -> None:
+    def note_load(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
         """A whole chunk has just been loaded from memory to these blocks: the second time, keep it."""
         loads = self._loads.pop(ref, 0) + 1
         if loads >= PROMOTE_AT:
-            self._promote(ref, block_ids)
+            self._promote(ref, filling, block_ids)
             return
         self._loads[ref] = loads
         if len(self._loads) > self._max_loads:
@@ -72,7 +78,7 @@ class HotChunks:
         self._order.clear()
         self._gpu.close()
 
-    def _promote(self, ref: ChunkRef, block_ids: BlockIds) -> None:
+    def _promote(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
         if self._is_broken:
             return
         try:
@@ -85,7 +91,7 @@ class HotChunks:
             self._give_up(error)
             return
         if outcome is Outcome.STORED:
-            self._order[ref] = None
+            self._order[ref] = filling
 
     def _give_up(self, error: TierError) -> None:
         """A device that fails once goes on failing."""

@@ -15,17 +15,18 @@ The caller serialises all calls. Under vLLM this object lives in the scheduler a
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 
+from kvstore.deadlines import Deadlines
 from kvstore.departed import Departed
 from kvstore.keys import PrefixHasher, PrefixKey
-from kvstore.leases import Leases
+from kvstore.leases import Leases, LeaseView
 from kvstore.plans import NO_MATCH, IndexCounters, LoadStep, Match, MissReason, Place, StoreStep
 from kvstore.policies import Adaptive, Policy, open_policy
-from kvstore.remote import RemoteView
+from kvstore.remote import NOTHING_TOLD, RemoteView, Told
 from kvstore.tiers.base import ChunkRef
 
 QUESTION_ROUNDS = 2  # after which ``questions`` has been answered
@@ -123,8 +124,8 @@ class ChunkIndex:
         self._removals: list[ChunkRef] = []
         self._disk_answers = True
         self._now_s = 0.0
-        self._expiries: list[tuple[float, PrefixKey]] = []  # a heap
-        self._leases = Leases()
+        self._expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
+        self._leases = Leases(num_slots)
         self._departed = Departed()
         self._changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
 
@@ -198,25 +199,26 @@ class ChunkIndex:
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Match:
+    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0, told: Told = NOTHING_TOLD) -> Match:
         """The longest prefix of the hasher's tokens that could be loaded now, by one who has its ``skip_tokens``.
 
         Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
-        missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would.
+        missing one, longest first. A chunk on disk needs a slot on its way, so the answer ends where slots would. Of a
+        remote tier counts what the view knows, and what the caller was ``told``.
         """
         first_chunk = skip_tokens // hasher.chunk_tokens
         blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
         found: list[ChunkRef] = []
         room = _StagingRoom(len(self._free_slots) + self._idle_slots)
         for key in hasher.chunk_keys()[first_chunk:]:
-            ref = self._find(key, blocks_per_chunk, room)
+            ref = self._find(key, blocks_per_chunk, room, told)
             if ref is None:
                 break
             found.append(ref)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
         block_keys = hasher.block_keys(first_chunk + len(found))
         for num_blocks in range(len(block_keys), 0, -1):
-            tail = self._find(block_keys[num_blocks - 1], num_blocks, room)
+            tail = self._find(block_keys[num_blocks - 1], num_blocks, room, told)
             if tail is not None:
                 found.append(tail)
                 num_tokens += num_blocks * hasher.block_tokens
@@ -245,12 +247,14 @@ class ChunkIndex:
             return MissReason.NO_ROOM
         return MissReason.TIER_DOWN if chunk.on_disk and not chunk.filling else MissReason.NOT_YET
 
-    def questions(self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0) -> list[ChunkRef]:
+    def questions(
+        self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
+    ) -> list[ChunkRef]:
         """What must be asked of the remote tier before a match is known to be the longest; none when it is.
 
         First the whole chunks behind the match, with the tails inside the first of them and those at the end of the
         sequence; in a second round, should it be needed, the tails inside the first one that is missing. The answers
-        go to the ``RemoteView``.
+        go to the ``RemoteView``, or to what the caller was ``told``.
         """
         if self._remote is None or not self._remote_answers:
             return []
@@ -264,26 +268,26 @@ class ChunkIndex:
             tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
             asked += [ChunkRef(key, number) for number, key in enumerate(tails, 1) if number > begin]
         unknown = [ref for ref in asked if not self._is_here(ref)]
-        return self._remote.unknown(unknown, self._now_s)
+        return self._remote.unknown(unknown, self._now_s, told)
 
-    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom) -> ChunkRef | None:
+    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
         """A chunk that could be loaded, counted into ``room``."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
-        return ref if self._is_remote(ref) and room.takes_new() else None
+        return ref if self._is_remote(ref, told) and room.takes_new() else None
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def prepare_load(self, refs: Sequence[ChunkRef]) -> list[LoadStep]:
+    def prepare_load(self, refs: Sequence[ChunkRef], told: Told = NOTHING_TOLD) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
 
-        Every step holds its chunk until ``complete_load``.
+        What the caller was ``told`` of a remote tier counts. Every step holds its chunk until ``complete_load``.
         """
         planned: list[tuple[_Chunk, Place]] = []
         for ref in refs:
-            source = self.source(ref)
+            source = self.source(ref, told)
             if source is None:
                 break
             chunk = self._chunks.setdefault(ref.prefix_key, _Chunk(ref))
@@ -303,14 +307,14 @@ class ChunkIndex:
         self._touch([step.ref.prefix_key for step in steps])
         return steps
 
-    def source(self, ref: ChunkRef) -> Place | None:
+    def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
         """Where a chunk would be loaded from now; None if nowhere."""
         chunk = self._chunks.get(ref.prefix_key)
         if chunk is not None and self._is_readable(chunk):
             if chunk.ref != ref:
                 return None
             return Place.DISK if chunk.slot is None else Place.MEMORY
-        return Place.REMOTE if self._is_remote(ref) else None
+        return Place.REMOTE if self._is_remote(ref, told) else None
 
     def complete_load(
         self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey]
@@ -348,7 +352,7 @@ class ChunkIndex:
     def _fail_remote_load(self, chunk: _Chunk) -> None:
         """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
         if self._remote is not None:
-            self._remote.note([chunk.ref], [False], self._now_s)
+            self._remote.deny([chunk.ref], self._now_s)
         if chunk.forgotten:
             return
         if chunk.disk_bytes:
@@ -428,18 +432,20 @@ class ChunkIndex:
         self._chunks[ref.prefix_key] = chunk
         self._memory.add(ref.prefix_key)
         chunk.uses += len(targets)
-        self._note_expiry(chunk)
-        return StoreStep(ref, slot, targets)
-
-    def _note_expiry(self, chunk: _Chunk) -> None:
         if chunk.expires_s is not None:
-            heapq.heappush(self._expiries, (chunk.expires_s, chunk.ref.prefix_key))
+            self._expiries.set(ref.prefix_key, chunk.expires_s)
+        return StoreStep(ref, slot, targets)
 
     def _extend(self, chunk: _Chunk, ttl_s: float | None) -> None:
         """A chunk stored by several stays for as long as any of them wants."""
-        if chunk.expires_s is not None and (ttl_s is None or self._now_s + ttl_s > chunk.expires_s):
-            chunk.expires_s = None if ttl_s is None else self._now_s + ttl_s
-            self._note_expiry(chunk)
+        if chunk.expires_s is None:
+            return
+        if ttl_s is None:
+            chunk.expires_s = None
+            self._expiries.withdraw(chunk.ref.prefix_key)
+        elif self._now_s + ttl_s > chunk.expires_s:
+            chunk.expires_s = self._now_s + ttl_s
+            self._expiries.set(chunk.ref.prefix_key, chunk.expires_s)
 
     def _plan_known(self, chunk: _Chunk) -> StoreStep | None:
         """Write a chunk from memory to where it is missing, if there is room for it now."""
@@ -538,32 +544,23 @@ class ChunkIndex:
     def advance(self, now_s: float) -> None:
         """Tell the index the time, on any clock that only goes forward: ends what has run out."""
         self._now_s = max(self._now_s, now_s)
-        while self._expiries and self._expiries[0][0] <= self._now_s:
-            expires_s, key = heapq.heappop(self._expiries)
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.expires_s == expires_s and not chunk.forgotten:
-                self.counters.expired += 1
-                self._remove(chunk)
-        for lease_id in self._leases.expired(self._now_s):
+        for key in self._expiries.take_due(self._now_s):
+            self.counters.expired += 1
+            self._remove(self._chunks[key])
+        for lease_id in self._leases.take_expired(self._now_s):
             self.release(lease_id)
 
     def lease(self, lease_id: str, refs: Sequence[ChunkRef], ttl_s: float) -> int:
         """Keep chunks from eviction until ``release``, or for ``ttl_s``; a lease of the same name is replaced.
 
-        Returns how many of them, from the front, are held: all leases together hold at most half of the slots' number.
+        Returns how many of them, from the front, are held: all leases together hold at most half of the slots' number,
+        and of chunks that many leases share a multiple of it.
         """
         former = self._leases.withdraw(lease_id)
-        held: list[PrefixKey] = []
-        room = max(1, self._num_slots // 2) - self._leases.num_chunks
-        for ref in refs:
-            chunk = self._chunks.get(ref.prefix_key)
-            if chunk is None or not self._is_readable(chunk):
-                break
-            room -= ref.prefix_key not in self._leases
-            if room < 0:
-                break
-            self._begin_use(chunk)
-            held.append(ref.prefix_key)
+        held = [ref.prefix_key for ref in takewhile(self._is_here, refs)]
+        del held[self._leases.admitted(held) :]
+        for key in held:
+            self._begin_use(self._chunks[key])
         if held:
             self._leases.add(lease_id, held, self._now_s + ttl_s)
         for key in former:  # only now: a renewed lease must not lose its chunks in between
@@ -574,6 +571,10 @@ class ChunkIndex:
         """End a lease. Unknown and ended ones are ignored."""
         for key in self._leases.withdraw(lease_id):
             self._end_use(self._chunks[key])
+
+    def lease_views(self) -> list[LeaseView]:
+        """All leases, on the index's clock. May be called by any thread."""
+        return self._leases.views()
 
     def _unlease(self, chunk: _Chunk) -> None:
         """Take a chunk that is to go out of all leases, or it could not come back before they end."""
@@ -606,7 +607,7 @@ class ChunkIndex:
         """Forget chunks whose bytes are wrong, wherever they are; the caller takes them off the remote tier."""
         self.remove(ref.prefix_key for ref in refs)
         if self._remote is not None:
-            self._remote.note(refs, [False] * len(refs), self._now_s)
+            self._remote.deny(refs, self._now_s)
 
     def remove_all(self) -> int:
         """Forget every chunk here and return how many there were; what is on disk is announced for removal."""
@@ -642,9 +643,9 @@ class ChunkIndex:
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is not None and self._is_readable(chunk)
 
-    def _is_remote(self, ref: ChunkRef) -> bool:
+    def _is_remote(self, ref: ChunkRef, told: Told) -> bool:
         """Whether a chunk that is not here could be loaded from the remote tier."""
-        if self._remote is None or not self._remote_answers or not self._remote.holds(ref, self._now_s):
+        if self._remote is None or not self._remote_answers or not self._remote.holds(ref, self._now_s, told):
             return False
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.slot is None)
@@ -674,7 +675,7 @@ class ChunkIndex:
         elif chunk.in_memory and not self._keep_in_memory:
             self._drop_from_memory(chunk)
         elif chunk.slot is None and not chunk.disk_bytes:  # a load from the remote tier for which there was no slot
-            del self._chunks[chunk.ref.prefix_key]
+            self._vanish(chunk)
 
     def _may_go(self, key: PrefixKey) -> bool:
         return self._chunks[key].uses == 0
@@ -757,6 +758,7 @@ class ChunkIndex:
         if chunk.forgotten:
             return
         chunk.forgotten = True
+        self._expiries.withdraw(chunk.ref.prefix_key)
         self._note_change(chunk)
         self._unlease(chunk)
         if self._disk and chunk.disk_bytes:
@@ -772,10 +774,14 @@ class ChunkIndex:
             self._drop_from_memory(chunk)
         if chunk.disk_bytes:
             self._drop_from_disk(chunk, announce=not chunk.forgotten)
-        self._chunks.pop(chunk.ref.prefix_key, None)
+        self._vanish(chunk)
         self._memory.remove(chunk.ref.prefix_key)
         if self._disk:
             self._disk.order.remove(chunk.ref.prefix_key)
+
+    def _vanish(self, chunk: _Chunk) -> None:
+        self._chunks.pop(chunk.ref.prefix_key, None)
+        self._expiries.withdraw(chunk.ref.prefix_key)
 
     def _drop_from_memory(self, chunk: _Chunk) -> None:
         assert chunk.slot is not None
@@ -789,7 +795,7 @@ class ChunkIndex:
             self._free_slots.append(chunk.slot)
         chunk.slot, chunk.filling, chunk.loading = None, False, False
         if not chunk.disk_bytes:
-            self._chunks.pop(chunk.ref.prefix_key, None)
+            self._vanish(chunk)
 
     def _drop_from_disk(self, chunk: _Chunk, *, announce: bool) -> None:
         assert self._disk is not None
@@ -800,7 +806,7 @@ class ChunkIndex:
             self._removals.append(chunk.ref)
         chunk.disk_bytes = 0
         if chunk.slot is None:
-            self._chunks.pop(chunk.ref.prefix_key, None)
+            self._vanish(chunk)
 
 
 @dataclass

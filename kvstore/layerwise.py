@@ -26,6 +26,7 @@ from kvstore.movers import LoadJob, LoadResult, Mover, StoreJob
 from kvstore.pages import ChunkBlocks
 from kvstore.plans import LoadStep, Place
 from kvstore.tiers.base import ByteArray, Outcome
+from kvstore.tiers.cpu import Filling
 
 READ_BYTES = 768 << 10  # of a chunk in one read, at least: smaller ones are slower in sum
 MAX_GROUPS = 16  # more would not let the model begin much earlier
@@ -54,11 +55,13 @@ class LayerLoad:
             if job.step.source is not Place.MEMORY:
                 self._reading[job.step.slot] = _Reading(mover, job.step)
         self._num_layers = mover.paged.layout.num_layers
+        self._done_layers = 0
         self._groups_asked = 0
         self._mislabelled = 0
         self._failed: set[PrefixKey] = set()
         self._lost: set[PrefixKey] = set()
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
+        self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
         self._goes_aside = mover.paged.device.type == "cpu"
         self._aside: Future[None] | None = None  # the next layer
@@ -83,6 +86,7 @@ class LayerLoad:
         if self._goes_aside and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
             self._read_ahead(layer + 1)
             self._aside = self._mover.aside(lambda: self._bring(layer + 1))
+        self._done_layers = layer + 1
         self._returned_s = time.perf_counter()
 
     def _bring(self, layer: int) -> None:
@@ -95,8 +99,10 @@ class LayerLoad:
             source = self._source(job.step, layer)
             if source is None or not len(job.block_ids):
                 continue
-            if layer == 0 and self._mover.scatter_hot(job):
-                self._hot.add(key)
+            if layer == 0:
+                self._fillings[number] = self._mover.cpu.filling(job.step.slot, job.step.ref)
+                if self._mover.scatter_hot(job, self._fillings[number]):
+                    self._hot.add(key)
             if key not in self._hot:
                 arrived.append(self._blocks_of(number, source))
         with self._scattering:
@@ -121,6 +127,7 @@ class LayerLoad:
 
         What arrived is in memory from now on.
         """
+        are_blocks_ours = not self._is_halted
         self.halt()
         if self._aside is not None and not self._aside.cancel():
             self._aside.exception()  # it waits for reads, each of which ends within its tier's deadline
@@ -132,11 +139,18 @@ class LayerLoad:
                 self._failed.add(reading.step.ref.prefix_key)
         self._mover.paged.wait()
         self._mover.counters.mislabelled_slots += self._mislabelled
-        for job in self._jobs:
-            key = job.step.ref.prefix_key
-            if key not in self._failed:
-                self._mover.note_load(job, is_hot=key in self._hot)
+        if are_blocks_ours and self._done_layers == self._num_layers:
+            self._note_loads()
         return LoadResult(self._failed, self._lost)
+
+    def _note_loads(self) -> None:
+        """Every layer is in the blocks, and these are still the load's: copies on the device may be taken of them."""
+        for number, job in enumerate(self._jobs):
+            key = job.step.ref.prefix_key
+            if key in self._failed:
+                continue
+            filling = self._fillings.get(number) or self._mover.cpu.filling(job.step.slot, job.step.ref)
+            self._mover.note_load(job, filling, is_hot=key in self._hot)
 
     def _read_ahead(self, layer: int) -> None:
         """Ask for this layer and some behind it, of every chunk in turn."""

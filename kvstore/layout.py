@@ -57,6 +57,10 @@ class KVLayout:
                 f"chunk_size {self.chunk_tokens} is not a multiple of the block size {self.block_tokens}: "
                 f"set chunk_size to a multiple of it, such as {fitting}"
             )
+        if self.planes <= 0:
+            raise LayoutError(f"a block occupies 1 or 2 regions in each layer, not {self.planes}")
+        if self.page_axes is not None and min(self.page_axes) <= 0:  # codecs divide by them
+            raise LayoutError(f"the axes of a page are positive, not {self.page_axes}")
 
     def to_json(self) -> str:
         """All fields, for tools that read chunks without the engine that made them."""

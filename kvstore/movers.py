@@ -29,7 +29,7 @@ from kvstore.pages import BlockIds, PagedKV
 from kvstore.plans import LoadStep, Place, StoreStep
 from kvstore.staging import Moment
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
-from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.cpu import CpuTier, Filling
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Mover:
             job = jobs[number]
             self.paged.scatter(job.block_ids, payload, job.step.ref.num_blocks, job.first_block)
             self.counters.chunks_loaded_from_remote += 1
-            self.note_load(job, is_hot=False)
+            self.note_load(job, None, is_hot=False)
 
         result = LoadResult(set(), set())
         for job, outcome in zip(jobs, use_borrowed(lender, [job.step.ref for job in jobs], scatter), strict=True):
@@ -189,15 +189,16 @@ class Mover:
             outcome = Outcome.HIT if read is None else read.result().outcome
             if read is not None and outcome is Outcome.HIT:
                 self.note_arrival(job.step)
+            filling = self.cpu.filling(slot, ref)
             source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
                 self.counters.mislabelled_slots += outcome is Outcome.HIT
                 self._note_failure(result, ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
                 continue
-            is_hot = self.scatter_hot(job)
+            is_hot = self.scatter_hot(job, filling)
             if len(job.block_ids) and not is_hot:
                 self.paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
-            self.note_load(job, is_hot=is_hot)
+            self.note_load(job, filling, is_hot=is_hot)
         return result
 
     def deviation(self, job: LoadJob) -> float | None:
@@ -214,11 +215,11 @@ class Mover:
         """Start something on a thread for what may be done while the model computes."""
         return self._layers.submit(work)
 
-    def scatter_hot(self, job: LoadJob) -> bool:
-        """Load a chunk from its copy on the device, if there is one."""
-        if self._hot is None or not len(job.block_ids):
+    def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:
+        """Load a chunk from its copy on the device, if there is one of what its slot holds."""
+        if self._hot is None or filling is None or not len(job.block_ids):
             return False
-        return self._hot.scatter(job.step.ref, job.block_ids, job.first_block)
+        return self._hot.scatter(job.step.ref, filling, job.block_ids, job.first_block)
 
     def note_arrival(self, step: LoadStep) -> None:
         """A slot holds all that was read into it."""
@@ -226,13 +227,15 @@ class Mover:
         self.counters.chunks_loaded_from_disk += step.source is Place.DISK
         self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
 
-    def note_load(self, job: LoadJob, *, is_hot: bool) -> None:
-        """A chunk is where it was to go."""
+    def note_load(self, job: LoadJob, filling: Filling | None, *, is_hot: bool) -> None:
+        """A chunk is where it was to go, with what its slot held then; None if it did not pass through its slot."""
         self.counters.chunks_loaded += 1
         self.counters.chunks_loaded_from_gpu += is_hot
         self.counters.bytes_scattered += self.paged.layout.payload_bytes(len(job.block_ids))
-        if self._hot is not None and not is_hot and len(job.block_ids) == job.step.ref.num_blocks:
-            self._hot.note_load(job.step.ref, job.block_ids)
+        if self._hot is None or filling is None or is_hot:
+            return
+        if len(job.block_ids) == job.step.ref.num_blocks:
+            self._hot.note_load(job.step.ref, filling, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
         """Gather chunks into their slots, start their writes, and return the keys of those that failed.
@@ -332,7 +335,9 @@ class Mover:
         return is_written
 
     def _end(self) -> None:
-        closers = [threading.Thread(target=lane.close, daemon=True) for lane in self._lanes.values()]
+        closers = [
+            threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in self._lanes.values()
+        ]
         for closer in closers:
             closer.start()
         for closer in closers:

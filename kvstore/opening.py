@@ -50,7 +50,8 @@ class RemoteOptions:
         hold_s: how long such an answer counts.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False where another worker holds the same KV and sends it.
-        peers: servers of other engines' first workers, which are only read; None if none may be added, either.
+        peers: servers of other engines' first workers, which are only read; None for none, nor any ``sources``.
+        sources: the same, but each is only read for requests that name it.
         peer_settings: what a tier at a peer has.
         rank: of this worker, whose peers are at ports that much higher.
     """
@@ -64,6 +65,7 @@ class RemoteOptions:
     max_queue: int | None = None
     sends: bool = True
     peers: tuple[str, ...] | None = None
+    sources: tuple[str, ...] = ()
     peer_settings: Mapping[str, object] = field(default_factory=dict)
     rank: int = 0
 
@@ -92,7 +94,7 @@ class EngineOptions:
 
     max_local_cpu_bytes: int
     local_cpu: bool = True
-    local_disk: Path | tuple[Path, ...] | None = None
+    local_disk: str | Path | tuple[str | Path, ...] | None = None
     max_local_disk_bytes: int = 0
     save_unfull_chunk: bool = True
     use_odirect: bool | None = None
@@ -159,19 +161,22 @@ class OpenTiers:
             )
         return lanes
 
+    def close(self) -> None:
+        """Close all of them, for whoever has not given them to lanes and a mover, which do that otherwise."""
+        with ExitStack() as closing:
+            for part in (self.cpu, self.disk, self.remote, self.hot):
+                if part is not None:
+                    closing.callback(part.close)
+
     def size_on_disk(self, ref: ChunkRef) -> int | None:
         """The bytes that a chunk takes on disk; None if it is not there."""
         return None if self.disk is None else self.disk.size_of(ref)
 
-    def add_peer(self, url: str) -> None:
-        """Read from the server of one more engine, if peers may be added.
-
-        Raises:
-            ConfigError: there is no such address.
-        """
+    def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
+        """Read some chunks from an engine that a request names, too, if it is one that may be named."""
         with_peers = find(self.remote, PeersTier) if self.remote is not None else None
         if with_peers is not None:
-            with_peers.add(url)
+            with_peers.read_from(source, refs)
 
     @property
     def disk_answers(self) -> bool:
@@ -199,7 +204,8 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             f"max_local_cpu_size of {options.max_local_cpu_bytes / 2**30:.3f} GiB does not hold one chunk of "
             f"{slot_bytes / 2**30:.3f} GiB: raise it"
         )
-    folders = (options.local_disk,) if isinstance(options.local_disk, Path) else options.local_disk
+    named = (options.local_disk,) if isinstance(options.local_disk, str | Path) else options.local_disk or ()
+    folders = tuple(map(Path, named))
     disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
         cpu = CpuTier(SlabPool(num_slots, slot_bytes))
@@ -273,22 +279,26 @@ def open_remote(
             tier = own
         else:
             open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
-            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout))
+            for url in options.sources:  # which are opened when they are named
+                at_rank(url, options.rank)
+            tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout, sources=options.sources))
         opened.pop_all()
     return tier
 
 
 def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, *, check: bool) -> Tier:
     settings = {**options.settings, "url": url}
-    tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
-    try:
-        if check:
-            tier.check()
-    except TierError as error:
-        if options.required:
-            tier.close()
-            raise
-        logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+    with ExitStack() as opened:
+        tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
+        opened.callback(tier.close)
+        try:
+            if check:
+                tier.check()
+        except TierError as error:
+            if options.required:
+                raise
+            logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+        opened.pop_all()
     return tier
 
 

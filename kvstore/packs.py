@@ -23,6 +23,7 @@ from kvstore.images import MAX_HEADER_BYTES, check_image, read_facts
 from kvstore.keys import ChunkKey, Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.base import ChunkRef
+from kvstore.wholeio import read_front, read_whole, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,7 +122,7 @@ class PackWriter:
         """
         assert len(image) % ALIGNMENT_BYTES == 0
         try:
-            _write_whole(self._fd, image.data, self._end)
+            write_whole(self._fd, [image.data], self._end)
         except OSError as error:
             raise _unwritable(self._path, error) from error
         self.held[shard, ref] = Extent(self._end, len(image))
@@ -138,7 +139,7 @@ class PackWriter:
         )
         end = _END.pack(END_MAGIC, self._end, len(self.held), xxhash.xxh3_128_digest(self._front + index))
         try:
-            _write_whole(self._fd, memoryview(index + end), self._end)
+            write_whole(self._fd, [memoryview(index + end)], self._end)
             os.ftruncate(self._fd, self._end + len(index) + len(end))
             os.fsync(self._fd)
             self._partial.rename(self._path)
@@ -161,17 +162,17 @@ class PackWriter:
 
     def _resume(self) -> int:
         """Take in the sound chunks of an interrupted export; where the next one goes."""
-        found = os.pread(self._fd, len(self._front), 0)
+        found = read_front(self._fd, len(self._front))
         if found != self._front:
             if len(found) == len(self._front) or found[: len(MAGIC)] not in (MAGIC, b""):
                 raise ConfigError(f"{self._partial} is the begin of another pack: delete it, or name another file")
             os.ftruncate(self._fd, 0)
-            _write_whole(self._fd, memoryview(self._front), 0)
+            write_whole(self._fd, [memoryview(self._front)], 0)
             return len(self._front)
         ids = {shard.namespace.id.hex(): number for number, shard in enumerate(self._shards)}
         end = len(self._front)
         while True:
-            facts = read_facts(os.pread(self._fd, MAX_HEADER_BYTES, end))
+            facts = read_facts(read_front(self._fd, MAX_HEADER_BYTES, end))
             if facts is None or facts.namespace not in ids:
                 break
             shard = ids[facts.namespace]
@@ -209,8 +210,7 @@ class Pack:
         Raises:
             OSError: the system refused.
         """
-        total = sum(view.nbytes for view in views)
-        return os.preadv(self._fd, views, extent.offset) == total
+        return read_whole(self._fd, views, extent.offset)
 
     def read(self, extent: Extent) -> ByteArray | None:
         """The content of a chunk's file; None if the pack ends before.
@@ -282,18 +282,18 @@ def open_pack(path: Path) -> Pack:
 
 def _opened(fd: int, path: Path) -> Pack:
     size_bytes = os.fstat(fd).st_size
-    begin = os.pread(fd, _FRONT.size, 0)
+    begin = read_front(fd, _FRONT.size)
     if len(begin) < _FRONT.size or not begin.startswith(MAGIC):
         raise ConfigError(f"{path} is no pack, or one of another version of kvstore")
     front_bytes = _front_bytes(_FRONT.unpack(begin)[1])
-    end = os.pread(fd, _END.size, max(0, size_bytes - _END.size))
+    end = read_front(fd, _END.size, max(0, size_bytes - _END.size))
     if len(end) < _END.size or front_bytes > _MAX_FRONT_BYTES or not end.startswith(END_MAGIC):
         raise ConfigError(f"the pack {path} is not whole: copy it again, or export it again")
     _, index_offset, count, digest = _END.unpack(end)
-    front = os.pread(fd, front_bytes, 0)
+    front = read_front(fd, front_bytes)
     if index_offset + count * _RECORD.size + _END.size != size_bytes:
         raise ConfigError(f"the pack {path} is not whole: copy it again, or export it again")
-    index = os.pread(fd, count * _RECORD.size, index_offset)
+    index = read_front(fd, count * _RECORD.size, index_offset)
     if xxhash.xxh3_128_digest(front + index) != digest:
         raise ConfigError(f"the index of the pack {path} is damaged: copy it again, or export it again")
     try:
@@ -322,21 +322,8 @@ def _front_bytes(json_bytes: int) -> int:
 def _read_whole(fd: int, extent: Extent) -> ByteArray | None:
     if not extent.size_bytes or extent.offset + extent.size_bytes > os.fstat(fd).st_size:
         return None
-    buffer = mmap.mmap(-1, extent.size_bytes)
-    view = memoryview(buffer)
-    done = 0
-    while done < extent.size_bytes:
-        count = os.preadv(fd, [view[done:]], extent.offset + done)
-        if not count:
-            return None
-        done += count
-    return np.frombuffer(view, np.uint8)
-
-
-def _write_whole(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done:], offset + done)
+    view = memoryview(mmap.mmap(-1, extent.size_bytes))
+    return np.frombuffer(view, np.uint8) if read_whole(fd, [view], extent.offset) else None
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

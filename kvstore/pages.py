@@ -62,8 +62,8 @@ class PagedKV(Protocol):
     """The paged KV cache of one worker, addressed by block ids.
 
     ``payload`` below is a row of ``layout.payload_bytes(n)`` uint8 in the order of ``layout``, in host memory or on the
-    cache's ``device``; ``block_ids`` are int64, each in ``[0, num_blocks)``, in ordinary host memory. Not thread-safe
-    against a running model: call between forward passes.
+    cache's ``device``; ``block_ids`` are int64, each in ``[0, num_blocks)`` and none of those that the serving engine
+    keeps for itself, in ordinary host memory. Not thread-safe against a running model: call between forward passes.
     """
 
     layout: KVLayout
@@ -233,9 +233,12 @@ class _Run(NamedTuple):
 class HostPagedKV:
     """A paged KV cache in host memory."""
 
-    def __init__(self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int, reserved_blocks: int = 0
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self._allowed = range(reserved_blocks, num_blocks)
         self.device = torch.device("cpu")
         self._copiers = ALONE
         planes = [plane.rows.numpy() for layer in layers for plane in layer]
@@ -265,14 +268,14 @@ class HostPagedKV:
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)
+        check_block_ids(block_ids, self._allowed)
         pages = self._pages(payload, len(block_ids))
         self._copiers.each(((rows, block_ids, target) for rows, target in pages), self._take)
         return None
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """See ``PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)
+        check_block_ids(block_ids, self._allowed)
         last_block, pages = first_block + len(block_ids), self._pages(payload, chunk_blocks)
         self._copiers.each(((rows, block_ids, source[first_block:last_block]) for rows, source in pages), _put)
 
@@ -280,7 +283,7 @@ class HostPagedKV:
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
         """See ``PagedKV``."""
-        check_block_ids(block_ids, self.num_blocks)
+        check_block_ids(block_ids, self._allowed)
         chunk_blocks, last_block = chunk_blocks or len(block_ids), first_block + len(block_ids)
         pages = [(rows, part[first_block:last_block]) for rows, part in self._pages(payload, chunk_blocks)]
         return ChunkBlocks(block_ids, payload, chunk_blocks, first_block, pages)
@@ -341,12 +344,12 @@ def _put(one: _Copy) -> None:
     rows[block_ids] = source
 
 
-def check_block_ids(block_ids: BlockIds, num_blocks: int) -> None:
-    """Refuse ids outside the cache; numpy would wrap negative ones and clip the rest.
+def check_block_ids(block_ids: BlockIds, allowed: range) -> None:
+    """Refuse ids outside the cache, and reserved ones; numpy would wrap negative ones and clip the rest.
 
     Raises:
         InvalidCallError: names the first bad id.
     """
-    bad = block_ids.view(np.uint64) >= num_blocks  # a negative id is a huge unsigned one
+    bad = (block_ids - allowed.start).view(np.uint64) >= len(allowed)  # a negative id is a huge unsigned one
     if bad.any():
-        raise InvalidCallError(f"block id {int(block_ids[bad.argmax()])} is not in 0..{num_blocks - 1}")
+        raise InvalidCallError(f"block id {int(block_ids[bad.argmax()])} is not in {allowed.start}..{allowed.stop - 1}")

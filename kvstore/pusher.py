@@ -26,7 +26,7 @@ from kvstore.transports.base import Parcel, Transport
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVERS = 64  # with a thread and a connection each; beyond that the longest unused goes
-STALL_S = 1.0  # how long a step waits for room in the buffer: a receiver computes what it does not get
+STALL_S = 1.0  # how long a step waits for room in the buffer, in all: a receiver computes what it does not get
 PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 
 
@@ -81,6 +81,7 @@ class Pusher:
         self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes)
         self._room = _Room(self._pool.num_slots)
         self._senders: OrderedDict[Receiver, _Sender] = OrderedDict()  # the longest unused first
+        self._leaving: list[_Sender] = []  # told to stop
         self._throttle = Throttle()
         self._lock = threading.Lock()  # of the counters
         self._seconds: list[float] = []
@@ -109,7 +110,7 @@ class Pusher:
         """Let what is under way end within the bound, then hang up."""
         self.flush(timeout_s)
         deadline_s = time.monotonic() + timeout_s
-        senders = list(self._senders.values())
+        senders = [*self._senders.values(), *self._leaving]
         for sender in senders:
             sender.stop()
         for sender in senders:
@@ -132,7 +133,9 @@ class Pusher:
     def _drop_idle(self) -> bool:
         idle = next((receiver for receiver, sender in self._senders.items() if sender.is_idle), None)
         if idle is not None:
-            self._senders.pop(idle).stop()
+            sender = self._senders.pop(idle)
+            sender.stop()
+            self._leaving = [*(other for other in self._leaving if other.is_alive), sender]
         return idle is not None
 
     def _refuse(self, job: PushJob) -> None:
@@ -170,7 +173,8 @@ class Pusher:
 class StepPush:
     """The hand-overs of one step, advanced by the model's layers as it comes to them. For the model's thread.
 
-    Chunks for which the buffer has no room when the step begins are gathered when it ends, as room comes free.
+    Chunks for which the buffer has no room when the step begins are gathered when it ends, as room comes free: for
+    ``STALL_S`` in all, and not at all where a step before has waited in vain and nothing was taken since.
     """
 
     def __init__(self, paged: PagedKV, room: _Room, pool: SlabPool, refuse: Callable[[PushJob], None]) -> None:
@@ -228,8 +232,10 @@ class StepPush:
         self._deliveries, self._chunks = [], []
 
     def _gather_late(self) -> None:
+        left_s = STALL_S
         for job, sender in self._late:
-            slots = self._room.wait_for_one(STALL_S)
+            slots, waited_s = self._room.wait_for_one(left_s)
+            left_s = max(0.0, left_s - waited_s)
             if not slots:
                 self._refuse(job)
                 continue
@@ -244,21 +250,30 @@ class _Room:
 
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
+        self._is_stalled = False  # somebody has waited in vain, and nothing came free since
         self._changed = threading.Condition()
 
     def take(self, at_most: int) -> list[int]:
         with self._changed:
             return [self._free.popleft() for _ in range(min(at_most, len(self._free)))]
 
-    def wait_for_one(self, timeout_s: float) -> list[int]:
+    def wait_for_one(self, timeout_s: float) -> tuple[list[int], float]:
+        """A slot, or none if none came free, and how long that took."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._free), timeout_s)
-            return self.take(1)
+            waited_s = 0.0 if self._free or self._is_stalled else self._wait(timeout_s)
+            self._is_stalled = not self._free
+            return self.take(1), waited_s
 
     def give_back(self, slots: Sequence[int]) -> None:
         with self._changed:
             self._free.extend(slots)
+            self._is_stalled = False
             self._changed.notify_all()
+
+    def _wait(self, timeout_s: float) -> float:
+        begin_s = time.monotonic()
+        self._changed.wait_for(lambda: bool(self._free), timeout_s)
+        return time.monotonic() - begin_s
 
 
 class _Delivery:

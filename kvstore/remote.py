@@ -1,23 +1,72 @@
 """What a remote tier is known to hold: its recent answers, each for a short time.
 
 Other engines store there, and it evicts by its own rules, so nothing about it is known for long. A "yes" that is stale
-ends in a miss when the chunk is loaded; a "no" that is stale costs computing.
+ends in a miss when the chunk is loaded; a "no" that is stale costs computing. Only answers are remembered: that nobody
+answered in time says nothing about a chunk, and counts for nobody but the request that has waited.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from kvstore.tiers.base import ChunkRef
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
+MIN_TOLD_S: Final = 1.0  # for who asked
 
 
 class _Answer(NamedTuple):
     is_there: bool
     expires_s: float
+
+
+class _Heard(NamedTuple):
+    """Answers to one question, as somebody heard them."""
+
+    answers: Mapping[ChunkRef, bool | None]
+    expires_s: float
+    serial: int  # of the view at that time
+
+
+class Told:
+    """What one request, or call, was told: it counts for that one alone, beside what the view knows.
+
+    Args:
+        source: an engine that the request names, which is asked for it, too; empty for none.
+    """
+
+    def __init__(self, source: str = "") -> None:
+        self.source = source
+        self._heard: list[_Heard] = []
+        self._gave_up = False
+
+    def note(self, answers: Mapping[ChunkRef, bool | None], expires_s: float, serial: int) -> None:
+        """Take in answers to this request's questions; where nobody could say, a chunk is not there for it."""
+        self._heard.append(_Heard(answers, expires_s, serial))
+
+    def give_up(self) -> None:
+        """It has waited for too long: what it was not told is not there, whatever is asked from now on."""
+        self._gave_up = True
+
+    def holds(self, ref: ChunkRef, now_s: float, since: int = 0) -> bool | None:
+        """Whether the tier has the chunk, as far as this was told since a serial of the view; None if it must ask."""
+        for answers, expires_s, serial in reversed(self._heard):
+            if ref in answers and expires_s > now_s:
+                return answers[ref] is True and serial >= since
+        return False if self._gave_up else None
+
+    def forget_missing(self) -> None:
+        """Drop the answers that said "no", as those chunks are on their way."""
+        self._gave_up = False
+        self._heard = [
+            heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
+            for heard in self._heard
+        ]
+
+
+NOTHING_TOLD: Final = Told()  # for those who do not ask
 
 
 class RemoteView:
@@ -30,20 +79,44 @@ class RemoteView:
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
         self._answers: OrderedDict[ChunkRef, _Answer] = OrderedDict()  # the oldest first
+        self._serial = 0  # counts what makes earlier answers void
+        self._void: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks, since which serial
+        self._void_all = 0
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def note(self, refs: Iterable[ChunkRef], answers: Iterable[bool], now_s: float) -> None:
-        """Take in what the tier said, or what its behaviour told."""
+    def note(self, refs: Iterable[ChunkRef], answers: Iterable[bool | None], now_s: float) -> None:
+        """Take in what the tier said, or what its behaviour told; None where it said nothing."""
+        if not self._hold_s:
+            return
+        known, expires_s = self._answers, now_s + self._hold_s
+        said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
         for ref, is_there in zip(refs, answers, strict=True):
-            self._answers[ref] = _Answer(is_there, now_s + self._hold_s)
-            self._answers.move_to_end(ref)
+            if is_there is not None:
+                known[ref] = said[is_there]
+                known.move_to_end(ref)
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def holds(self, ref: ChunkRef, now_s: float) -> bool | None:
-        """Whether the tier has the chunk; None if that must be asked."""
+    def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float) -> None:
+        """Let answers count for a request: for a second at least, as vLLM may ask again until it has blocks."""
+        told.note(answers, now_s + max(self._hold_s, MIN_TOLD_S), self._serial)
+
+    def deny(self, refs: Sequence[ChunkRef], now_s: float) -> None:
+        """The tier has not got some chunks, or they must not be read there, whatever was answered before."""
+        self._make_void(refs)
+        self.note(refs, [False] * len(refs), now_s)
+
+    def holds(self, ref: ChunkRef, now_s: float, told: Told = NOTHING_TOLD) -> bool | None:
+        """Whether the tier has the chunk, for a request that was told something; None if that must be asked."""
+        is_there = self._is_there(ref, now_s)
+        if is_there:
+            return True
+        own = told.holds(ref, now_s, max(self._void.get(ref, 0), self._void_all))
+        return is_there if own is None and not told.source else own
+
+    def _is_there(self, ref: ChunkRef, now_s: float) -> bool | None:
         answer = self._answers.get(ref)
         if answer is None:
             return None
@@ -52,12 +125,13 @@ class RemoteView:
             return None
         return answer.is_there
 
-    def unknown(self, refs: Iterable[ChunkRef], now_s: float) -> list[ChunkRef]:
-        """Those about which the tier must be asked."""
-        return [ref for ref in refs if self.holds(ref, now_s) is None]
+    def unknown(self, refs: Iterable[ChunkRef], now_s: float, told: Told = NOTHING_TOLD) -> list[ChunkRef]:
+        """Those about which the tier must be asked for a request."""
+        return [ref for ref in refs if self.holds(ref, now_s, told) is None]
 
     def forget(self, refs: Sequence[ChunkRef]) -> None:
-        """Drop the answers about some chunks."""
+        """Drop the answers about some chunks, also those that only one request was told."""
+        self._make_void(refs)
         for ref in refs:
             self._answers.pop(ref, None)
 
@@ -70,4 +144,15 @@ class RemoteView:
 
     def clear(self) -> None:
         """Drop all answers."""
+        self._serial += 1
+        self._void_all = self._serial
+        self._void.clear()
         self._answers.clear()
+
+    def _make_void(self, refs: Iterable[ChunkRef]) -> None:
+        self._serial += 1
+        for ref in refs:
+            self._void[ref] = self._serial
+            self._void.move_to_end(ref)
+        while len(self._void) > MAX_ANSWERS:
+            self._void.popitem(last=False)

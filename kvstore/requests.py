@@ -13,6 +13,7 @@ from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout, round_up
 from kvstore.pages import BlockIds
+from kvstore.remote import NOTHING_TOLD, Told
 from kvstore.tiers.base import ChunkRef
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -25,6 +26,7 @@ class Request(NamedTuple):
     hasher: PrefixHasher
     begin: int
     blocks: BlockIds
+    told: Told = NOTHING_TOLD  # by a remote tier
 
 
 def check_request(

@@ -25,8 +25,20 @@ from kvstore.errors import ConfigError, LayoutError
 from kvstore.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
 from kvstore.keys import ChunkKey
 from kvstore.layout import KVLayout
-from kvstore.tiers._folder import LAYOUT_FILE, NAMESPACE_NAME, NOTES, SHARD_NAME, chunk_name, parse_chunk_name, reason
+from kvstore.tiers._folder import (
+    FREE_NAME,
+    GEOMETRY_FILE,
+    LAYOUT_FILE,
+    LOCK_FILE,
+    NAMESPACE_NAME,
+    NOTES,
+    SHARD_NAME,
+    chunk_name,
+    parse_chunk_name,
+    reason,
+)
 from kvstore.tiers._survey import read_namespace
+from kvstore.wholeio import read_front, read_whole
 
 if TYPE_CHECKING:
     from kvstore.keys import Namespace
@@ -53,15 +65,22 @@ class Shelf:
 
     Attributes:
         namespace: what the note beside the chunks says; None if there is none.
+        is_servers: a cache server keeps it, in a folder for each of its namespaces.
     """
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.namespace_id = bytes.fromhex(home.name)
         self.namespace: Namespace | None = read_namespace(home)
+        self.is_servers = (home.parent / GEOMETRY_FILE).is_file()
         self._layout = _noted_layout(home)
         self.is_layout_noted = self._layout is not None
         self._buffer = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def owners(self) -> list[Path]:
+        """The folders whose owner may change something here: the tier's, and that of the server whose tier it is."""
+        folder = self.home.parent.absolute()
+        return [folder.parent, folder] if self.is_servers else [folder]
 
     @property
     def layout(self) -> KVLayout | None:
@@ -95,14 +114,15 @@ class Shelf:
         """What a file says of itself; None if it is no chunk file, or cannot be read."""
         try:
             with _opened(path) as fd:
-                return read_facts(os.pread(fd, MAX_HEADER_BYTES, 0))
+                return read_facts(read_front(fd, MAX_HEADER_BYTES))
         except OSError:
             return None
 
     def read(self, ref: ChunkRef) -> ByteArray | str | None:
         """The content of a chunk's file, checked; else what is wrong with it, in words; None if it is not here.
 
-        The array is valid until the next call.
+        The array is valid until the next call. What is wrong is a ``Damage`` only where a file was read and is no sound
+        chunk; what cannot be read, or is no file, may be anything.
         """
         for _ in range(2):
             found = self._read(ref)
@@ -121,38 +141,34 @@ class Shelf:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # nothing here is worth a place in the page cache
         except OSError as error:
             return None if error.errno in _GONE else f"cannot be read: {reason(error)}"
-        if isinstance(image, Damage):
-            return str(image)
+        if isinstance(image, str):
+            return image
         assert self.layout is not None  # inferred from this very chunk, at the latest
         damage = check_image(self.layout, ChunkKey(self.namespace_id, ref.prefix_key), ref.num_blocks, image)
-        return image if damage is None else str(damage)
+        return image if damage is None else damage
 
-    def _content(self, fd: int, ref: ChunkRef, size_bytes: int) -> ByteArray | Damage:
+    def _content(self, fd: int, ref: ChunkRef, size_bytes: int) -> ByteArray | str:
         """All bytes of a file, or only its front if it is longer than any chunk of that many blocks."""
         if size_bytes == 0:
             return Damage.SIZE
         layout = self.layout
-        if layout is None:
-            return Damage.NOT_A_CHUNK
+        if layout is None:  # no note, and no chunk says anything: this may be anybody's
+            return str(Damage.NOT_A_CHUNK)
         if self.is_layout_noted:
             size_bytes = min(size_bytes, chunkfile.file_bytes(layout, ref.num_blocks, "any") + mmap.PAGESIZE)
         else:
-            facts = read_facts(os.pread(fd, MAX_HEADER_BYTES, 0))
+            facts = read_facts(read_front(fd, MAX_HEADER_BYTES))
             size_bytes = min(size_bytes, facts.image_bytes + mmap.PAGESIZE if facts else MAX_HEADER_BYTES)
         if len(self._buffer) < size_bytes:
             self._buffer = mmap.mmap(-1, size_bytes)
         view = memoryview(self._buffer)[:size_bytes]
-        done = 0
-        while done < size_bytes:
-            count = os.preadv(fd, [view[done:]], done)
-            if not count:
-                return Damage.SIZE
-            done += count
-        return np.frombuffer(view, np.uint8)
+        return np.frombuffer(view, np.uint8) if read_whole(fd, [view], 0) else Damage.SIZE
 
 
 def shelves(folder: Path) -> list[Shelf]:
-    """All namespaces in a folder of the disk tier, or in the folders of several workers below it.
+    """All namespaces in a folder of the disk tier, in the folders of several workers below it, or in a cache server's.
+
+    What a folder is follows from what lies in it: a server's namespaces have names like those of an engine.
 
     Raises:
         ConfigError: it is no such folder.
@@ -162,10 +178,21 @@ def shelves(folder: Path) -> list[Shelf]:
         parents = [folder, *_folders(folder, _WORKER_NAME)]
         parents += [below for parent in parents[1:] for below in _folders(parent, _WORKER_NAME)]
         for parent in parents:
-            homes += _folders(parent, NAMESPACE_NAME)
+            for found in _folders(parent, NAMESPACE_NAME):
+                homes += _folders(found, NAMESPACE_NAME) if is_tier_folder(found) else [found]
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be read: {reason(error)}") from error
     return [Shelf(home) for home in sorted(homes)]
+
+
+def is_tier_folder(folder: Path) -> bool:
+    """Whether a folder holds namespaces and is none itself.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    names = {entry.name for entry in os.scandir(folder)}
+    return not names.isdisjoint({GEOMETRY_FILE, LOCK_FILE, FREE_NAME}) or any(map(NAMESPACE_NAME.fullmatch, names))
 
 
 def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:

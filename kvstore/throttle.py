@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+
+MAX_CAUSES = 256  # some are made of what strangers choose, such as addresses
 
 
 class Throttle:
@@ -10,13 +13,16 @@ class Throttle:
 
     def __init__(self, every_s: float = 60.0) -> None:
         self._every_s = every_s
-        self._last_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}  # the longest ago first
+        self._lock = threading.Lock()
 
     def is_due(self, cause: str) -> bool:
-        """Whether to speak about ``cause`` now. Thread-safe; a race costs at most a line too many."""
+        """Whether to speak about ``cause`` now; not about one more, where many are spoken about. Thread-safe."""
         now_s = time.monotonic()
-        last_s = self._last_s.get(cause)
-        if last_s is not None and now_s - last_s < self._every_s:
-            return False
-        self._last_s[cause] = now_s
-        return True
+        with self._lock:
+            while self._last_s and now_s - next(iter(self._last_s.values())) >= self._every_s:
+                del self._last_s[next(iter(self._last_s))]
+            if cause in self._last_s or len(self._last_s) >= MAX_CAUSES:
+                return False
+            self._last_s[cause] = now_s
+            return True

@@ -32,10 +32,12 @@ PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
 MAX_REFS: Final = 4096  # in a question; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
 WINDOW: Final = 8  # pieces under way at once, to the server
-MAX_MESSAGE_BYTES: Final = 512 << 10
+MAX_MESSAGE_BYTES: Final = 128 << 10
 MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
-_MAX_LAYERS: Final = 4096
+MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
+_MAX_LAYERS: Final = 1024
+_MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk, times layers: so long are the tables of whoever stores them
 _REF = struct.Struct(f"<{PREFIX_KEY_BYTES}sI")
 REF_BYTES: Final = _REF.size
 
@@ -44,7 +46,10 @@ _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 _Refs: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_REFS)]
 _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOVES)]
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
-_Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=256)]
+_Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
+
+
+_Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 
 
 class Refusal(IntEnum):
@@ -58,6 +63,7 @@ class Refusal(IntEnum):
     UNKNOWN = 6  # no such namespace
     MALFORMED = 7  # the request was none; nothing more is listened to on this connection
     FOREIGN = 8  # the server belongs to an engine with other KV
+    NO_OPERATOR = 10  # this is for those only who run the server
     DISK = 9  # chunks were forgotten, and the disk has not let go of all of their files
 
 
@@ -72,7 +78,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     chunk_tokens: Annotated[int, msgspec.Meta(gt=0, le=1 << 24)]
     physical: _Short
     element: Annotated[str, msgspec.Meta(max_length=32)]
-    page_axes: tuple[int, int, int] | None
+    page_axes: tuple[_Axis, _Axis, _Axis] | None
 
     @classmethod
     def of(cls, layout: KVLayout) -> Geometry:
@@ -94,9 +100,12 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             ProtocolError: there can be none like it.
         """
         try:
-            return KVLayout(**msgspec.structs.asdict(self))
+            layout = KVLayout(**msgspec.structs.asdict(self))
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
+        if layout.blocks_per_chunk * layout.num_layers > _MAX_CHUNK_PARTS:
+            raise ProtocolError(f"chunks of {layout.blocks_per_chunk} blocks of {layout.num_layers} layers")
+        return layout
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -199,11 +208,15 @@ class ClearSpaces(_Request, tag=14, frozen=True):
 
 
 class Pin(_Request, tag=15, frozen=True):
-    """Keep chunks that are there from eviction, or (not ``is_wanted``) no longer. ``Report``."""
+    """Keep chunks that are there from eviction, or (not ``is_wanted``) no longer. ``Report``.
+
+    A pin ends after so many seconds, and after the server's longest time; 0 stands for that.
+    """
 
     space: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     refs: _Refs
     is_wanted: bool
+    seconds: _Count = 0
 
 
 class Explain(_Request, tag=16, frozen=True):
@@ -211,6 +224,16 @@ class Explain(_Request, tag=16, frozen=True):
 
     space: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     refs: _Refs
+
+
+class Pins(_Request, tag=17, frozen=True):
+    """What is pinned. ``Report``."""
+
+
+class UnpinSpaces(_Request, tag=18, frozen=True):
+    """Keep no chunk of a namespace, by id, or of all (empty), from eviction. ``Report``."""
+
+    space: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
 Request: TypeAlias = (
@@ -230,7 +253,11 @@ Request: TypeAlias = (
     | ClearSpaces
     | Pin
     | Explain
+    | Pins
+    | UnpinSpaces
 )
+Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
+"""What only those may send who run the server."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -416,3 +443,8 @@ def number_of(outcome: Outcome) -> int:
 def namespace_of(fields: dict[str, str | int]) -> Namespace:
     """The namespace that was sent."""
     return Namespace(dict(fields))
+
+
+def fields_bytes(fields: dict[str, str | int]) -> int:
+    """How long the fields of a namespace are."""
+    return len(_encoder.encode(fields))

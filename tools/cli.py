@@ -1,7 +1,7 @@
 """The ``kvstore`` command. Every subcommand imports what it needs itself, so that ``--help`` answers at once.
 
-Exit codes, for all subcommands: 0 success; 1 the check or demonstration failed; 2 wrong usage, or a configuration that
-cannot be used.
+Exit codes, for all subcommands: 0 success; 1 the check or demonstration failed; 2 wrong usage, or a configuration or
+target that cannot be used, or a package that is missing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich.console import Console
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import remote_ops, serve
-from kvstore.tools.commands import bench, configs, host, packs, proxying, stored, warming
-from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson
+from kvstore.tools.commands import bench, configs, engines, host, packs, proxying, stored, warming
+from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, give_up
 from kvstore.tools.console import errors as _errors
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Work with configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(packs.pack_app, name="pack")
+app.add_typer(engines.engine_app, name="engine")
 app.command(epilog="Example: kvstore inspect /mnt/nvme/kvstore --json")(stored.inspect)
 app.command(epilog="Example: kvstore verify /mnt/nvme/kvstore --fix")(stored.verify)
 app.command(epilog="Example: kvstore doctor --config kvstore.yaml --workers 4")(host.doctor)
@@ -85,9 +86,12 @@ def demo(
 
     Exits with 1 if the outputs differ or not every whole chunk of the prompt was loaded.
     """
-    from kvstore.tools.demo.report import result_table, stage_progress  # noqa: PLC0415
-    from kvstore.tools.demo.run import STAGES, run_demo  # noqa: PLC0415
-    from kvstore.tools.demo.server import DemoError  # noqa: PLC0415
+    try:
+        from kvstore.tools.demo.report import result_table, stage_progress  # noqa: PLC0415
+        from kvstore.tools.demo.run import STAGES, run_demo  # noqa: PLC0415 - an extra
+        from kvstore.tools.demo.server import DemoError  # noqa: PLC0415
+    except ImportError as error:
+        give_up(error)
 
     console = Console(stderr=as_json)
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from kvstore.errors import ConfigError, KVStoreError, LayoutError
+from kvstore.errors import ConfigError, KVStoreError, LayoutError, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,10 +31,15 @@ def output() -> Console:
     return Console(markup=False, highlight=False)
 
 
-def give_up(error: KVStoreError) -> NoReturn:
-    """Say what was wrong and exit: with 2 if it was the usage or the configuration, else with 1."""
+def give_up(error: KVStoreError | ImportError) -> NoReturn:
+    """Say what was wrong, before anything was done, and exit.
+
+    With 2 if it was the usage or the configuration, a target that cannot be used, or a package that is not installed;
+    else with 1.
+    """
     errors().print(f"error: {error}")
-    raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError | LayoutError) else FAILED) from error
+    is_unusable = isinstance(error, ConfigError | LayoutError | TierError | ImportError)
+    raise typer.Exit(WRONG_USAGE if is_unusable else FAILED) from error
 
 
 @contextmanager

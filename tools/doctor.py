@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 from kvstore.hostlimits import available_memory_bytes
-from kvstore.tiers import SCHEMES
 from kvstore.tiers._folder import FolderLock, make_folder, probe_direct
 from kvstore.tiers._survey import held_bytes
 from kvstore.tools.console import size
+from kvstore.tools.doctor_remote import elsewhere, needed_packages
+from kvstore.tools.findings import Finding
 from kvstore.versions import TESTED_VLLM
-
-State = Literal["ok", "warning", "error"]
 
 GIB = 1 << 30
 MOST_OF_MEMORY = 0.9  # vLLM, and the page cache of the weights, want some
 _PROBE_BYTES = 64 << 20
 _PROBES = 4
 _MIN_OPEN_FILES = 4096
-_BAD_POLICIES = ("noeviction", "allkeys-random", "volatile-random")
-_MIN_REDIS = (6, 0)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, what was found, and what to do about it."""
-
-    topic: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 def diagnose(
@@ -60,15 +44,8 @@ def diagnose(
     needed_bytes_per_s = bytes_per_token * prefill_tokens_per_s
     for folder in config.local_disk_folders:
         yield from _folder(Path(folder), config, workers, needed_bytes_per_s / len(config.local_disk_folders))
-    url = config.remote_url
-    if url is None:
-        return
-    if config.shared_url is None:
-        yield Finding(
-            "remote tier", "warning", "remote_url names a tier of LMCache's", "use redis://, see docs/redis.md"
-        )
-    elif SCHEMES[url.partition("://")[0]] == "redis":
-        yield from _redis(config)
+    yield from needed_packages(config)
+    yield from elsewhere(config)
 
 
 def _software() -> Iterator[Finding]:
@@ -189,48 +166,3 @@ def measure_disk(folder: Path, *, is_direct: bool, probe_bytes: int = _PROBE_BYT
 def _whole(moved_bytes: int, wanted_bytes: int) -> None:
     if moved_bytes != wanted_bytes:
         raise OSError(28, os.strerror(28))
-
-
-def _redis(config: StoreConfig) -> Iterator[Finding]:
-    try:
-        from kvstore.redis_shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
-    except ImportError:
-        yield Finding("Redis", "error", "redis-py is not installed", "pip install 'vllm-kvstore[redis]'")
-        return
-    options = {"username": config.remote_username, "password": config.remote_password}
-    try:
-        shelf = RedisShelf(str(config.shared_url), options)
-    except KVStoreError as error:
-        yield Finding("Redis", "error", str(error), "correct remote_url")
-        return
-    state: State = "error" if config.remote_required else "warning"
-    try:
-        begin_s = time.perf_counter()
-        shelf.ask_servers("PING")
-        found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
-        yield Finding("Redis", "ok", found)
-        for place, info in shelf.ask_servers("INFO").items():
-            yield from _redis_server(f"Redis {place}", info)
-    except KVStoreError as error:
-        yield Finding("Redis", state, str(error), "start it, or correct remote_url and the password")
-    finally:
-        shelf.close()
-
-
-def _redis_server(topic: str, info: object) -> Iterator[Finding]:
-    """What one server says of itself."""
-    if not isinstance(info, bytes):
-        yield Finding(topic, "warning", "does not tell about itself", "grant the user +info to have it looked at")
-        return
-    said = dict(re.findall(r"^(\w+):(.*?)\r?$", info.decode(errors="replace"), re.MULTILINE))
-    version = said.get("redis_version", "0.0")
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _MIN_REDIS:
-        yield Finding(topic, "error", f"version {version}", "use Redis 6.0 or later")
-    policy, most_bytes = said.get("maxmemory_policy", ""), int(said.get("maxmemory", "0") or 0)
-    found = f"version {version}, maxmemory {size(most_bytes) if most_bytes else 'unlimited'}, policy {policy}"
-    if not most_bytes:
-        yield Finding(topic, "warning", found, "set maxmemory: without it the server grows until it is killed")
-    elif policy in _BAD_POLICIES:
-        yield Finding(topic, "warning", found, "set maxmemory-policy allkeys-lru: see docs/redis.md")
-    else:
-        yield Finding(topic, "ok", found)

@@ -23,7 +23,8 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
     """What ``target`` is and holds.
 
     Args:
-        target: a chunk file, a folder of the disk tier, a pack; or a prefix key, in hex, to be found in ``folder``.
+        target: a chunk file, a folder of the disk tier or of a cache server, a pack; or a prefix key, in hex, to be
+            found in ``folder``.
         folder: where to look for a key.
 
     Raises:
@@ -80,7 +81,8 @@ def _inspect_folder(folder: Path) -> Tree:
     found = shelves(folder)
     if not found:
         raise ConfigError(f"{folder} is no folder of the disk tier: there is no namespace in it")
-    return {"kind": "folder", "path": str(folder), "namespaces": [_inspect_shelf(shelf) for shelf in found]}
+    kind = "server folder" if all(shelf.is_servers for shelf in found) else "folder"
+    return {"kind": kind, "path": str(folder), "namespaces": [_inspect_shelf(shelf) for shelf in found]}
 
 
 def _inspect_shelf(shelf: Shelf) -> Tree:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import chunkfile
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.packs import Pack, PackWriter, Shard, open_pack
 from kvstore.shelf import Shelf, shelves
-from kvstore.tiers import SCHEMES, open_tier
+from kvstore.tiers import leads_to, open_tier
 from kvstore.tiers._survey import held_bytes
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.pack import PackTier
@@ -45,6 +45,7 @@ class PackReport:
         refused: no room in the target, or it failed.
         faults: damaged in the source, and left out.
         size_bytes: of the chunks moved now.
+        broke: what ended it in the middle; None if nothing did.
     """
 
     path: str
@@ -54,11 +55,12 @@ class PackReport:
     refused: int = 0
     faults: list[Fault] = field(default_factory=list)
     size_bytes: int = 0
+    broke: str | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether all that was wanted is there."""
-        return not (self.missing or self.refused or self.faults)
+        return not (self.missing or self.refused or self.faults or self.broke)
 
 
 class Source:
@@ -78,6 +80,8 @@ class Source:
             found = [shelf for shelf in found if shelf.home.name.startswith(namespace.lower())]
         if not found:
             raise ConfigError(f"{folder} has no such namespace: see kvstore inspect {folder}")
+        if any(shelf.is_servers for shelf in found):
+            raise ConfigError(f"{folder} is a cache server's: a pack is made of an engine's folder")
         by_engine: dict[str, list[Shelf]] = {}
         for shelf in found:
             if shelf.namespace is None or not shelf.is_layout_noted or shelf.layout is None:
@@ -186,9 +190,10 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
     Raises:
         ConfigError: it is no whole pack, or made for something else than what the folders hold.
         FolderOwnedError: an engine uses a folder.
-        TierError: the target fails as a whole.
+        TierError: the target cannot be used at all. If it breaks later, the report says so.
     """
     with open_pack(path) as pack:
+        _refuse_servers(target.folders)
         if target.folders and not anyway:
             refuse_foreign(pack, target.folders)
         places = [
@@ -200,11 +205,25 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
         report = PackReport(str(path))
         for number, shard, folder in places:
             source = PackTier(pack, shard.namespace, shard.layout, UNBOUNDED_BYTES)
-            with _open_target(target, shard, folder, pack.extents[number]) as tier:
-                slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
-                for ref in pack.extents[number]:
-                    tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
+            try:
+                with _open_target(target, shard, folder, pack.extents[number]) as tier:
+                    slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
+                    for ref in pack.extents[number]:
+                        tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
+            except TierError as error:
+                if not report.chunks:  # nothing was done
+                    raise
+                report.broke = str(error)
+                break
     return report
+
+
+def _refuse_servers(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and any(shelf.is_servers for shelf in shelves(folder)):
+            raise ConfigError(
+                f"{folder} is a cache server's, which would not find these chunks: name an engine's folder"
+            )
 
 
 def refuse_foreign(pack: Pack, folders: Sequence[Path]) -> None:
@@ -265,7 +284,7 @@ def _import_one(source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, 
 @contextmanager
 def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[ChunkRef]) -> Iterator[Tier]:
     if target.url is not None:
-        if SCHEMES.get(target.url.partition("://")[0]) != "redis":
+        if not leads_to(target.url, "redis"):
             raise ConfigError("a pack is imported into a folder or a Redis")
         options = {**target.options, "url": target.url}
         if target.codec != "none":

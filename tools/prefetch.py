@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+try:
+    import httpx
+except ImportError as error:
+    raise ImportError("prefetch needs httpx: pip install 'vllm-kvstore[warm]'") from error
 
 from kvstore.errors import ConfigError
 from kvstore.tools.demo.client import TOKENS_LOADED, read_counter

@@ -3,6 +3,7 @@
 proxy ── proxy_routes ── proxy_asks      what each engine is told
 │        ├──────── proxy_engines   who is well, and whose turn it is
 │        └──────── proxy_events    streams
+│                  proxy_json      bodies of megabytes, of which a few members are understood
 └─ proxy_gate ──── proxy_reply     who may ask, and how an answer ends
 """
 

@@ -13,6 +13,7 @@ from typing import Final
 
 import httpx
 
+from kvstore.tools.proxy_json import Parts
 from kvstore.tools.proxy_options import ProxyOptions, Receiver
 from kvstore.tools.proxy_reply import AnswerError
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 _HEALTH_TIMEOUT_S: Final = 10.0
 _KEPT_S: Final = 2.0  # vLLM closes connections that were idle for 5 s, and a request must not meet that
 _KEPT_CONNECTIONS: Final = 64
+_PIECE_BYTES: Final = 256 << 10
 
 
 class EngineError(AnswerError):
@@ -108,15 +110,19 @@ class EngineClient:
 
     @asynccontextmanager
     async def asked(
-        self, engine: Engine, method: str, path: str, headers: Mapping[str, str], content: bytes = b""
+        self, engine: Engine, method: str, path: str, headers: Mapping[str, str], content: Parts
     ) -> AsyncIterator[httpx.Response]:
         """The engine's answer, of any status, whose body is still to be read; left early, the engine aborts.
 
         Raises:
             EngineError: it does not answer. Wrap reading the body in ``translated``.
         """
-        request = self._client.build_request(method, engine.url + path, headers=headers, content=content)
-        request.headers["accept-encoding"] = "identity"  # what comes is passed on as it is
+        told = {**headers, "accept-encoding": "identity"}  # what comes is passed on as it is
+        length = sum(map(len, content))
+        if length:
+            told["content-length"] = str(length)
+        body = _pieces(content) if length else None
+        request = self._client.build_request(method, engine.url + path, headers=told, content=body)
         with translated(engine):
             response = await self._client.send(request, stream=True)
         try:
@@ -139,6 +145,20 @@ class EngineClient:
         while True:
             await asyncio.sleep(self._interval_s)
             await self.check(engine)
+
+
+async def _pieces(content: Parts) -> AsyncIterator[bytes]:
+    """A body in pieces of a bounded length: between two of them other requests go on."""
+    piece = bytearray()
+    for part in content:
+        view = memoryview(part)
+        for begin in range(0, len(view), _PIECE_BYTES):
+            piece += view[begin : begin + _PIECE_BYTES]
+            if len(piece) >= _PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
 
 
 @contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from http import HTTPStatus
 from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
 from kvstore.tools.proxy_options import Receiver
 from kvstore.tools.proxy_reply import AnswerError, event_of
 
 _MAX_EVENT_BYTES: Final = 64 << 20
 _END: Final = re.compile(rb"\r?\n\r?\n")
-_NAMES: Final = ("id", "object", "created", "model")
 _LAST: Final = b"data: [DONE]"
 
 
@@ -57,7 +58,7 @@ class Handover:
     def __init__(self, receiver: Receiver, *, shows_usage: bool) -> None:
         self._receiver = receiver
         self._shows_usage = shows_usage
-        self._usage: dict[str, Any] | None = None
+        self._usage: _UsageChunk | None = None
 
     def pass_on(self, event: bytes) -> bytes:
         """What the client gets instead of this event."""
@@ -72,15 +73,12 @@ class Handover:
     def _said(self) -> bytes:
         if self._usage is None:
             return b""
-        chunk: dict[str, Any] = {
-            name: self._usage[name] for name in ("id", "object", "created", "model") if name in self._usage
-        }
         params = {
             "remote_host": self._receiver.host,
             "remote_port": self._receiver.port,
-            "num_tokens": self._usage["usage"]["total_tokens"] - 1,  # the last token has no KV
+            "num_tokens": self._usage.usage.total_tokens - 1,  # the last token has no KV
         }
-        return event_of({**chunk, "choices": [], "kv_transfer_params": params})
+        return event_of({**self._usage.names(), "choices": [], "kv_transfer_params": params})
 
 
 def is_last(event: bytes) -> bool:
@@ -88,13 +86,33 @@ def is_last(event: bytes) -> bool:
     return event.strip() == _LAST
 
 
-def _usage_chunk(event: bytes) -> dict[str, Any] | None:
+class _Usage(msgspec.Struct):
+    total_tokens: int
+
+
+class _UsageChunk(msgspec.Struct):
+    choices: list[Raw]
+    usage: _Usage
+    id: str | UnsetType = UNSET
+    object: str | UnsetType = UNSET
+    created: int | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+
+    def names(self) -> dict[str, Any]:
+        """What every chunk of a stream says."""
+        said = {name: getattr(self, name) for name in ("id", "object", "created", "model")}
+        return {name: value for name, value in said.items() if value is not UNSET}
+
+
+_USAGE_CHUNK: Final = msgspec.json.Decoder(_UsageChunk)
+
+
+def _usage_chunk(event: bytes) -> _UsageChunk | None:
     """The chunk in an event, if it has a usage and nothing else to say."""
     if b'"usage"' not in event or not event.startswith(b"data:"):
         return None
     try:
-        chunk = json.loads(event.removeprefix(b"data:"))
-        is_it = chunk["choices"] == [] and isinstance(chunk["usage"]["total_tokens"], int)
-    except (ValueError, KeyError, TypeError):
+        chunk = _USAGE_CHUNK.decode(event.removeprefix(b"data:"))
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return chunk if is_it else None
+    return None if chunk.choices else chunk

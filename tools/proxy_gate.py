@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
     method: str
     path: str
-    content: bytes
+    content: bytearray
     headers: Mapping[str, str]
     request_id: str
 
@@ -184,7 +184,7 @@ class Gate:
         )
         await self._while_wanted(answer(call, reply), request.receive, reply)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request) -> bytearray:
         most = self._options.max_body_bytes
         content = bytearray()
         declared = request.headers.get("content-length", "")
@@ -198,7 +198,7 @@ class Gate:
                         raise TooLargeError(f"the body has more than {most} bytes")
         except TimeoutError as error:
             raise SlowBodyError(f"the body did not come within {_BODY_TIMEOUT_S:.0f} s") from error
-        return bytes(content)
+        return content
 
     def _headers(self, headers: Headers, request_id: str) -> dict[str, str]:
         key = self._options.engine_api_key

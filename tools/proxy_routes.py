@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import httpx
+from msgspec import Raw
 
 from kvstore.errors import InvalidCallError
 from kvstore.tools.proxy_asks import Ask, sent_kv
@@ -25,6 +25,7 @@ from kvstore.tools.proxy_engines import (
 )
 from kvstore.tools.proxy_events import EventCutter, Handover, is_last
 from kvstore.tools.proxy_gate import Call
+from kvstore.tools.proxy_json import Parts
 from kvstore.tools.proxy_meters import ProxyMeters
 from kvstore.tools.proxy_options import ProxyOptions, Receiver
 from kvstore.tools.proxy_reply import AnswerError, Reply
@@ -52,7 +53,7 @@ class Prefilled(NamedTuple):
         refusal: its answer, if it found fault with the request.
     """
 
-    spec: Mapping[str, Any] | None = None
+    spec: Mapping[str, Raw] | None = None
     refusal: httpx.Response | None = None
 
 
@@ -103,7 +104,7 @@ class Router:
         """
         for engine in self.decode.candidates():
             try:
-                answer = await self._whole(engine, call, call.content)
+                answer = await self._whole(engine, call, [call.content])
             except EngineUnreachableError:
                 continue
             await _pass_on(answer, reply)
@@ -113,7 +114,7 @@ class Router:
     async def _prefill(self, ask: Ask, call: Call, receiver: Receiver | None) -> Prefilled:
         # A name of our own: two requests of clients may have the same, and their KV must not get mixed up.
         transfer_id = f"{call.request_id}-{secrets.token_hex(8)}"
-        content = json.dumps(ask.for_prefill(receiver, transfer_id)).encode()
+        content = ask.for_prefill(receiver, transfer_id)
         reason = "no_prefill_engine"
         for engine in self.prefill.candidates():
             begin_s = time.monotonic()
@@ -140,13 +141,13 @@ class Router:
         return Prefilled()
 
     async def _decode(
-        self, ask: Ask, call: Call, engines: Sequence[Engine], spec: Mapping[str, Any] | None, reply: Reply
+        self, ask: Ask, call: Call, engines: Sequence[Engine], spec: Mapping[str, Raw] | None, reply: Reply
     ) -> None:
         for engine in engines:
             handover = None
             if self._bidirectional and engine.receiver is not None and ask.is_one_stream:
                 handover = Handover(engine.receiver, shows_usage=ask.shows_usage)
-            content = json.dumps(ask.for_decode(spec, counted=handover is not None)).encode()
+            content = ask.for_decode(spec, counted=handover is not None)
             try:
                 async with self._client.asked(engine, call.method, call.path, call.headers, content) as answer:
                     await _relay(engine, answer, handover, reply)
@@ -157,7 +158,7 @@ class Router:
             return
         raise NoDecodeEngineError("no decode engine can be reached: try again later")
 
-    async def _whole(self, engine: Engine, call: Call, content: bytes) -> httpx.Response:
+    async def _whole(self, engine: Engine, call: Call, content: Parts) -> httpx.Response:
         async with self._client.asked(engine, call.method, call.path, call.headers, content) as answer:
             with translated(engine):
                 await answer.aread()

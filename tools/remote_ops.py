@@ -1,4 +1,4 @@
-"""``kvstore ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``unpin`` and ``clear``, at a cache server."""
+"""``kvstore ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``pins``, ``unpin``, ``clear``, at a cache server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
+from kvstore.tiers import load_tier
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command(epilog="Example: kvstore lookup --url kvs+ipc:///run/kvstore --tokens prompt.json")(lookup)
     app.command(epilog="Example: kvstore explain --url kvs+ipc:///run/kvstore --tokens prompt.json")(explain)
     app.command(epilog="Example: kvstore pin --url kvs+ipc:///run/kvstore --tokens system-prompt.json")(pin)
+    app.command(epilog="Example: kvstore pins --url kvs+ipc:///run/kvstore")(pins)
     app.command(epilog="Example: kvstore unpin --url kvs+ipc:///run/kvstore --tokens system-prompt.json")(unpin)
     app.command(epilog="Example: kvstore clear --url kvs+ipc:///run/kvstore --all")(clear)
 
@@ -62,6 +64,7 @@ def asking(
 ) -> Iterator[Operator]:
     """A connection to a server; what goes wrong is told, and ends the command."""
     try:
+        load_tier("server")  # says what to install, if need be
         from kvstore.server.operator import Operator  # noqa: PLC0415 - an extra
         from kvstore.tiers._server_url import parse_server  # noqa: PLC0415
 
@@ -179,13 +182,40 @@ def pin(
     tokenizer: Tokenizer = None,
     salt: Salt = None,
     model: Model = "",
+    seconds: Annotated[
+        int | None, typer.Option("--for", help="Seconds; at most pin_max_secs of the server.", min=1)
+    ] = None,
     as_json: AsJson = False,
     key_file: KeyFile = None,
     server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Keep what is at the server of a prompt from eviction, until the server ends or it is unpinned or removed."""
+    """Keep what is at the server of a prompt from eviction, for a while, or until it is unpinned or removed."""
     with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
-        _pin(operator, _tokens(tokens, text, tokenizer), _extras(salt), model, is_wanted=True, as_json=as_json)
+        found = operator.find(_tokens(tokens, text, tokenizer), _extras(salt), model)
+        changed = sum(operator.pin(each, is_wanted=True, seconds=seconds or 0) for each in found)
+    _tell_pinned("pinned", changed, as_json=as_json)
+
+
+def pins(
+    url: Url,
+    *,
+    as_json: AsJson = False,
+    key_file: KeyFile = None,
+    server_key_file: ServerKeyFile = None,
+) -> None:
+    """List what is pinned at a cache server: how many chunks of each namespace, and for how long."""
+    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
+        tree = operator.pins()
+    if as_json:
+        print(json.dumps(tree))
+        return
+    for each in tree["pins"]:
+        size = f"{each['chunks']} chunks, {_mib(each['bytes'])} MiB"
+        print(f"{each['namespace']}: {size}, for {each['ends_in_s']} s")
+    if tree["left_out"]:
+        print(f"and {tree['left_out']} more")
+    if not tree["pins"]:
+        print("nothing is pinned")
 
 
 def unpin(
@@ -196,13 +226,19 @@ def unpin(
     tokenizer: Tokenizer = None,
     salt: Salt = None,
     model: Model = "",
+    everything: Annotated[bool, typer.Option("--all", help="All that is pinned, instead of a prompt.")] = False,
     as_json: AsJson = False,
     key_file: KeyFile = None,
     server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Let what was pinned of a prompt go like everything else."""
+    """Let what was pinned of a prompt, or all that was, go like everything else."""
     with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
-        _pin(operator, _tokens(tokens, text, tokenizer), _extras(salt), model, is_wanted=False, as_json=as_json)
+        if everything:
+            changed = operator.unpin()
+        else:
+            found = operator.find(_tokens(tokens, text, tokenizer), _extras(salt), model)
+            changed = sum(operator.pin(each, is_wanted=False) for each in found)
+    _tell_pinned("unpinned", changed, as_json=as_json)
 
 
 def clear(
@@ -218,18 +254,21 @@ def clear(
     with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
         if bool(namespace) == everything:
             raise ConfigError("name either --namespace or --all")
-        if namespace and namespace not in {space["id"] for space in operator.stats()["namespaces"]}:
+        if namespace and not _is_known(namespace, operator.stats()):
             raise ConfigError(f"there is no namespace {namespace!r}: kvstore stats names them")
         forgotten = operator.clear(namespace)
     print(json.dumps({"forgotten": forgotten}) if as_json else f"{forgotten} chunks forgotten")
 
 
-def _pin(operator: Operator, ids: list[int], extras: KeyExtras, model: str, *, is_wanted: bool, as_json: bool) -> None:
-    changed = sum(operator.pin(found, is_wanted=is_wanted) for found in operator.find(ids, extras, model))
-    done = "pinned" if is_wanted else "unpinned"
+def _tell_pinned(done: str, changed: int, *, as_json: bool) -> None:
     print(json.dumps({done: changed}) if as_json else f"{changed} chunks {done}")
     if not changed:
         raise typer.Exit(FAILED)
+
+
+def _is_known(namespace: str, tree: dict[str, Any]) -> bool:
+    """Whether a namespace is at the server, as far as its report tells."""
+    return bool(tree["namespaces_left_out"]) or namespace in {space["id"] for space in tree["namespaces"]}
 
 
 def _tokens(tokens: Path | None, text: Path | None, tokenizer: Path | None) -> list[int]:

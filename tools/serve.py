@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors
+from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors, give_up
 
 if TYPE_CHECKING:
     from kvstore.admin_http import PageServer
@@ -46,7 +46,7 @@ def serve(
     """Keep a cache for every engine on this host, and on others, until SIGTERM or SIGINT.
 
     Chunks on their way to disk are then written, for as long as server_drain_secs; a second signal ends it at once.
-    Exits with 2 if the configuration cannot be used, with 1 if chunks were given up at the end.
+    Exits with 2 if the configuration or the folder cannot be used, with 1 if chunks were given up at the end.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
@@ -59,9 +59,8 @@ def serve(
         from kvstore.server.hub import Hub  # noqa: PLC0415
 
         hub = Hub(options)
-    except KVStoreError as error:
-        errors().print(f"error: {error}")
-        raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from error
+    except (KVStoreError, ImportError) as error:
+        give_up(error)
     if not _run(hub, loaded.server_http_port, as_json=as_json):
         raise typer.Exit(FAILED)
 
@@ -73,13 +72,12 @@ def keygen(
     as_json: AsJson = False,
 ) -> None:
     """Make a pair of keys, for a server that other hosts reach, or for one of its clients."""
-    from kvstore.keyfiles import make_keys  # noqa: PLC0415
-
     try:
+        from kvstore.keyfiles import make_keys  # noqa: PLC0415 - an extra
+
         public, secret = make_keys(folder, name)
-    except ConfigError as error:
-        errors().print(f"error: {error}")
-        raise typer.Exit(WRONG_USAGE) from error
+    except (ConfigError, ImportError) as error:
+        give_up(error)
     if as_json:
         print(json.dumps({"secret": str(secret), "public": str(public)}))
     else:
@@ -94,7 +92,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
     """
     from kvstore.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen, parse_quotas  # noqa: PLC0415
-    from kvstore.server.shelves import ShelfOptions  # noqa: PLC0415
+    from kvstore.server.rack import ShelfOptions  # noqa: PLC0415
 
     urls = tuple(url.strip() for url in (config.server_listen or "").split(",") if url.strip())
     folder, tcp = parse_listen(urls)
@@ -123,6 +121,8 @@ def server_options(config: StoreConfig) -> ServerOptions:
         quotas=parse_quotas(config.server_quotas or ""),
         drain_s=config.server_drain_secs,
         max_writes=config.max_write_queue or 64,
+        operators=frozenset(filter(None, map(str.strip, (config.server_operators or "").split(",")))),
+        pin_max_s=config.pin_max_secs,
     )
 
 

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
-import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.chunkfile import Damage
 from kvstore.errors import ConfigError
 from kvstore.packs import open_pack
 from kvstore.shelf import Place, Shelf, shelves
-from kvstore.tiers import SCHEMES
-from kvstore.tiers._folder import FOLDER_MODE, FolderLock
+from kvstore.tiers import leads_to, load_tier
+from kvstore.tiers._folder import FOLDER_MODE, LOCK_FILE, FolderLock
+
+if TYPE_CHECKING:
+    from kvstore.redis_shelf import RedisPlace
+    from kvstore.tiers._redis_chunk import Home
 
 QUARANTINE = ".quarantine"
 NOT_A_NAME = "not a chunk's name"
 
 
 class Fault(NamedTuple):
-    """A chunk that nobody may use: where it is, and what is wrong with it."""
+    """What nobody can use: where it is, what is wrong with it, and whether it was set aside or removed."""
 
     place: str
     damage: str
+    fixed: bool = False
 
 
 @dataclass
@@ -34,13 +40,29 @@ class VerifyReport:
     Attributes:
         chunks: looked at, sound or not.
         size_bytes: of those.
-        fixed: how many of the faults were set aside or removed.
+        faults: each with its place.
+        left: namespaces in which nothing was fixed, because no chunk in them is sound.
     """
 
     chunks: int = 0
     size_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
-    fixed: int = 0
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def fixed(self) -> int:
+        """How many of the faults were set aside or removed."""
+        return sum(fault.fixed for fault in self.faults)
+
+    def may_fix(self, home: str, sound: int, faulty: int) -> bool:
+        """Whether chunks of a namespace may be called damaged; otherwise it is noted in ``left``.
+
+        A sound chunk proves that the geometry is right by which the others were checked. If there is none, a wrong
+        note, or layers of sizes that nothing tells, would make every good chunk look damaged.
+        """
+        if faulty and not sound:
+            self.left.append(home)
+        return sound > 0
 
 
 Tick = Callable[[int, int], None]
@@ -58,8 +80,9 @@ def verify(
     """Check every chunk of all namespaces.
 
     Args:
-        target: a folder of the disk tier, a pack, or the URL of a Redis.
-        fix: move damaged chunks of a folder to ``.quarantine`` in it; those in Redis are removed.
+        target: a folder of the disk tier or of a cache server, a pack, or the URL of a Redis.
+        fix: move damaged chunks of a folder to ``.quarantine`` in it; those in Redis are removed. Nothing else is
+            touched: no folder, and no file that is not a chunk's.
         remove: with ``fix``, delete them instead.
         options: of the Redis tier, beside the URL.
         tick: told of every chunk.
@@ -69,7 +92,7 @@ def verify(
         FolderOwnedError: ``fix``, and an engine is using the folder.
         TierError: the Redis does not answer.
     """
-    if SCHEMES.get(target.partition("://")[0]) == "redis":
+    if leads_to(target, "redis"):
         return _verify_redis(target, options or {}, fix=fix, tick=tick)
     if "://" in target:
         raise ConfigError(f"verify reads a folder or a Redis, and {target.partition('://')[0]}:// is neither")
@@ -98,22 +121,27 @@ def _verify_pack(path: Path, *, tick: Tick) -> VerifyReport:
 
 def _verify_folder(folder: Path, *, fix: bool, remove: bool, tick: Tick) -> VerifyReport:
     found = shelves(folder)
-    if not found and not (folder / ".lock").exists():
+    if not found and not (folder / LOCK_FILE).exists():
         raise ConfigError(f"{folder} is no folder of the disk tier: there is no namespace in it")
     report = VerifyReport()
     with ExitStack() as locks:
         if fix:  # a running engine would count bytes that are gone, and find names that it did not make
-            for owned in sorted({shelf.home.parent for shelf in found}):
+            for owned in sorted({owner for shelf in found for owner in shelf.owners()}):
                 locks.callback(FolderLock(owned).release)
         listed = [(shelf, list(_places(shelf))) for shelf in found]
         total = sum(len(places) for _, places in listed)
         for shelf, places in listed:
+            faults, sound = [], 0
             for place in places:
-                size_bytes = _verify_place(shelf, place, report)
+                damage, size_bytes = _verify_place(shelf, place, report)
                 tick(total, size_bytes)
-                if fix and report.faults and report.faults[-1].place == str(place.path):
-                    _set_aside(shelf, place.path, remove=remove)
-                    report.fixed += 1
+                sound += size_bytes > 0
+                if damage is not None:
+                    faults.append((place, damage))
+            may_fix = fix and report.may_fix(str(shelf.home), sound, len(faults))
+            for place, damage in faults:
+                is_fixed = may_fix and _set_aside(shelf, place, remove=remove)
+                report.faults.append(Fault(str(place.path), damage, is_fixed))
     return report
 
 
@@ -124,54 +152,58 @@ def _places(shelf: Shelf) -> Iterator[Place]:
         raise ConfigError(f"the folder {shelf.home} cannot be read: {error.strerror}") from error
 
 
-def _verify_place(shelf: Shelf, place: Place, report: VerifyReport) -> int:
-    """Look at one name, and note what is wrong; the bytes read."""
+def _verify_place(shelf: Shelf, place: Place, report: VerifyReport) -> tuple[str | None, int]:
+    """Look at one name: what is wrong with it, if anything, and the bytes of a sound chunk."""
     if place.ref is None:
-        report.faults.append(Fault(str(place.path), NOT_A_NAME))
-        return 0
+        return NOT_A_NAME, 0
     found = shelf.read(place.ref)
     if found is None:  # an engine has removed it meanwhile
-        return 0
+        return None, 0
     report.chunks += 1
     if isinstance(found, str):
-        report.faults.append(Fault(str(place.path), found))
-        return 0
+        return found, 0
     report.size_bytes += len(found)
-    return len(found)
+    return None, len(found)
 
 
-def _set_aside(shelf: Shelf, path: Path, *, remove: bool) -> None:
-    """Take a name away from where chunks are looked for.
+def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
+    """Take a damaged chunk away from where chunks are looked for, if it is one: a file of ours that was read once more.
+
+    Folders, links, names that are no chunk's and what the system does not let us read are left alone: they may be
+    anything, and good chunks may be below them.
 
     Raises:
         ConfigError: the folder does not let go of it.
     """
+    if place.ref is None or not isinstance(shelf.read(place.ref), Damage):
+        return False
     try:
-        if not remove:
-            aside = shelf.home.parent / QUARANTINE / shelf.home.name
-            aside.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            target = aside / path.name
-            number = 0
-            while os.path.lexists(target):
-                number += 1
-                target = aside / f"{path.name}.{number}"
-            path.rename(target)
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        if remove:
+            place.path.unlink()
+            return True
+        aside = shelf.home.parent / QUARANTINE / shelf.home.name
+        aside.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        target = aside / place.path.name
+        number = 0
+        while os.path.lexists(target):
+            number += 1
+            target = aside / f"{place.path.name}.{number}"
+        place.path.rename(target)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be taken away: {error.strerror}") from error
+        raise ConfigError(f"{place.path} cannot be taken away: {error.strerror}") from error
+    return True
 
 
 def _verify_redis(url: str, options: Mapping[str, object], *, fix: bool, tick: Tick) -> VerifyReport:
+    load_tier("redis")  # says what to install, if need be
     from kvstore.redis_shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
 
     shelf = RedisShelf(url, options)
     report = VerifyReport()
-    bad = []
     try:
         places = shelf.places()
+        bad: dict[Home, list[tuple[RedisPlace, str]]] = {}
+        sound: Counter[Home] = Counter()
         for place in places:
             shelf.layout(place.home, places)
             damage = shelf.check(place)
@@ -180,12 +212,14 @@ def _verify_redis(url: str, options: Mapping[str, object], *, fix: bool, tick: T
             size_bytes = facts.payload_bytes if facts else 0
             report.size_bytes += size_bytes
             tick(len(places), size_bytes)
+            sound[place.home] += facts is not None
             if damage is not None:
-                report.faults.append(Fault(str(place), damage))
-                bad.append(place)
-        if fix:
-            shelf.remove(bad)
-            report.fixed = len(bad)
+                bad.setdefault(place.home, []).append((place, damage))
+        for home, faults in bad.items():
+            may_fix = fix and report.may_fix(home.namespace_id.hex(), sound[home], len(faults))
+            if may_fix:
+                shelf.remove(place for place, _ in faults)
+            report.faults += [Fault(str(place), damage, may_fix) for place, damage in faults]
     finally:
         shelf.close()
     return report

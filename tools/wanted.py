@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.identity import fingerprint_folder
+from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import KeyExtras
 from kvstore.layout import KVLayout
@@ -57,7 +57,7 @@ class Sharing:
         Raises:
             ConfigError: they cannot be told.
         """
-        return cls((lora.name, fingerprint_folder(lora.folder)) if lora else None, salt or None)
+        return cls((lora.name, fingerprint_adapter(lora.folder)) if lora else None, salt or None)
 
     def extras(self, prompt: Prompt) -> KeyExtras:
         """What besides its tokens decides a prompt's keys."""

@@ -139,7 +139,9 @@ def warm(
         should_stop: asked before every batch.
 
     Raises:
-        ConfigError: the configuration keeps nothing, or cannot be used; vLLM's own errors pass through.
+        ConfigError: the configuration keeps nothing, or cannot be used, or vLLM does not start with it. Later errors of
+            vLLM's own pass through.
+        TierError: a tier that is required cannot be used, or a folder is another engine's.
     """
     from kvstore.adapters.vllm.offline import OfflineEngine  # noqa: PLC0415 - imports vLLM
 

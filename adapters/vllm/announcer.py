@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.plans import Place
@@ -133,40 +132,35 @@ class Announcer:
 
 
 class _Shelf:
-    """The chunks announced in one place.
+    """The chunks announced in one place, and how many of them have each block.
 
-    A block's hash names all tokens before it: chunks that share a block begin with the same one, and share all between.
+    A block's hash names all tokens before it: chunks that share a block share all blocks of theirs before it.
     """
 
     def __init__(self) -> None:
         self._keys: set[PrefixKey] = set()
-        self._families: dict[bytes, dict[PrefixKey, tuple[bytes, ...]]] = {}  # by their first block
+        self._num_chunks: dict[bytes, int] = {}  # by block
 
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._keys
 
     def add(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> int:
         """Add a chunk; returns how many of its blocks, from the front, others had announced."""
-        family = self._families.setdefault(hashes[0], {})
-        said = _most_shared(hashes, family)
-        family[key] = hashes
+        counts, said = self._num_chunks, 0
+        for name in hashes:
+            others = counts.get(name, 0)
+            counts[name] = others + 1
+            said += others > 0
         self._keys.add(key)
         return said
 
-    def remove(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    def remove(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> list[bytes]:
         """Take a chunk away; returns those of its blocks that no other one has."""
-        family = self._families[hashes[0]]
-        del family[key]
-        if not family:
-            del self._families[hashes[0]]
+        counts, gone = self._num_chunks, []
+        for name in hashes:
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
+                gone.append(name)
         self._keys.remove(key)
-        return hashes[_most_shared(hashes, family) :]
-
-
-def _most_shared(hashes: tuple[bytes, ...], family: dict[PrefixKey, tuple[bytes, ...]]) -> int:
-    """How many blocks, from the front, a chunk has in common with any of its family."""
-    return max((_num_shared(hashes, other) for other in family.values()), default=0)
-
-
-def _num_shared(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+        return gone

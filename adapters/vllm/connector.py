@@ -17,14 +17,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore import hostlimits
 from kvstore.adapters.vllm import logs, translate
+from kvstore.adapters.vllm.adapterfiles import AdapterFiles
+from kvstore.adapters.vllm.arrivals import Arrivals
 from kvstore.adapters.vllm.events import as_kv_events
-from kvstore.adapters.vllm.identity import AdapterFiles
 from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.scheduler import StoreScheduler
@@ -97,7 +99,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         )
         self._config = loaded.config
         translate.check_supported(vllm_config, kv_cache_config, self._config)
-        self._adapters = AdapterFiles()
+        self._frees_blocks = translate.frees_blocks(kv_cache_config)
+        self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle()
         self._gave_up = False
         self._scheduler: StoreScheduler | None = None
@@ -203,6 +206,13 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker.end_loads()
         return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, with those requests among them that must begin anew, because their load failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded: vLLM computes them."""
         return self._worker.take_failed_block_ids() if self._worker else set()
@@ -221,6 +231,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker = None
         if self._scheduler is not None:
             self._scheduler.close()
+        self._arrivals.close()
 
     # -- scheduler side ------------------------------------------------------------------------------------------------
 
@@ -245,18 +256,37 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
         handover = None
         try:
-            params = translate.request_params(request)
+            params = translate.request_params(request, self._config.request_fields)
+            self._tell_ignored(params.ignored)
             handover = translate.handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             if self._throttle.is_due(str(error)):
                 logger.warning("a request is served without the cache: %s; this stays unsaid for a minute", error)
             params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
-        extras = translate.key_extras(request, self._adapters, params)
-        if extras is not None:
-            self._scheduling.add_request(request, extras, params, handover)
+        adapter = translate.adapter_of(request)
+        if not translate.is_shareable(request):
+            return
+        if adapter is None:
+            self._scheduling.add_request(request, translate.key_extras(request, params), params, handover)
+            return
+
+        def admit(files: str, may_share: bool) -> None:
+            """Not passed by if it may not share, either."""
+            wishes, sends = (params, handover) if may_share else (WITHOUT_CACHE, None)
+            self._scheduling.add_request(request, translate.key_extras(request, wishes, files), wishes, sends)
+
+        self._arrivals.add(request.request_id, adapter, admit)
+
+    def _tell_ignored(self, fields: Iterable[str]) -> None:
+        for name in fields:
+            if self._throttle.is_due(f"ignored {name}"):
+                message = "kvstore.%s of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
+                logger.warning(message, name)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""
+        if not self._arrivals.is_admitted(request.request_id):
+            return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
         return num_tokens, bool(num_tokens) and self._scheduling.loads_beside(request.request_id)
 
@@ -276,12 +306,13 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan the step."""
+        self._arrivals.end_pass()
         state = scheduler_output.kv_connector_block_state
         return PlanMetadata(
             self._scheduling.plan_step(
                 scheduler_output.num_scheduled_tokens,
                 lambda req_id: state.get_block_ids(req_id)[0],
-                preempts=bool(scheduler_output.preempted_req_ids),
+                preempts=self._frees_blocks or bool(scheduler_output.preempted_req_ids),
             )
         )
 
@@ -309,6 +340,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
         The answer may tell where the request's KV is.
         """
+        self._arrivals.end(request.request_id)
         answer = self._scheduling.answer(request.request_id, first_token=next(iter(request.output_token_ids), None))
         return self._scheduling.finish_request(request.request_id, block_ids), answer
 

@@ -14,7 +14,7 @@ from kvstore import __version__, metrics
 from kvstore.plans import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.adapters.vllm.scheduler import StoreScheduler
     from kvstore.admin import Tree
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.keys import KeyExtras
 
 _STATES: Final = ("ok", "being tried again", "left out")
-_CLEAR_WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle one plans none
+_WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle one plans none
 
 
 class SchedulerControls:
@@ -40,7 +40,7 @@ class SchedulerControls:
         self._versions = {"kvstore": __version__, **versions}
         self._began_s = time.monotonic()
         self._lock = threading.Lock()
-        self._clearing: Future[int] | None = None
+        self._orders: dict[str, Future[int]] = {}  # the last of each kind
 
     def info(self) -> Tree:
         """What it is, and what it holds."""
@@ -85,19 +85,36 @@ class SchedulerControls:
 
     def clear(self) -> int | None:
         """Forget what is in memory and on disk; a shared remote tier is kept. None while vLLM is idle."""
+        return self._order("clear", self._scheduler.clear)
+
+    def pins(self) -> Tree:
+        """The prompts that requests have pinned, by the hash of each."""
+        now_s = time.monotonic()
+        pins = [
+            {"name": view.name, "chunks": view.num_chunks, "ends_in_s": round(max(0.0, view.expires_s - now_s), 1)}
+            for view in self._scheduler.pins()
+        ]
+        return {"pins": pins, "counts": "pin" in self._config.request_fields}
+
+    def unpin(self) -> int | None:
+        """End all pins. None while vLLM is idle."""
+        return self._order("unpin", self._scheduler.unpin_all)
+
+    def _order(self, kind: str, action: Callable[[], int]) -> int | None:
+        """Have something done by vLLM's thread. None if it has not been done soon."""
         with self._lock:
-            clearing = self._clearing
-            if clearing is None or clearing.done():  # or one that waits will do for all
-                clearing = self._clearing = Future()
-                self._scheduler.call_soon(partial(self._clear, clearing))
+            order = self._orders.get(kind)
+            if order is None or order.done():  # or one that waits will do for all
+                order = self._orders[kind] = Future()
+                self._scheduler.call_soon(partial(self._carry_out, order, action))
         try:
-            return clearing.result(_CLEAR_WAIT_S)
+            return order.result(_WAIT_S)
         except NotYet:
             return None
 
-    def _clear(self, clearing: Future[int]) -> None:
+    def _carry_out(self, order: Future[int], action: Callable[[], int]) -> None:
         with self._lock:
-            clearing.set_result(self._scheduler.clear())
+            order.set_result(action())
 
     def switch(self, *, enabled: bool) -> None:
         """Turn lookups and stores on or off, at once."""

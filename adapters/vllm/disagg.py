@@ -71,8 +71,8 @@ class Source:
 
     @property
     def url(self) -> str:
-        """Where it can be read."""
-        return server_url(self.host, self.port)
+        """Where it can be read; one spelling for one address."""
+        return server_url(self.host.lower(), self.port)
 
 
 @dataclass(frozen=True)

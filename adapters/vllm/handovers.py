@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.disagg import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.loads import BlocksOf
 from kvstore.adapters.vllm.steps import ReqMeta
 from kvstore.adapters.vllm.tracker import RequestTracker, SaveRules, chunks_of
-from kvstore.movers import as_block_ids
 from kvstore.pusher import PushJob
 from kvstore.throttle import Throttle
 
@@ -36,7 +36,8 @@ class HandoverOptions:
         sends: this engine computes prompts for others.
         receives: it goes on with what others computed.
         own: where it takes KV itself; None if it does not.
-        allows_host: whether requests may name a host.
+        allows_host: whether requests may name a host as the one that their KV is sent to.
+        allows_source: whether they may name a host and port as that of an engine which has their KV.
         timeout_s: how long a request waits for what is on its way.
         answers: let answers say where their KV is, so that the next turn can have it.
     """
@@ -45,6 +46,7 @@ class HandoverOptions:
     receives: bool
     own: tuple[str, int] | None = None
     allows_host: Callable[[str], bool] = lambda _: False
+    allows_source: Callable[[str, int], bool] = lambda _host, _port: False
     timeout_s: float = 10.0
     answers: bool = False
 
@@ -55,6 +57,7 @@ class _Sending:
 
     spec: DisaggSpec
     wants_first_token: bool
+    useful_tokens: int  # of the prompt: behind them a chunk was left out, so that the rest is of no use
     num_chunks: int = 0  # handed to the workers so far
     is_complete: bool = False  # its tail, too
 
@@ -84,7 +87,7 @@ class Handovers:
         self._sending: dict[str, _Sending] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._metas: dict[str, ReqMeta] = {}  # for the next plan
-        self._refused_hosts: set[str] = set()
+        self._refused: set[str] = set()  # hosts, and sources
         self._throttle = Throttle()
 
     def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
@@ -96,8 +99,8 @@ class Handovers:
             num_tokens = min(spec.num_transferred_tokens or request.num_prompt_tokens, request.num_prompt_tokens)
             self._wait_for(request.request_id, num_tokens, self._options.timeout_s)
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
-            self._sending[request.request_id] = _Sending(spec, handover.wants_first_token)
-        if source is None or not self._is_allowed(source.host):
+            self._sending[request.request_id] = _Sending(spec, handover.wants_first_token, request.num_prompt_tokens)
+        if source is None or not self._is_allowed_source(source):
             return None
         self._wait_for(request.request_id, min(source.num_tokens, request.num_prompt_tokens), SOURCE_GRACE_S)
         return source
@@ -175,7 +178,11 @@ class Handovers:
         meta.receiver = sending.spec
         block_ids = block_ids_of(request.request_id)
         for ref, begin in chunks.first_blocks().items():
-            meta.pushes.append(PushJob(ref, as_block_ids(block_ids[begin : begin + ref.num_blocks])))
+            source = blocks.whole(block_ids, begin, ref.num_blocks)
+            if source is None:  # it has left a sliding window
+                sending.useful_tokens = min(sending.useful_tokens, begin * self._rules.block_tokens)
+            else:
+                meta.pushes.append(PushJob(ref, source))
 
     def take_step(self) -> list[ReqMeta]:
         """What the coming step hands over."""
@@ -197,9 +204,10 @@ class Handovers:
         sending = self._sending.get(request.request_id)
         if sending is not None:
             num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            num_tokens = min(num_tokens, sending.useful_tokens)
             sent_tokens = num_tokens - num_tokens % block_tokens if sending.is_complete else 0
             spec = replace(sending.spec, num_transferred_tokens=sent_tokens, is_last_prefill=sending.is_complete)
-            answer: dict[str, object] = {"disagg_spec": spec.as_params()}
+            answer: dict[str, object] = {"disagg_spec": spec.as_params()} if sending.useful_tokens else {}
             if sending.wants_first_token and first_token is not None:
                 answer["first_tok"] = first_token
             return answer
@@ -212,12 +220,23 @@ class Handovers:
     # -- who may be named --------------------------------------------------------------------------------------------
 
     def _is_allowed(self, host: str) -> bool:
-        """Whether a request may name a host; of each that it may not, the log says so once."""
+        """Whether a request may have KV sent to a host; of each that it may not, the log says so once."""
         if self._options.allows_host(host):
             return True
-        if host not in self._refused_hosts and len(self._refused_hosts) < _MAX_SAID:
-            self._refused_hosts.add(host)
-            logger.warning(
-                "a request names the host %r, which is not in pd_allowed_hosts: this is ignored, for all requests", host
-            )
+        self._refuse(host, "is not in pd_allowed_hosts")
         return False
+
+    def _is_allowed_source(self, source: Source) -> bool:
+        """Whether a request may have KV fetched from an engine."""
+        if self._options.allows_source(source.host, source.port):
+            return True
+        self._refuse(
+            f"{source.host}:{source.port}",
+            "does not stand with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set",
+        )
+        return False
+
+    def _refuse(self, name: str, why: str) -> None:
+        if name not in self._refused and len(self._refused) < _MAX_SAID:
+            self._refused.add(name)
+            logger.warning("a request names the host %r, which %s: this is ignored, for all requests", name, why)

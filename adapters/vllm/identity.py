@@ -1,40 +1,76 @@
-"""Whose KV it is: fingerprints of model and adapter files, so that replaced weights never share with the old ones."""
+"""Whose KV it is: fingerprints of model and adapter files. Equal content is equal, on whatever machine it lies.
+
+Small files and adapters are read whole. Of the weights of a large model, which nobody wants to read for minutes at
+every start, a part is read: ``docs/warming.md`` says which.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
+import math
+import os
 import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
 
 from kvstore.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_MAX_HEADER_BYTES = 64 << 20
+WHOLE_BYTES: Final = 256 << 20  # a file up to this size is read whole
+_SAMPLE_BYTES: Final = 4096
+_STRIDE_BYTES: Final = 256 << 10  # of a tensor, one sample each
+_MOST_ROWS: Final = 60_000  # of a matrix that is no vocabulary
+_VOCABULARY: Final = ("embed", "lm_head", "wte")  # in names of tensors whose rows belong to single tokens
+_READ_BYTES: Final = 1 << 20
+_MAX_HEADER_BYTES: Final = 64 << 20
+_THREADS: Final = 8
+_WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
 def fingerprint_folder(folder: Path) -> str:
-    """32 hex digits over the configuration and every weight file's name, size, modification time and header.
-
-    Weights themselves are not read. A copy of a model gets the same fingerprint only if it keeps the times (``cp -p``,
-    ``rsync -t``); a ``model_id`` in the configuration makes copies equal.
+    """32 hex digits over the configuration and the weights of a model.
 
     Raises:
         ConfigError: there is no file to tell the model by, or one cannot be read.
     """
-    digest = hashlib.sha256(b"kvstore/model/1\0")
+    with ThreadPoolExecutor(_THREADS, "kvstore-identity") as readers:
+        return _fingerprint(folder, lambda files: readers.map(_model_facts, files))
+
+
+def fingerprint_adapter(folder: Path, digest: Callable[[Path], str] | None = None) -> str:
+    """The same of an adapter, all of whose bytes count.
+
+    Args:
+        folder: of the adapter.
+        digest: of a file's content; for those who know it already.
+
+    Raises:
+        ConfigError: as ``fingerprint_folder``.
+    """
+    of_content = digest or digest_of
+    return _fingerprint(folder, lambda files: ([path.name, of_content(path)] for path in files))
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fingerprint(folder: Path, facts_of: Callable[[list[Path]], Iterable[list[object]]]) -> str:
+    digest = hashlib.sha256(b"kvstore/model/2\0")
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
         relevant = [path for path in files if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith("config.json")]
-        for path in relevant:
-            status = path.stat()
-            content = path.read_bytes() if path.suffix == ".json" else _header(path)
-            facts = [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(content).hexdigest()]
-            if path.suffix == ".json":
-                facts[1:3] = []  # its content says it all
+        for facts in facts_of(relevant):
             digest.update(json.dumps(facts).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read the files of {folder} to identify the model: {error}") from error
@@ -43,40 +79,80 @@ def fingerprint_folder(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _header(path: Path) -> bytes:
-    """The header of a safetensors file; nothing for other formats."""
+def _model_facts(path: Path) -> list[object]:
+    """What tells a file of a model from another one."""
+    status = path.stat()
+    if path.suffix == ".json" or status.st_size <= WHOLE_BYTES:
+        return [path.name, digest_of(path)]
+    header = _header(path)
+    tensors = _tensors(header, status.st_size) if header is not None else None
+    if header is None or tensors is None:  # nothing says where which tensor is, so that time must help
+        return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(header or b"").hexdigest()]
+    return [path.name, status.st_size, hashlib.sha256(header).hexdigest(), _digest_of_ranges(path, _ranges(tensors))]
+
+
+class _Tensor(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    begin: int
+    end: int
+    is_whole: bool  # has rows that a fine-tune may change one by one
+
+
+def _header(path: Path) -> bytes | None:
+    """The header of a safetensors file with its length; None for other formats, or if it is none."""
     if path.suffix != ".safetensors":
-        return b""
+        return None
     with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
-            return prefix
+            return None
         (length,) = struct.unpack("<Q", prefix)
-        return prefix + file.read(min(length, _MAX_HEADER_BYTES))
+        header = prefix + file.read(min(length, _MAX_HEADER_BYTES))
+        return header if len(header) == 8 + length else None
 
 
-class AdapterFiles:
-    """Fingerprints of LoRA adapters, by the id under which vLLM holds them.
+def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:
+    """The tensors that a header names, as they lie in the file; None if it is not to be understood."""
+    try:
+        fields = json.loads(header[8:])
+        tensors = []
+        for name, entry in fields.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            shape = [int(length) for length in entry["shape"]]
+            is_vocabulary = any(word in name for word in _VOCABULARY) or (len(shape) > 1 and shape[0] > _MOST_ROWS)
+            tensors.append(_Tensor(len(header) + int(begin), len(header) + int(end), is_vocabulary))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    is_sound = all(len(header) <= tensor.begin <= tensor.end <= size_bytes for tensor in tensors)
+    return sorted(tensors) if is_sound else None
 
-    vLLM keeps an adapter in memory under its id, and may load its files again at any time. Once the files behind an id
-    have been seen to change nobody can say which of them a request will use, so such an id is never trusted again.
-    """
 
-    def __init__(self) -> None:
-        self._known: dict[int, str] = {}
-        self._distrusted: set[int] = set()
+def _ranges(tensors: list[_Tensor]) -> Iterator[tuple[int, int]]:
+    """What is read of the tensors: offsets and lengths, in order."""
+    for begin, end, is_whole in tensors:
+        if is_whole or end - begin <= _STRIDE_BYTES:
+            for offset in range(begin, end, _READ_BYTES):
+                yield offset, min(_READ_BYTES, end - offset)
+            continue
+        places = math.ceil((end - begin) / _STRIDE_BYTES)
+        for place in range(places):  # spread evenly, the first bytes and the last among them
+            yield begin + place * (end - begin - _SAMPLE_BYTES) // (places - 1), _SAMPLE_BYTES
 
-    def fingerprint(self, adapter_id: int, folder: str, *, in_place: bool) -> str | None:
-        """A fingerprint for the key, or None if KV made with this adapter must not be shared."""
-        if adapter_id in self._distrusted:
-            return None
-        try:
-            found = None if in_place else fingerprint_folder(Path(folder))
-        except ConfigError as error:
-            found = None
-            logger.warning("LoRA adapter %d is not cached: %s", adapter_id, error)
-        if found is None or self._known.setdefault(adapter_id, found) != found:
-            logger.warning("LoRA adapter %d: its files changed or cannot be told; it is not cached", adapter_id)
-            self._distrusted.add(adapter_id)
-            return None
-        return found
+
+def _digest_of_ranges(path: Path, ranges: Iterator[tuple[int, int]]) -> str:
+    """A checksum over parts of a file: of weights that their operator chose, so it need not withstand anybody."""
+    checksum = xxhash.xxh3_128()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or each sample would read ahead
+        for offset, length in ranges:
+            part = os.pread(descriptor, length, offset)
+            if len(part) < length:
+                raise OSError(f"{path.name} ends too early")
+            checksum.update(part)
+    finally:
+        os.close(descriptor)
+    return checksum.hexdigest()

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.accounts import HitSplit
 from kvstore.adapters.vllm.choice import LoadChoice
-from kvstore.adapters.vllm.steps import Fetch, FetchResult, ReqMeta, StepResult
+from kvstore.adapters.vllm.steps import Fetch, FetchResult, ReqMeta, Sourced, StepResult
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher, PrefixKey
@@ -39,6 +41,15 @@ class _Unverified:
     block: int
     key: PrefixKey
     block_ids: set[int] = field(default_factory=set)
+
+
+class _Destination(NamedTuple):
+    """A chunk, the position of its first block in its request, and those of the blocks to be loaded."""
+
+    ref: ChunkRef
+    begin: int
+    start: int
+    stop: int
 
 
 @dataclass
@@ -78,6 +89,7 @@ class LoadPlanner:
         self._num_ranks = num_ranks
         self._coming = _StepLoads()  # for the next plan
         self._coming_fetches: dict[str, Fetch] = {}
+        self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks on their way beside the steps
@@ -96,14 +108,16 @@ class LoadPlanner:
         tokens: Counter[Place] = Counter()
         for ref, begin in overlapping(spec.match, self._rules, first_block, end_block):
             num_blocks = min(begin + ref.num_blocks, end_block) - max(begin, first_block)
-            tokens[self._index.source(ref) or Place.MEMORY] += num_blocks * self._rules.block_tokens
+            tokens[self._index.source(ref, spec.told) or Place.MEMORY] += num_blocks * self._rules.block_tokens
         return tokens
 
     def first_remote_token(self, spec: LoadSpec) -> int:
         """Where the first chunk of a load begins that would come from a remote tier; its end if none would."""
         first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
         chunks = overlapping(spec.match, self._rules, first_block, end_block)
-        begins = (max(begin, first_block) for ref, begin in chunks if self._index.source(ref) is Place.REMOTE)
+        begins = (
+            max(begin, first_block) for ref, begin in chunks if self._index.source(ref, spec.told) is Place.REMOTE
+        )
         return next(begins, end_block) * self._rules.block_tokens
 
     def must_wait(self, match: Match, *, beside: bool) -> bool:
@@ -132,27 +146,44 @@ class LoadPlanner:
     def plan(
         self, tracker: RequestTracker, spec: LoadSpec, block_ids: Sequence[int], num_external_tokens: int
     ) -> HitSplit:
-        """Plan to load ``num_external_tokens`` of what was promised; tells where they come from."""
+        """Plan to load ``num_external_tokens`` of what was promised; tells where they come from.
+
+        What lies before a sliding window has no blocks, and is not loaded.
+        """
         first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
-        wanted = list(overlapping(spec.match, self._rules, first_block, end_block))
-        steps = self._index.prepare_load([ref for ref, _ in wanted])
+        wanted = list(self._destinations(spec.match, block_ids, first_block, end_block))
+        steps = self._index.prepare_load([part.ref for part in wanted], spec.told)
         tracker.noted.update(step.ref.prefix_key for step in steps)
         jobs, tokens = [], Counter[Place]()
         loaded_end = first_block
-        for step, (ref, begin) in zip(steps, wanted, strict=False):
-            start, stop = max(begin, first_block), min(begin + ref.num_blocks, end_block)
-            jobs.append(LoadJob(step, as_block_ids(block_ids[start:stop]), start - begin))
-            tokens[step.source] += (stop - start) * self._rules.block_tokens
-            loaded_end = stop
-        lost_block_ids = list(block_ids[loaded_end:end_block])
+        for step, part in zip(steps, wanted, strict=False):
+            jobs.append(LoadJob(step, as_block_ids(block_ids[part.start : part.stop]), part.start - part.begin))
+            tokens[step.source] += (part.stop - part.start) * self._rules.block_tokens
+            loaded_end = part.stop
+        remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
+        if spec.told.source and remote_refs:
+            self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
+        lost_block_ids = blocks.present(block_ids[loaded_end:end_block])
         request_id = tracker.request.request_id
         if spec.beside:
-            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids), tokens)
+            has_gaps = blocks.NULL_BLOCK in block_ids[:end_block]
+            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
         else:
             self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
         disk_tokens = min(num_external_tokens, tokens[Place.DISK])
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
         return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
+
+    def _destinations(
+        self, match: Match, block_ids: Sequence[int], first_block: int, end_block: int
+    ) -> Iterator[_Destination]:
+        """Where the chunks of a match go, of those that have blocks; ends before one that cannot be brought."""
+        for ref, begin in overlapping(match, self._rules, first_block, end_block):
+            run = blocks.present_run(block_ids, max(begin, first_block), min(begin + ref.num_blocks, end_block))
+            if run is None:
+                return
+            if run[0] < run[1]:
+                yield _Destination(ref, begin, *run)
 
     def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place]) -> None:
         self._number += 1
@@ -189,6 +220,11 @@ class LoadPlanner:
         """The loads to begin with the coming step."""
         fetches, self._coming_fetches = self._coming_fetches, {}
         return list(fetches.values())
+
+    def take_sourced(self) -> list[Sourced]:
+        """The chunks among them that may be read from engines which their requests name."""
+        sourced, self._coming_sourced = self._coming_sourced, []
+        return sourced
 
     # -- results -----------------------------------------------------------------------------------------------------
 

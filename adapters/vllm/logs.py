@@ -1,27 +1,60 @@
-"""Makes what this library logs show up among vLLM's own lines."""
+"""Makes what this library logs show up among vLLM's own lines, each of them marked as ours."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+from typing import Final
 
-LEVEL_VARIABLE = "KVSTORE_LOG_LEVEL"
+LEVEL_VARIABLE: Final = "KVSTORE_LOG_LEVEL"
+MARK: Final = "kvstore: "
+
+_THEIRS: Final = logging.getLogger("vllm")
 
 
 def join_vllm() -> None:
-    """Hand vLLM's handlers to the ``kvstore`` logger, unless it has some: then the application has decided.
+    """Have vLLM's handlers print what the ``kvstore`` logger gets, unless that has some: then the application decides.
 
     vLLM configures its own logger only, so without this nothing below WARNING would be seen. That one stays as is.
     """
     ours = logging.getLogger("kvstore")
-    handlers = logging.getLogger("vllm").handlers
-    if ours.handlers or not handlers:
+    if ours.handlers or not _THEIRS.handlers:
         return
-    for handler in handlers:
-        ours.addHandler(handler)
+    name = os.environ.get(LEVEL_VARIABLE, "").strip().upper()
+    level = logging.getLevelNamesMapping().get(name or "INFO")
+    ours.addHandler(_AmongTheirs(passes_levels=bool(name) and level is not None))
     ours.propagate = False
-    name = os.environ.get(LEVEL_VARIABLE, "").strip().upper() or "INFO"
-    level = logging.getLevelNamesMapping().get(name)
     ours.setLevel(level or logging.INFO)
     if level is None:
         ours.warning("%s=%s is no level: using INFO", LEVEL_VARIABLE, name)
+
+
+class _AmongTheirs(logging.Handler):
+    """Passes records to vLLM's handlers, with our mark before each line of the message.
+
+    Args:
+        passes_levels: print what the handlers' own levels, which are meant for vLLM's lines, would keep back.
+    """
+
+    def __init__(self, *, passes_levels: bool) -> None:
+        super().__init__()
+        self._passes_levels = passes_levels
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it."""
+        ours = copy.copy(record)
+        ours.msg, ours.args = _Marked(record), None
+        for handler in _THEIRS.handlers:
+            if self._passes_levels or record.levelno >= handler.level:
+                handler.handle(ours)
+
+
+class _Marked:
+    """A record's message, made when a handler asks for it: what goes wrong then is the handler's business."""
+
+    def __init__(self, record: logging.LogRecord) -> None:
+        self._record = record
+
+    def __str__(self) -> str:
+        return MARK + self._record.getMessage().replace("\n", f"\n{MARK}")

@@ -28,7 +28,7 @@ from kvstore.adapters.vllm.steps import shards_of
 from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.directory import RemoteDirectory
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.opening import open_directory
 from kvstore.tiers import READ_ONLY, tier_behind
 from kvstore.tiers._folder import chunk_name
@@ -107,7 +107,7 @@ class OfflineEngine:
         arguments: dict[str, Any] = {"async_scheduling": False, "enable_lora": lora is not None, **(engine_args or {})}
         with ExitStack() as opened:
             opened.callback(_forget_vllm)
-            with _environment(config):
+            with _environment(config), _refusals(model):
                 self._llm = LLM(model=model, kv_transfer_config=_transfer_config(), **arguments)
             opened.callback(self._llm.llm_engine.engine_core.shutdown)
             self._facts = self._connector().facts
@@ -158,11 +158,12 @@ class OfflineEngine:
         """For each chunk, whether it is in every tier that outlives this process, of every worker."""
         if not refs:
             return []
-        remote = self._directory.answer(refs) if self._directory else [False] * len(refs)
+        answers = self._directory.answer(refs) if self._directory else [False] * len(refs)
+        remote = [bool(is_there) for is_there in answers]
         if self._is_remote_read_only:
             return [has or self._on_disk(ref) for ref, has in zip(refs, remote, strict=True)]
         if self._directory is not None and not self._config.local_disk_folders:
-            return list(remote)
+            return remote
         return [self._on_disk(ref) and (has or not self._directory) for ref, has in zip(refs, remote, strict=True)]
 
     def compute(self, work: Sequence[Work]) -> int:
@@ -255,6 +256,21 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:
         if name in changed:
             raise ConfigError(f"--{name.replace('_', '-')} is not given behind --: see kvstore warm --help")
     return changed
+
+
+@contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """Make what vLLM objects to at its start, the model's files or a flag, an error of the configuration.
+
+    Raises:
+        ConfigError: says what vLLM said.
+    """
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM does not start with {model} and these flags: {error}") from error
 
 
 def _transfer_config() -> dict[str, object]:

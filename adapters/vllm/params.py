@@ -7,10 +7,11 @@ them. Nobody has checked them before, so anything may be in them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.config.schema import REQUEST_FIELDS
 from kvstore.errors import InvalidCallError
 
 MAX_TAGS: Final = 16
@@ -19,8 +20,9 @@ MAX_TTL_S: Final = 365 * 86_400
 
 _OURS: Final = "kvstore."
 _LMCACHES: Final = "lmcache."
-_TAG: Final = "tag."
-_NAMES: Final = ("skip_save", "skip_load", "ttl", "pin")
+_TAG: Final = "tag."  # before a tag's own name
+_TAGS: Final = "tag"
+_NAMES: Final = tuple(name for name in REQUEST_FIELDS if name != _TAGS)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class RequestParams:
         ttl_s: how long what it stores may be found; None for as long as there is room.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
         tags: (name, value) pairs, sorted, that another request must have too to share its KV.
+        ignored: names of fields that it has, and that do not count here.
     """
 
     skip_save: bool = False
@@ -40,20 +43,28 @@ class RequestParams:
     ttl_s: float | None = None
     pin: bool | None = None
     tags: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 NO_PARAMS: Final = RequestParams()
 WITHOUT_CACHE: Final = RequestParams(skip_save=True, skip_load=True)
 
 
-def parse_params(*sources: object) -> RequestParams:
+def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) -> RequestParams:
     """Read mappings of field names to values, the weakest first; None is no source, and no value.
+
+    Args:
+        sources: as the request carries them.
+        counted: which of ``REQUEST_FIELDS`` count; what the others say is not looked at.
 
     Raises:
         InvalidCallError: a field is unknown or has a wrong value. The message names the field, and shows nothing of
             what the client wrote.
     """
     fields = _fields(sources)
+    ignored = {name: _kind(name) for name in fields if _kind(name) not in counted}
+    for name in ignored:
+        del fields[name]
     tags = {name.removeprefix(_TAG): fields.pop(name) for name in list(fields) if name.startswith(_TAG)}
     pin = fields.get("pin")
     ttl = fields.get("ttl")
@@ -63,7 +74,13 @@ def parse_params(*sources: object) -> RequestParams:
         ttl_s=None if ttl is None else _seconds("ttl", ttl),
         pin=None if pin is None else _flag("pin", pin),
         tags=_tags(tags),
+        ignored=tuple(sorted(set(ignored.values()))),
     )
+
+
+def _kind(name: str) -> str:
+    """What of ``REQUEST_FIELDS`` a field is."""
+    return _TAGS if name.startswith(_TAG) else name
 
 
 def _fields(sources: tuple[object, ...]) -> dict[str, object]:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import takewhile
 
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.steps import ReqMeta, Written
 from kvstore.adapters.vllm.tracker import RequestTracker, SaveSpec
 from kvstore.engine import superseded_tails
@@ -74,13 +76,19 @@ class SavePlanner:
         return self._storing[req_id] > 0
 
     def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
-        """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room."""
+        """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room.
+
+        Chunks whose blocks the request does not have any more, or never had, are left out.
+        """
         req_id = tracker.request.request_id
-        steps = self._index.prepare_store(save.refs, save.prefix, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
+        begins = save.first_blocks()
+        offered = [ref for ref in save.refs if blocks.are_whole(block_ids, begins[ref], ref.num_blocks)]
+        left_out = takewhile(lambda ref: ref not in offered[:1], save.refs)
+        before = [*save.prefix, *(ref.prefix_key for ref in left_out)]
+        steps = self._index.prepare_store(offered, before, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
         tracker.noted.update(ref.prefix_key for ref in save.refs)
         if not steps:
             return 0
-        begins = save.first_blocks()
         meta = self._metas.setdefault(req_id, ReqMeta(req_id))
         for step in steps:
             begin = begins[step.ref]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +12,12 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore import metrics
+from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.announcer import Announcer, Removed, Stored
 from kvstore.adapters.vllm.canary import Canary
 from kvstore.adapters.vllm.choice import LoadChoice, LoadRules, StepClock
-from kvstore.adapters.vllm.disagg import Handover, Source
+from kvstore.adapters.vllm.disagg import Handover
 from kvstore.adapters.vllm.handovers import HandoverOptions, Handovers
 from kvstore.adapters.vllm.loads import BlocksOf, LoadPlanner, overlapping
 from kvstore.adapters.vllm.lookups import RemoteLookup, find_tokens
@@ -34,17 +34,17 @@ from kvstore.adapters.vllm.steps import (
 )
 from kvstore.adapters.vllm.tracker import LoadSpec, RequestTracker, RequestView, SaveRules, SaveSpec
 from kvstore.engine import all_refs, new_epoch, pin_name
-from kvstore.errors import ConfigError, InvalidCallError
+from kvstore.errors import InvalidCallError
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
+from kvstore.leases import LeaseView
 from kvstore.metrics import Tally, Totals
-from kvstore.movers import LoadJob, as_block_ids
+from kvstore.movers import LoadJob
 from kvstore.opening import RemoteOptions, open_directory
 from kvstore.plans import LoadStep, Match, Place
 from kvstore.policies import Adaptive
-from kvstore.remote import RemoteView
+from kvstore.remote import NOTHING_TOLD, RemoteView
 from kvstore.tiers.base import ChunkRef
-from kvstore.tiers.peers import MAX_NAMED
 from kvstore.traces import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,22 @@ class SchedulerOptions:
     announces: bool = False
     verify_fraction: float = 0.0
     handover: HandoverOptions | None = None
+    pin_max_s: float = 86_400.0
+
+    @property
+    def lets_out(self) -> bool:
+        """Whether workers give away what a step computes, as soon as it ends: to another engine or a remote tier."""
+        sends = self.saves and self.remote is not None and self.remote.max_queue != 0
+        return sends or (self.handover is not None and self.handover.sends)
+
+    def load_rules_for(self, num_ranks: int) -> LoadRules:
+        """How so many ranks load.
+
+        A rank knows only what it could not load itself, and computes on what another could not. What it has given away
+        by the time the scheduler has heard of it cannot be taken back, so then nothing is computed before all ranks
+        have what they were to load.
+        """
+        return replace(self.load_rules, beside=True) if num_ranks > 1 and self.lets_out else self.load_rules
 
 
 @dataclass
@@ -112,7 +128,6 @@ class StoreScheduler:
         self._acked = 0
         self._last_poisoned = 0
         self._epoch = ""  # to be entered with the next plan
-        self._peers: dict[str, None] = {}  # named since the last plan, in order
         self._canary = Canary(options.verify_fraction, options.rules.block_tokens) if options.verify_fraction else None
         self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
         rules = options.rules
@@ -142,7 +157,8 @@ class StoreScheduler:
             shards = shards_of(facts, remote)
             self._namespaces = [shard.namespace for shard in shards]
             directory = open_directory(shards)
-            self._remote = RemoteLookup(directory, RemoteView(remote.hold_s), remote.lookup_timeout_s)
+            view = RemoteView(remote.hold_s)
+            self._remote = RemoteLookup(directory, view, remote.lookup_timeout_s, remote.sources)
         index = ChunkIndex(
             min(rank.num_slots for rank in facts),
             keep_in_memory=self._options.local_cpu,
@@ -158,6 +174,7 @@ class StoreScheduler:
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in first.survivors if ref in complete)
         self._index = index
         self._num_ranks = len(facts)
+        self._choice = LoadChoice(self._options.load_rules_for(self._num_ranks))
         self._loads = LoadPlanner(index, self._rules, self._choice, self._num_ranks)
         self._saves = SavePlanner(index, self._num_ranks)
         self._saves.strays = list(set.union(*held) - complete)
@@ -204,6 +221,17 @@ class StoreScheduler:
         """Forget all chunks in memory and on disk, and return how many there were. A remote tier, shared, is kept."""
         return self._index.remove_all() if self._index is not None else 0
 
+    def pins(self) -> list[LeaseView]:
+        """The pins that requests have asked for, on ``time.monotonic``. May be called by any thread."""
+        return self._index.lease_views() if self._index is not None else []
+
+    def unpin_all(self) -> int:
+        """End all pins, those of requests that have just ended too, and return how many there were."""
+        names = {*self._pins, *(view.name for view in self.pins())}
+        for name in names:
+            self._unpin(name)
+        return len(names)
+
     def find(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> Counter[Place]:
         """How many leading tokens of a sequence are known, by the fastest tier that has them. From any thread.
 
@@ -249,20 +277,14 @@ class StoreScheduler:
             return
         self._trackers[request.request_id] = tracker
         if handover is not None and self._handovers is not None:
-            self._look_at(self._handovers.start(tracker, handover))
+            source = self._handovers.start(tracker, handover)
+            if source is not None and self._remote is not None:
+                self._remote.begin(request.request_id, source.url)
         if params.pin is not None:
             tracker.pin_name = pin_name(tracker.hasher)
         if params.pin is False:
             self._unpin(tracker.pin_name)
         self._accounts.open(request.request_id)
-
-    def _look_at(self, source: Source | None) -> None:
-        """Look for chunks where a request says that they are."""
-        if source is not None:
-            try:
-                self.note_peer(source.url)
-            except ConfigError as error:  # a port so high that it leaves none for other ranks
-                logger.warning("what a request says about where its KV is, is ignored: %s", error)
 
     def num_new_matched_tokens(self, request: RequestView, num_local_tokens: int) -> int | None:
         """How many tokens beyond vLLM's own ``num_local_tokens`` can be loaded; at least one is left to compute.
@@ -290,45 +312,30 @@ class StoreScheduler:
         match = self._lookup(self._index, request.request_id, tracker.hasher, num_local_tokens)
         if match is None or self._waits_for_more(request.request_id, tracker.hasher, match, num_local_tokens):
             return None
-        num_external_tokens = self._usable_tokens(tracker, match, num_local_tokens)
-        if num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
-            num_external_tokens = 0
-        self._accounts.answered(request.request_id, match, num_external_tokens)
-        if not num_external_tokens:
-            return 0
-        return self._promise(self._loads, tracker, LoadSpec(match, num_local_tokens, num_external_tokens))
+        spec = self._usable(tracker, match, num_local_tokens)
+        if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
+            spec = replace(spec, num_external_tokens=0)
+        self._accounts.answered(request.request_id, match, spec.num_external_tokens)
+        return self._promise(self._loads, tracker, spec) if spec.num_external_tokens else 0
 
     def loads_beside(self, request_id: str) -> bool:
         """Whether the request is to wait for what was just promised to it, and no step."""
         tracker = self._trackers.get(request_id)
         return tracker is not None and tracker.load is not None and tracker.load.beside
 
-    def note_peer(self, url: str) -> None:
-        """Look for chunks at one more engine, ``kvs://host:port`` of its first worker, from now on.
-
-        Of those that requests have named, the ones named last are kept. Without effect unless the configuration has
-        ``enable_pd`` or ``peers``. Whether the host may be named is the caller's business.
-
-        Raises:
-            ConfigError: there is no such address.
-        """
-        if self._remote is not None:
-            self._remote.add_peer(url)
-            self._peers[url] = None
-            if len(self._peers) > MAX_NAMED:
-                del self._peers[next(iter(self._peers))]
-
-    def _usable_tokens(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> int:
-        """How many tokens of a match are to be loaded."""
+    def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:
+        """What of a match is to be loaded."""
         last_tokens = max(1, self._rules.skip_last_tokens)
         num_external_tokens = min(match.num_tokens, tracker.request.num_tokens - last_tokens) - num_local_tokens
+        told = self._remote.told(tracker.request.request_id) if self._remote is not None else NOTHING_TOLD
+        spec = LoadSpec(match, num_local_tokens, num_external_tokens, told)
         if num_external_tokens > 0 and self._options.min_remote_tokens and not tracker.is_handed_over:
-            num_external_tokens = self._tokens_worth_fetching(LoadSpec(match, num_local_tokens, num_external_tokens))
+            num_external_tokens = self._tokens_worth_fetching(spec)
         if num_external_tokens <= 0 or num_external_tokens < self._options.min_retrieve_tokens:
-            return 0
+            return replace(spec, num_external_tokens=0)
         if most_tokens := self._options.max_tokens_per_load:
             num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self._rules.block_tokens)
-        return num_external_tokens
+        return replace(spec, num_external_tokens=num_external_tokens)
 
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """The tokens of a hit, without what comes from elsewhere if that is too short."""
@@ -365,16 +372,19 @@ class StoreScheduler:
         """The longest prefix in any tier; None while the remote one has yet to answer."""
         for _ in range(QUESTION_ROUNDS):
             index.advance(time.monotonic())
-            match = index.lookup(hasher, num_local_tokens)
+            told = self._remote.told(request_id) if self._remote is not None else NOTHING_TOLD
+            match = index.lookup(hasher, num_local_tokens, told)
             if self._remote is None:
                 return match
-            questions = index.questions(hasher, match, num_local_tokens)
+            questions = index.questions(hasher, match, num_local_tokens, told)
             if not questions:
-                self._remote.end(request_id)
+                self._remote.settled(request_id)
                 return match
             if not self._remote.answered(request_id, questions):
                 return None
-        return index.lookup(hasher, num_local_tokens)
+        assert self._remote is not None
+        self._remote.settled(request_id)
+        return index.lookup(hasher, num_local_tokens, self._remote.told(request_id))
 
     def _waits_for_more(self, request_id: str, hasher: PrefixHasher, match: Match, num_local_tokens: int) -> bool:
         """Whether more of a request is on its way from another engine. What is not there yet is asked for again."""
@@ -383,6 +393,7 @@ class StoreScheduler:
         waits = self._handovers.must_wait(request_id, max(match.num_tokens, num_local_tokens))
         if waits:
             self._remote.view.forget_missing(all_refs(hasher))
+            self._remote.told(request_id).forget_missing()
         return waits
 
     def answer(self, request_id: str, *, first_token: int | None) -> dict[str, object] | None:
@@ -404,6 +415,8 @@ class StoreScheduler:
             end_block = -(-(spec.num_local_tokens + num_external_tokens) // self._rules.block_tokens)
             first_block = spec.num_local_tokens // self._rules.block_tokens
             self._describe(self._index, tracker, overlapping(spec.match, self._rules, first_block, end_block))
+        if self._remote is not None:
+            self._remote.end(request_id)
         self._accounts.admitted(request_id, self._last_hit[1], self._index, tracker.hasher)
 
     def hit_split(self, request_id: str) -> HitSplit:
@@ -459,7 +472,7 @@ class StoreScheduler:
         """Pin what ended requests used, once all that they, and others with the same prompt, stored is reported."""
         for name, (hasher, last_step) in list(self._pins.items()):
             if last_step <= self._number and min(self._in_flight, default=last_step + 1) > last_step:
-                index.lease(name, index.lookup(hasher).refs, math.inf)
+                index.lease(name, index.lookup(hasher).refs, self._options.pin_max_s)
                 del self._pins[name]
 
     def _unpin(self, name: str) -> None:
@@ -495,6 +508,8 @@ class StoreScheduler:
                     self._plan_save(req_id, tracker, save, block_ids_of(req_id))
         if self._loads is not None:
             self._loads.note_blocks(num_scheduled_tokens, block_ids_of)
+        if self._remote is not None:
+            self._remote.end_pass()
         self._running = set(num_scheduled_tokens)
         plan = self._emit(preempts=preempts)
         num_tokens = sum(num_scheduled_tokens.values())
@@ -515,16 +530,17 @@ class StoreScheduler:
         request = tracker.request
         written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
         for ref, begin in canary.take_due(request.request_id, written_tokens):
-            for step in index.prepare_load([] if index.is_loading(ref.prefix_key) else [ref]):
-                block_ids = as_block_ids(block_ids_of(request.request_id)[begin : begin + ref.num_blocks])
+            block_ids = blocks.whole(block_ids_of(request.request_id), begin, ref.num_blocks)
+            if block_ids is None or index.is_loading(ref.prefix_key):
+                continue
+            for step in index.prepare_load([ref]):
                 self._verifies.append(ReqMeta(request.request_id, verifies=[LoadJob(step, block_ids, 0)]))
                 self._step.verifies.append(step)
+            self._describe(index, tracker, [(ref, begin)])
 
     def _emit(self, *, preempts: bool) -> StepPlan:
         self._number += 1
         plan = StepPlan(self._number, self._acked, preempts=preempts, recalls=self._recalls, epoch=self._epoch)
-        plan.peers = tuple(self._peers)
-        self._peers.clear()
         if self._index is not None and self._loads is not None and self._saves is not None:
             plan.removals = self._saves.take_strays() + self._index.take_removals()
             plan.requests = [
@@ -534,6 +550,7 @@ class StoreScheduler:
                 *self._saves.take_step(self._number),
             ]
             plan.fetches = self._loads.take_fetches()
+            plan.sourced = self._loads.take_sourced()
         self._step.acked = self._acked
         if plan.requests:
             self._in_flight[plan.number] = self._step

@@ -51,12 +51,22 @@ class Fetch:
         req_id: vLLM's id of the request.
         loads: chunks to bring into its blocks.
         lost_block_ids: as in ``ReqMeta``.
+        has_gaps: it lacks blocks before those that are loaded, so it cannot go on from a block that fails: it begins
+            anew.
     """
 
     number: int
     req_id: str
     loads: list[LoadJob] = field(default_factory=list)
     lost_block_ids: list[int] = field(default_factory=list)
+    has_gaps: bool = False
+
+
+class Sourced(NamedTuple):
+    """Chunks of a request that names an engine which has them."""
+
+    source: str
+    refs: Sequence[ChunkRef]
 
 
 @dataclass
@@ -73,7 +83,7 @@ class StepPlan:
         removals: chunks that must leave the disk, before anything else.
         recalls: chunks that must leave the remote tier, too.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
-        peers: addresses of other engines that requests have named, to be read from now on.
+        sourced: chunks to be loaded, for requests that name an engine to read them from.
     """
 
     number: int
@@ -84,7 +94,7 @@ class StepPlan:
     removals: list[ChunkRef] = field(default_factory=list)
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
-    peers: tuple[str, ...] = ()
+    sourced: list[Sourced] = field(default_factory=list)
     computes: bool = False
 
 

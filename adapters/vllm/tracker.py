@@ -11,6 +11,7 @@ from kvstore.adapters.vllm.announcer import Described
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
 from kvstore.plans import Match
+from kvstore.remote import NOTHING_TOLD, Told
 from kvstore.tiers.base import ChunkRef
 
 
@@ -31,12 +32,13 @@ class RequestView(Described, Protocol):
 class LoadSpec:
     """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
 
-    The request waits for a load ``beside`` the steps; otherwise the step waits.
+    The request waits for a load ``beside`` the steps; otherwise the step waits. ``told``: of a remote tier.
     """
 
     match: Match
     num_local_tokens: int
     num_external_tokens: int
+    told: Told = NOTHING_TOLD
     beside: bool = False
 
 

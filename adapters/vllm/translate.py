@@ -6,19 +6,22 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 import vllm
 
+from kvstore.adapters.vllm.adapterfiles import Adapter
+from kvstore.adapters.vllm.blocks import NULL_BLOCK
 from kvstore.adapters.vllm.choice import LoadRules
 from kvstore.adapters.vllm.controls import SchedulerControls
-from kvstore.adapters.vllm.disagg import Handover, parse_handover
+from kvstore.adapters.vllm.disagg import Handover, parse_handover, server_url
 from kvstore.adapters.vllm.handovers import HandoverOptions
-from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
+from kvstore.adapters.vllm.identity import fingerprint_folder
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams, parse_params
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.tracker import SaveRules
@@ -97,6 +100,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1"
         )
     _check_groups(kv_cache_config)
+    if frees_blocks(kv_cache_config) and transfer.is_kv_consumer and config.enable_async_loading is False:
+        raise ConfigError(
+            "enable_async_loading is false, and the layers of this model attend to a window: where a load within a "
+            "step fails, vLLM could not compute the rest, as it has given up the blocks before. Leave it at auto"
+        )
     block_tokens = block_tokens_of(kv_cache_config)
     if config.chunk_size % block_tokens:
         raise ConfigError(
@@ -111,7 +119,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs  # noqa: PLC0415 - slow to import
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        RSWASpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
 
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -124,6 +139,27 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             raise LayoutError(
                 f"a layer keeps {type(spec).__name__} state, which does not consist of tokens: not supported"
             )
+        known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+        if not isinstance(spec, known) or isinstance(spec, RSWASpec):
+            raise LayoutError(
+                f"a layer's KV cache is of the kind {type(spec).__name__}, in which equal prefixes need not have equal "
+                "KV: not supported"
+            )
+
+
+def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM takes blocks from requests that go on, because their layers' window has passed them by.
+
+    It puts the null block in their place, also where it finds a prefix in its own cache, or takes it from a connector.
+    """
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        ChunkedLocalAttentionSpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
+
+    specs = iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
@@ -161,7 +197,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         disk_policy=config.disk_cache_policy,
         record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
         load_rules=LoadRules(
-            beside=config.enable_async_loading,
+            beside=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
             layerwise=_goes_layerwise(vllm_config, config),
             only_if_faster=config.load_only_if_faster,
@@ -169,6 +205,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         saves_beside=_saves_beside(config),
         verify_fraction=config.verify_fraction,
         handover=handover_options(vllm_config, config),
+        pin_max_s=config.pin_max_secs,
         announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
     )
 
@@ -193,11 +230,13 @@ def handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverOp
         return None
     transfer = vllm_config.kv_transfer_config
     own = (config.pd_peer_host, _port_of(vllm_config, config, rank=0)) if config.listens else None
+    sources = config.sources
     return HandoverOptions(
         sends=transfer.is_kv_producer,
         receives=transfer.is_kv_consumer,
         own=own,
         allows_host=config.allows_host,
+        allows_source=lambda host, port: (host.lower(), port) in sources,
         timeout_s=config.pd_timeout_ms / 1000,
         answers=config.pd_bidirectional and transfer.is_kv_consumer,
     )
@@ -323,7 +362,14 @@ def remote_options(config: StoreConfig) -> RemoteOptions | None:
         max_queue=0 if is_read_only else config.max_remote_queue,
         peers=config.peers if config.peers or config.enable_pd else None,
         peer_settings=_given({**of_servers, **keys}),
+        sources=_sources(config),
     )
+
+
+def _sources(config: StoreConfig) -> tuple[str, ...]:
+    """The addresses of engines that requests may name, but for those that are read anyway."""
+    peers = {(parts.hostname, parts.port) for parts in map(urlsplit, config.peers)}
+    return tuple(sorted(server_url(host, port) for host, port in config.sources - peers if port is not None))
 
 
 def _given(settings: Mapping[str, object]) -> dict[str, object]:
@@ -477,6 +523,7 @@ def paged_kv_of(
         num_blocks=kv_cache_config.num_blocks,
         block_tokens=block_tokens_of(kv_cache_config),
         chunk_tokens=chunk_size,
+        reserved_blocks=NULL_BLOCK + 1,
         packing=_packing(vllm_config, kv_cache_config),
         has_channels=not any(isinstance(spec, MLAAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)),
     )
@@ -518,34 +565,41 @@ def handover_of(request: Request) -> Handover | None:
     return parse_handover(request.kv_transfer_params, request.request_id)
 
 
-def request_params(request: Request) -> RequestParams:
-    """What the client asks of the cache; ``kv_transfer_params`` count over other extra arguments.
+def request_params(request: Request, counted: Collection[str]) -> RequestParams:
+    """What the client asks of the cache, of ``counted`` fields; ``kv_transfer_params`` count over other arguments.
 
     Raises:
         InvalidCallError: a field is wrong.
     """
     sampling = request.sampling_params
-    return parse_params(sampling.extra_args, request.kv_transfer_params) if sampling is not None else NO_PARAMS
+    if sampling is None:
+        return NO_PARAMS
+    return parse_params(sampling.extra_args, request.kv_transfer_params, counted=counted)
 
 
-def key_extras(request: Request, adapters: AdapterFiles, params: RequestParams = NO_PARAMS) -> KeyExtras | None:
-    """What besides its tokens decides a request's KV; None if it must not be shared.
+def is_shareable(request: Request) -> bool:
+    """Whether a request's tokens tell what it is about.
 
     Prompt embeddings show as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
     """
     if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+        return False
+    return request.pooling_params is None and not request.resumable
+
+
+def adapter_of(request: Request) -> Adapter | None:
+    """The LoRA adapter that a request names."""
+    adapter = request.lora_request
+    if adapter is None:
         return None
-    if request.pooling_params is not None or request.resumable:
-        return None
-    lora = None
-    if request.lora_request is not None:
-        adapter = request.lora_request
-        files = adapters.fingerprint(adapter.lora_int_id, adapter.lora_path, in_place=adapter.load_inplace)
-        if files is None:
-            return None
-        lora = (str(adapter.lora_name), files)
+    return Adapter(adapter.lora_int_id, str(adapter.lora_name), adapter.lora_path, bool(adapter.load_inplace))
+
+
+def key_extras(request: Request, params: RequestParams = NO_PARAMS, lora_files: str = "") -> KeyExtras:
+    """What besides its tokens decides a request's KV; ``lora_files`` is the fingerprint of its adapter."""
+    adapter = adapter_of(request)
     return KeyExtras(
-        lora=lora,
+        lora=(adapter.name, lora_files) if adapter is not None else None,
         cache_salt=request.cache_salt,
         tags=params.tags,
         features=tuple(

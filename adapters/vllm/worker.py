@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from kvstore.adapters.vllm.layers import LayeredLoad, LayeredStore
 from kvstore.adapters.vllm.steps import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.copiers import copy_threads
 from kvstore.deviation import tolerance
-from kvstore.errors import ConfigError
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.meters import WorkerMeter, push_totals
@@ -90,7 +89,8 @@ class StoreWorker:
         """Open the tiers. ``server`` becomes the remote one, and is closed with them.
 
         Raises:
-            ConfigError, FolderOwnedError, TierError: see ``open_tiers``. The server is still open then.
+            ConfigError, FolderOwnedError, TierError: see ``open_tiers``. The server is still open then, and nothing
+                else.
         """
         if server is not None and engine.remote is not None:
             engine = replace(engine, remote=replace(engine.remote, url=server.url))
@@ -105,22 +105,26 @@ class StoreWorker:
         self._layout = paged.layout
         self._tiers = open_tiers(paged, namespace, engine)
         self._written: deque[Written] = deque()
-        lanes = self._tiers.open_lanes(engine, self._on_written)
-        self._mover = Mover(
-            paged,
-            self._tiers.cpu,
-            lanes,
-            self._tiers.hot,
-            is_passage=not (engine.local_cpu or options.layerwise),
-            copy_threads=copy_threads(),
-        )
-        self._courier = Courier(self._mover)
+        with ExitStack() as opened:
+            opened.callback(self._tiers.close)
+            lanes = self._tiers.open_lanes(engine, self._on_written)
+            self._mover = Mover(
+                paged,
+                self._tiers.cpu,
+                lanes,
+                self._tiers.hot,
+                is_passage=not (engine.local_cpu or options.layerwise),
+                copy_threads=copy_threads(),
+            )
+            self._courier = Courier(self._mover)  # takes memory on the device, which may have none left
+            opened.pop_all()
         self._counters = partial(_moved, self._mover, self._courier)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
+        self._failed_requests: set[str] = set()  # of these, those that have to begin anew
         self._ended_requests: set[str] = set()
         self._worst_deviation = 0.0
         self._throttle = Throttle()
@@ -172,19 +176,12 @@ class StoreWorker:
             self._mover.reset(namespace)  # the slower tiers follow behind, in order with what comes
             self._retire_pushes()
             self._push_namespace = namespace
-        for url in plan.peers:
-            self._add_peer(url)
+        for sourced in plan.sourced:
+            self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
         self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
             self._courier.fetch(fetch)
-
-    def _add_peer(self, url: str) -> None:
-        try:
-            self._tiers.add_peer(url)
-        except ConfigError as error:
-            if self._throttle.is_due("peer"):
-                logger.warning("another engine cannot be read: %s; this stays unsaid for a minute", error)
 
     def load(self) -> None:
         """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""
@@ -283,8 +280,12 @@ class StoreWorker:
         fetch, loaded, seconds = fetched
         self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
         self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, seconds, ranks_ended=1)
-        self._failed_block_ids.update(_blocks_of(fetch.loads, loaded.failed), fetch.lost_block_ids)
         self._fetched_requests.add(fetch.req_id)
+        failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
+        if fetch.has_gaps and failed_block_ids:
+            self._failed_requests.add(fetch.req_id)
+        else:
+            self._failed_block_ids |= failed_block_ids
 
     @contextmanager
     def _measured(self, what: str, metric: Metric) -> Iterator[list[float]]:
@@ -396,6 +397,11 @@ class StoreWorker:
         """Requests whose fetch is over; blocks that it failed to bring are among those of ``take_failed_block_ids``."""
         fetched, self._fetched_requests = self._fetched_requests, set()
         return fetched
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose fetch has failed, and which cannot be computed from a block on, as they lack those before."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_ended_requests(self) -> set[str]:
         """Requests whose last store is done, so that vLLM may free their blocks."""

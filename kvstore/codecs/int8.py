@@ -11,6 +11,7 @@ layer in which something is not finite, or whose scales would cost more than is 
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,7 +71,7 @@ class Int8Codec(Codec):
         self._float = np.dtype("<f4" if self._word.itemsize == 4 else "<f2")  # of no use for bf16
         self._planes = layout.planes
         self._axes = layout.page_axes
-        row_bytes = int(np.prod(layout.page_axes)) * self._word.itemsize
+        row_bytes = math.prod(layout.page_axes) * self._word.itemsize
         if any(page_bytes % row_bytes for page_bytes in layout.page_bytes):
             raise ConfigError(f"pages of {layout.page_bytes} bytes do not consist of rows of {row_bytes} bytes")
         self._scale_bytes = 4 * layout.planes * layout.page_axes[0] * layout.page_axes[2]

@@ -76,9 +76,10 @@ class EmbeddedServer:
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._hub = Hub(_server_options(options, self._folder), Owner(namespace, layout))
-            self._opened = opened.pop_all()
-        self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)
-        self._thread.start()
+            opened.callback(_end_unserved, self._hub)
+            self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)
+            self._thread.start()
+            opened.pop_all()
         logger.info("this worker listens for others on %s port %d", options.host, self.port)
 
     @property
@@ -103,7 +104,13 @@ class EmbeddedServer:
         self._thread.join(_END_WAIT_S)
         if self._thread.is_alive():
             logger.warning("the server of this worker does not end within %s s; it is left behind", _END_WAIT_S)
-        self._opened.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end_unserved(hub: Hub) -> None:
+    """Close a hub that no thread runs."""
+    hub.stop()
+    hub.run()
 
 
 def _sweep() -> None:

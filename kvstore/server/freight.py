@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,10 +14,13 @@ from kvstore.errors import ProtocolError
 from kvstore.pieces import Placing, checksum
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import MAX_PIECES, Lease, Peer, Session, Sessions
+from kvstore.server.spaces import Chunk
 from kvstore.tiers.base import ByteArray, Outcome
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+logger = logging.getLogger(__name__)
 
 _MAX_COPY_THREADS: Final = 4
 _MAX_SUMS: Final = 256  # of one chunk: those of all pieces of one GiB
@@ -31,6 +35,7 @@ class Ways:
         report: takes what is to be done by the thread that decides.
         is_open: whether a token is that of a connection to the unix socket.
         stats: everything counted.
+        may_order: whether who just sent something is one of those who run the server.
         now: seconds.
     """
 
@@ -38,6 +43,7 @@ class Ways:
     report: Callable[[Callable[[], None]], None]
     is_open: Callable[[bytes], bool]
     stats: Callable[[], dict[str, Any]]
+    may_order: Callable[[Peer], bool]
     now: Callable[[], float]
 
 
@@ -72,7 +78,7 @@ class Freight:
         def copied(*, is_sound: bool) -> None:
             if is_sound:
                 lease.copied_bytes += len(source)
-                lease.chunk.sums[request.offset_bytes, len(source)] = request.checksum
+                self._note(lease.chunk, (request.offset_bytes, len(source)), request.checksum)
             self._end(session, lease, is_sound=is_sound)
             self._say(session, request.serial, Outcome.STORED if is_sound else Outcome.FAILED)
 
@@ -81,7 +87,7 @@ class Freight:
             self._ways.report(lambda: copied(is_sound=is_sound))
 
         self._begin(session, lease)
-        self._copiers.submit(copy)
+        self._start(copy, lambda: copied(is_sound=False))
 
     def hand_out(self, session: Session, request: wire.Fetch) -> None:
         """Send a part of a chunk, once its checksum is known: at once if it was sent or asked for like that before.
@@ -107,8 +113,7 @@ class Freight:
             if lease.is_over:
                 self._say(session, request.serial, Outcome.FAILED)
             else:
-                if len(sums) < _MAX_SUMS:
-                    sums[part_of_chunk] = added_up
+                self._note(lease.chunk, part_of_chunk, added_up)
                 send(added_up)
             self._end(session, lease, is_sound=True)
 
@@ -116,18 +121,39 @@ class Freight:
             added_up = checksum(part.data for part in parts)
             self._ways.report(lambda: summed(added_up))
 
+        def give_up() -> None:
+            self._end(session, lease, is_sound=False)
+            self._say(session, request.serial, Outcome.FAILED)
+
         self._begin(session, lease)
-        self._copiers.submit(add_up)
+        self._start(add_up, give_up)
 
     def close(self) -> None:
         """End the threads."""
         self._copiers.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, action: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """Let a thread do something, and give it up if that raises: its pages would stay in use for ever."""
+
+        def look(future: Future[None]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                logger.error("a thread of the cache server that copies failed", exc_info=error)
+                self._ways.report(give_up)
+
+        self._copiers.submit(action).add_done_callback(look)
 
     def _begin(self, session: Session, lease: Lease) -> None:
         if session.num_pieces >= MAX_PIECES:
             raise ProtocolError(f"more than {MAX_PIECES} pieces at once")
         session.num_pieces += 1
         lease.copies += 1
+
+    @staticmethod
+    def _note(chunk: Chunk, part: tuple[int, int], added_up: bytes) -> None:
+        """Keep a checksum, so that it need not be calculated again; of honest clients all."""
+        if part in chunk.sums or len(chunk.sums) < _MAX_SUMS:
+            chunk.sums[part] = added_up
 
     def _end(self, session: Session, lease: Lease, *, is_sound: bool) -> None:
         session.num_pieces -= 1

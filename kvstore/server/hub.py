@@ -25,8 +25,9 @@ from kvstore.keys import Namespace
 from kvstore.loopback import buffer_bytes
 from kvstore.server.doors import Doors
 from kvstore.server.freight import Ways
+from kvstore.server.intake import Intake
 from kvstore.server.locks import Locks
-from kvstore.server.options import ServerOptions
+from kvstore.server.options import ANYBODY, ServerOptions
 from kvstore.server.owner import Owner
 from kvstore.server.pool import Pool
 from kvstore.server.reports import Reporter
@@ -34,6 +35,7 @@ from kvstore.server.service import Service
 from kvstore.server.sessions import Peer, Session, Sessions
 from kvstore.server.shelves import Shelves
 from kvstore.server.stock import Stock, StockOptions
+from kvstore.server.watch import LOOK_S, Watch
 from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ _TICK_S: Final = 0.5
 _PAUSE_MS: Final = 2  # without a question, until what can wait is done
 _TURN: Final = 64  # messages of one socket before the others have their turn
 _RECEIVE_QUEUE: Final = 16  # messages of one client
-_SEND_QUEUE: Final = 1024
+_SEND_QUEUE: Final = 64  # answers to one client, who never waits for so many
+_LOOK_EACH_S: Final = 2e-4  # between two looks, for each connection: a look takes some microseconds
 _MAX_KICKED: Final = 16_384  # connections that are remembered for what came through them
 _HEARTBEAT_MS: Final = 5000
 _SILENCE_MS: Final = 30_000
@@ -78,9 +81,12 @@ class Hub:
         self._hurry = threading.Event()
         self._throttle = Throttle()
         self._expired_s = 0.0
+        self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._kicked: OrderedDict[Peer, None] = OrderedDict()  # the longest ago first
         self._farewells: zmq.Socket[bytes] | None = None
+        self._watch: Watch | None = None
+        self._looked_s = 0.0
         self._by_fd: dict[int, Session] = {}  # clients from the network, by their connections
         with contextlib.ExitStack() as opened:
             opened.callback(self._close_wake)
@@ -161,9 +167,16 @@ class Hub:
             self.pool.free,
         )
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
-        ways = Ways(self._send, self._report, self._is_open, self._stats, time.monotonic)
+        ways = Ways(self._send, self._report, self._is_open, self._stats, self._may_order, time.monotonic)
         self.service = Service(
-            self.pool, self.stock, self.sessions, shelves, ways, max_writes=options.max_writes, owner=self._owner
+            self.pool,
+            self.stock,
+            self.sessions,
+            shelves,
+            ways,
+            max_writes=options.max_writes,
+            pin_max_s=options.pin_max_s,
+            owner=self._owner,
         )
         opened.callback(self.service.close)
         self._reporter = Reporter(self.pool, self.stock, self.sessions, shelves, self.service)
@@ -171,7 +184,12 @@ class Hub:
             self._take_stock(shelves)
         if options.tcp is not None:  # last: who is let in here must be served
             self._sockets[_TCP] = self._bind(str(options.tcp))
-            self._farewells = self._sockets[_TCP].get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILURES)
+            assert self.tcp_port is not None
+            self._watch = Watch(self.tcp_port)
+            opened.callback(self._watch.close)
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
+            self._farewells = self._sockets[_TCP].get_monitor_socket(events)
+        self._intakes = {number: Intake(door) for number, door in self._sockets.items()}
         self._poller = zmq.Poller()
         for door in self._sockets.values():
             self._poller.register(door, zmq.POLLIN)
@@ -210,13 +228,15 @@ class Hub:
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
+        if self._watch:
+            timeout_s = min(timeout_s, LOOK_S)
         ready = dict(self._poller.poll(_PAUSE_MS if self.service.has_leisure_work else int(timeout_s * 1000)))
         if not ready or self.service.is_behind:
             self.service.do_leisure_work()
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        while self._jobs:
+        for _ in range(len(self._jobs)):  # what they leave to be done later comes after the next messages
             self._jobs.popleft()()
         if self._doors is not None and self._doors.fileno() in ready:
             for token in self._doors.look():
@@ -228,29 +248,51 @@ class Hub:
         for number, door in self._sockets.items():
             if door in ready:
                 self._receive(number, door)
-        if time.monotonic() - self._expired_s > _TICK_S:
-            self._expired_s = time.monotonic()
+        now_s = time.monotonic()
+        if self._watch and now_s - self._looked_s > max(LOOK_S, _LOOK_EACH_S * len(self._watch)):
+            self._looked_s = now_s
+            self._cut_endless(self._watch.look(self._by_fd))
+        if now_s - self._expired_s > _TICK_S:
+            self._expired_s = now_s
             self.service.expire()
+
+    def _cut_endless(self, count: int) -> None:
+        self.num_malformed += count
+        if count and self._throttle.is_due("endless"):
+            logger.warning("%d clients were cut off: they sent, and no message of theirs came to its end", count)
 
     def _receive(self, number: int, door: zmq.Socket[bytes]) -> None:
         for _ in range(_TURN):
-            try:
-                name, *rest = door.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            message = self._intakes[number].take()
+            if message is None:
                 return
-            peer = Peer(number, name.bytes)
-            if peer not in self._kicked:
-                self._handle(peer, rest)
+            peer = Peer(number, message.name)
+            if self._watch is not None and number == _TCP and message.frames:
+                self._watch.hear(self._fd_of(peer, message.frames[0]))
+            if not message.is_whole:
+                if peer not in self._kicked:
+                    self._kick(peer, "a message of too many frames")
+                if self._watch is not None and number == _TCP:
+                    self._watch.cut(int(message.frames[0].get(zmq.SRCFD)))
+            elif peer not in self._kicked:
+                self._handle(peer, message.frames)
             if not int(door.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to be told by an exception
                 return
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        self._at_hand = frames
         try:
             self.service.handle(peer, [frame.buffer for frame in frames])
             if peer.door == _TCP:
                 self._note_connection(peer, frames[0])
         except ProtocolError as error:
             self._kick(peer, str(error))
+        finally:
+            self._at_hand = ()
+
+    def _fd_of(self, peer: Peer, frame: zmq.Frame) -> int:
+        session = self.sessions.by_peer.get(peer)
+        return session.fd if session is not None and session.fd >= 0 else int(frame.get(zmq.SRCFD))
 
     def _note_connection(self, peer: Peer, frame: zmq.Frame) -> None:
         """Remember through which connection a client came, to know when it ends."""
@@ -262,12 +304,17 @@ class Hub:
             self._by_fd[session.fd] = session
 
     def _take_leave(self, farewells: zmq.Socket[bytes]) -> None:
-        """End the clients whose connections have ended. ZeroMQ tells so before it closes a connection."""
+        """Note who has come, and end the clients whose connections have ended: ZeroMQ tells so before it closes one."""
         while farewells.poll(0):
             event = parse_monitor_message(farewells.recv_multipart())
             if event["event"] & _FAILURES:
                 self._note_failure()
                 continue
+            assert self._watch is not None
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._watch.come(event["value"])
+                continue
+            self._watch.go(event["value"])
             session = self._by_fd.pop(event["value"], None)
             if session is not None:
                 self.service.end(session)
@@ -279,10 +326,7 @@ class Hub:
             logger.warning("refused a client that has no keys, or not the key of this server")
 
     def _kick(self, peer: Peer, why: str) -> None:
-        """End the client that sent a malformed message, and look at nothing more that comes through its connection.
-
-        ZeroMQ has no way to close the connection of one peer.
-        """
+        """End the client that sent a malformed message, and look at nothing more that comes through its connection."""
         self.num_malformed += 1
         if self._throttle.is_due("kick"):
             logger.warning("a client was cut off: %s; more of this kind stays unsaid for a minute", why[:200])
@@ -312,6 +356,15 @@ class Hub:
     def _stats(self) -> dict[str, Any]:
         refused = self.num_strangers + (self._locks.refused if self._locks else 0)
         return {**self._reporter.tree(), "malformed": self.num_malformed, "refused": refused}
+
+    def _may_order(self, peer: Peer) -> bool:
+        """Whether who sent the message at hand may give orders: on this host our own user, elsewhere who is named."""
+        if peer.door == _IPC or ANYBODY in self.options.operators:
+            return True
+        try:
+            return self.options.keys is not None and self._at_hand[0].get("User-Id") in self.options.operators
+        except zmq.ZMQError:  # it came without a key
+            return False
 
     def _is_open(self, token: bytes) -> bool:
         return self._doors is not None and self._doors.is_open(token)

@@ -65,11 +65,22 @@ class Operator:
         """Forget the chunks of a namespace, or of all; how many there were."""
         return int(self._ask(wire.ClearSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
 
-    def pin(self, found: Found, *, is_wanted: bool) -> int:
-        """Keep what was found of a prompt from eviction, or no longer; how many chunks that changed."""
+    def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
+        """Keep what was found of a prompt from eviction, or no longer; of how many chunks that was said.
+
+        After so many seconds, or the server's longest time, that is over; 0 stands for the longest time.
+        """
         packed = wire.pack_refs(found.refs[: wire.MAX_REFS])
-        request = wire.Pin(self._link.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted)
+        request = wire.Pin(self._link.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
         return int(self._ask(request)["chunks"])
+
+    def pins(self) -> dict[str, Any]:
+        """What is pinned: ``pins``, a list, those first that end first, and how many are ``left_out``."""
+        return self._ask(wire.Pins(self._link.new_serial()))
+
+    def unpin(self, space_id: str = "") -> int:
+        """Keep no chunk of a namespace, or of all, from eviction any longer; how many were."""
+        return int(self._ask(wire.UnpinSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
 
     def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
         """What each namespace has of a prompt, or only those of a model."""

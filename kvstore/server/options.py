@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 from kvstore.errors import ConfigError
 from kvstore.keyfiles import KeyPair
 from kvstore.loopback import is_loopback
-from kvstore.server.shelves import ShelfOptions
+from kvstore.server.rack import ShelfOptions
 
+ANYBODY: Final = "*"
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
 
 
@@ -44,6 +45,8 @@ class ServerOptions:
         http_port: for /metrics and /healthz, on loopback; None for none.
         drain_s: how long writes to disk may take at the end.
         max_writes: chunks on their way to disk at once.
+        operators: which of those listed may give orders, as on this host only our own user may; ``*`` for everybody.
+        pin_max_s: how long a pin lasts at most.
     """
 
     pool_bytes: int
@@ -58,6 +61,8 @@ class ServerOptions:
     http_port: int | None = None
     drain_s: float = 30.0
     max_writes: int = 64
+    operators: frozenset[str] = frozenset()
+    pin_max_s: float = 86_400.0
 
     def check(self) -> None:
         """Turn down what is not safe, or cannot work.
@@ -69,11 +74,18 @@ class ServerOptions:
             raise ConfigError("a cache server needs an address: kvs+ipc:///run/kvstore, or kvs://127.0.0.1:5566")
         if self.folder is not None and len(bytes(self.folder)) > MAX_SOCKET_PATH_BYTES - len("/control"):
             raise ConfigError(f"the path {self.folder} is too long for a socket in it: name a shorter one")
+        self._check_operators()
         if self.tcp is not None and not is_loopback(self.tcp.host) and (self.keys is None or not self.listed):
             raise ConfigError(
                 f"{self.tcp} can be reached from other hosts, so it needs server_key_file and server_clients: make "
                 "keys with kvstore keygen, or listen on 127.0.0.1"
             )
+
+    def _check_operators(self) -> None:
+        unknown = sorted(self.operators - {ANYBODY, *self.listed.values()})
+        if unknown:
+            known = ", ".join(sorted(self.listed.values())) or "nobody"
+            raise ConfigError(f"server_operators names {unknown[0]!r}, and server_clients lists {known}")
 
 
 def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpDoor | None]:

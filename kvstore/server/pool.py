@@ -2,7 +2,7 @@
 
 A memfd belongs to no filesystem: a container's small ``/dev/shm`` does not bound it, and it is gone with the last
 process that has it. Chunks of all sizes share the pool. A chunk lies in one run of pages where there is one, otherwise
-in a few; so there is no waste but the end of its last page, and what is free can always be used.
+in as many as it takes; so there is no waste but the end of its last page, and what is free can always be used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from kvstore.errors import ConfigError
@@ -17,7 +18,6 @@ from kvstore.mapped import map_bytes, populate
 from kvstore.runs import PAGE_BYTES, Run, extents
 from kvstore.tiers.base import ByteArray
 
-MAX_RUNS = 64  # of one chunk
 # From linux/fcntl.h; Python has them from 3.12 on only. Nobody who maps the pool can cut it off under the others.
 _F_ADD_SEALS = 1033
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
@@ -29,58 +29,71 @@ def pages_of(num_bytes: int) -> int:
 
 
 class FreePages:
-    """Which pages of a pool are free. Belongs to one thread."""
+    """Which pages of a pool are free. Belongs to one thread. Of many free runs, a call looks at few."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_free = num_pages
-        self._lengths = {0: num_pages} if num_pages else {}  # of free runs, by their first page
-        self._firsts = {num_pages: 0} if num_pages else {}  # of free runs, by the page behind them
+        self.num_free = 0
+        self._lengths: dict[int, int] = {}  # of free runs, by their first page
+        self._firsts: dict[int, int] = {}  # of free runs, by the page behind them
+        self._by_length: dict[int, dict[int, None]] = {}  # their first pages
+        self._known: list[int] = []  # all lengths that there are, in order
+        if num_pages:
+            self.give([(0, num_pages)])
 
     def take(self, num_pages: int) -> tuple[Run, ...] | None:
-        """The smallest free run that is long enough; if there is none, the longest ones. None: not so many are free."""
+        """The shortest free run that is long enough; if there is none, the longest ones. None: not so many are free."""
         if num_pages > self.num_free:
             return None
-        fitting = [(length, first) for first, length in self._lengths.items() if length >= num_pages]
-        if fitting:
-            return (self._cut(min(fitting)[1], num_pages),)
-        longest = sorted(((length, first) for first, length in self._lengths.items()), reverse=True)[:MAX_RUNS]
-        if sum(length for length, _ in longest) < num_pages:
-            return None
-        runs = []
-        for length, first in longest:
-            runs.append(self._cut(first, min(length, num_pages)))
+        runs: list[Run] = []
+        while num_pages:
+            place = bisect_left(self._known, num_pages)
+            length = self._known[place] if place < len(self._known) else self._known[-1]
+            runs.append(self._cut(next(iter(self._by_length[length])), min(length, num_pages)))
             num_pages -= runs[-1][1]
-            if not num_pages:
-                break
         return tuple(runs)
 
     def give(self, runs: Sequence[Run]) -> None:
         """Take pages back."""
         for first, length in runs:
             self.num_free += length
-            self._add(first, length)
+            self._join(first, length)
 
     def _cut(self, first: int, num_pages: int) -> Run:
-        length = self._lengths.pop(first)
-        del self._firsts[first + length]
+        length = self._remove(first)
         self.num_free -= num_pages
         if length > num_pages:
-            self._lengths[first + num_pages] = length - num_pages
-            self._firsts[first + length] = first + num_pages
+            self._add(first + num_pages, length - num_pages)
         return first, num_pages
 
-    def _add(self, first: int, length: int) -> None:
-        """Join a run with its free neighbours."""
-        before = self._firsts.pop(first, None)
+    def _join(self, first: int, length: int) -> None:
+        """Add a run, joined with its free neighbours."""
+        before = self._firsts.get(first)
         if before is not None:
-            length += self._lengths.pop(before)
+            length += self._remove(before)
             first = before
-        behind = self._lengths.pop(first + length, None)
-        if behind is not None:
-            del self._firsts[first + length + behind]
-            length += behind
+        if first + length in self._lengths:
+            length += self._remove(first + length)
+        self._add(first, length)
+
+    def _add(self, first: int, length: int) -> None:
         self._lengths[first] = length
         self._firsts[first + length] = first
+        same = self._by_length.get(length)
+        if same is None:
+            same = self._by_length[length] = {}
+            insort(self._known, length)
+        same[first] = None
+
+    def _remove(self, first: int) -> int:
+        """Forget a run; its length."""
+        length = self._lengths.pop(first)
+        del self._firsts[first + length]
+        same = self._by_length[length]
+        del same[first]
+        if not same:
+            del self._by_length[length]
+            del self._known[bisect_left(self._known, length)]
+        return length
 
 
 class Pool:

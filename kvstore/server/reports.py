@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from heapq import nlargest
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, Final
 
 import kvstore
 from kvstore.server.pool import Pool
@@ -14,6 +17,10 @@ from kvstore.server.sessions import Sessions
 from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import NO_QUOTA, Space
 from kvstore.server.stock import Stock
+from kvstore.wire import fields_bytes
+
+_MAX_SPACES: Final = 256
+_MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
 
 
 class Reporter:
@@ -37,8 +44,15 @@ class Reporter:
             "leases": self._sessions.num_leases,
             "leased_bytes": self._sessions.leased_bytes,
             "tiers": self._tiers(),
-            "namespaces": [self._space(space) for space in self._stock.spaces.values()],
+            **self._spaces(),
         }
+
+    def _spaces(self) -> dict[str, Any]:
+        """Those that hold most, and how many others there are: a report must not keep clients waiting."""
+        spaces = nlargest(_MAX_SPACES, self._stock.spaces.values(), key=attrgetter("used_bytes"))
+        sizes = accumulate(fields_bytes(dict(space.namespace.fields)) for space in spaces)
+        listed = [self._space(space) for space, size in zip(spaces, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
+        return {"namespaces": listed, "namespaces_left_out": len(self._stock.spaces) - len(listed)}
 
     def _tiers(self) -> dict[str, Any]:
         tiers: dict[str, Any] = {

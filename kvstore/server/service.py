@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
-from kvstore.runs import PAGE_BYTES
 from kvstore.server.freight import Freight, Ways
+from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
-from kvstore.server.pool import Pool, pages_of
+from kvstore.server.places import Places
+from kvstore.server.pool import Pool
 from kvstore.server.sessions import MAX_SESSIONS, Peer, Session, Sessions
 from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
@@ -31,17 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN: Final = 65_536  # chunks that wait for the disk; they are in memory, and beyond that stay there only
+_NO_OPERATOR: Final = (
+    "this is for those who run the server: ask over its kvs+ipc address, or as one of its server_operators"
+)
 _MAX_TOUCHES: Final = 256  # lookups that the policies are yet to hear of
-
-
-@dataclass
-class _Batch:
-    """Grants that are being collected, some of them after a read from disk."""
-
-    session: Session
-    serial: int
-    grants: list[wire.Grant] = field(default_factory=list)
-    num_waiting: int = 0
 
 
 class Service:
@@ -54,6 +46,7 @@ class Service:
         shelves: the disk, or None.
         ways: to the outside.
         max_writes: chunks on their way to disk at once.
+        pin_max_s: how long a pin lasts at most.
         owner: the engine whose chunks are the only ones taken; None for everybody's.
     """
 
@@ -66,6 +59,7 @@ class Service:
         ways: Ways,
         *,
         max_writes: int,
+        pin_max_s: float,
         owner: Owner | None = None,
     ) -> None:
         self.is_closing = False
@@ -79,7 +73,8 @@ class Service:
         self._owner = owner
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
         self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
-        self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
+        self._places = Places(pool, stock, sessions, shelves, ways, keeper=self)
+        self._orders = Orders(stock, ways, pin_max_s, self._clear_space)
         self._freight = Freight(pool, sessions, ways)
 
     @property
@@ -112,7 +107,7 @@ class Service:
         else:
             session.heard_s = self._ways.now()
             self._serve(session, request, frames)
-        self._sweep()
+        self.sweep()
 
     @property
     def has_leisure_work(self) -> bool:
@@ -138,12 +133,15 @@ class Service:
     def end(self, session: Session) -> None:
         """A client is gone."""
         self._sessions.end(session)
-        self._sweep()
+        self.sweep()
 
     def expire(self) -> None:
-        """End the clients of whom nothing was heard for too long."""
+        """End the clients of whom nothing was heard for too long, and whatever else has had its time."""
         for session in self._sessions.expire(self._ways.now()):
             self.end(session)
+        self._stock.pins.expire(self._ways.now())
+        self._stock.forget_empty()
+        self.sweep()
 
     def enter(self, namespace: Namespace) -> None:
         """The owner's chunks are of another namespace from now on: those of others go, and who sent them."""
@@ -155,7 +153,16 @@ class Service:
         for space in self._stock.spaces.values():
             if space.namespace.id != namespace.id:
                 self._stock.clear(space)
-        self._sweep()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Let the files go of chunks that have gone."""
+        removals, forgotten = self._stock.take_removals(), self._stock.take_forgotten()
+        if self._shelves is not None:
+            if removals:
+                self._shelves.remove(removals)
+            for space in forgotten:
+                self._shelves.forget(space)
 
     def close(self) -> None:
         """End the threads."""
@@ -167,15 +174,13 @@ class Service:
             case wire.Hello():
                 return self._hello(peer, request)
             case wire.Ping():
-                return _report(request, {"status": "closing" if self.is_closing else "ok"})
+                return report(request, {"status": "closing" if self.is_closing else "ok"})
             case wire.Stats():
-                return _report(request, self._ways.stats())
-            case wire.ClearSpaces():
-                return self._clear_spaces(request)
-            case wire.Pin():
-                return self._pin(request)
-            case wire.Explain():
-                return self._explain(request)
+                return report(request, self._ways.stats())
+            case wire.ClearSpaces() | wire.Pin() | wire.Explain() | wire.Pins() | wire.UnpinSpaces():
+                if not self._ways.may_order(peer):
+                    return wire.Refused(request.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
+                return self._orders.carry_out(request)
         return None
 
     def _serve(self, session: Session, request: wire.Request, frames: Sequence[Buffer]) -> None:
@@ -197,9 +202,9 @@ class Service:
             case wire.Lookup():
                 return self._lookup(session, request)
             case wire.Acquire():
-                return self._acquire(session, request)
+                return self._places.find(session, request)
             case wire.Reserve():
-                return self._reserve(session, request)
+                return self._places.find(session, request)
             case wire.Commit():
                 return self._commit(session, request)
             case wire.Remove():
@@ -233,30 +238,20 @@ class Service:
             raise ProtocolError("hello was said already")
         if len(self._sessions.by_peer) >= MAX_SESSIONS:
             return wire.Refused(request.serial, Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
-        space = self._stock.enter(wire.namespace_of(request.fields), request.geometry.layout())
+        if wire.fields_bytes(request.fields) > wire.MAX_FIELDS_BYTES:
+            message = f"the fields of a namespace have at most {wire.MAX_FIELDS_BYTES} bytes"
+            return wire.Refused(request.serial, Refusal.LIMIT, message)
+        layout = request.geometry.layout()
+        if layout.payload_bytes(layout.blocks_per_chunk) > self._pool.num_bytes:
+            message = f"a chunk of {layout.slot_bytes} bytes does not fit into the server's {self._pool.num_bytes}"
+            return wire.Refused(request.serial, Refusal.LIMIT, message)
+        space = self._stock.enter(wire.namespace_of(request.fields), layout)
         if space is None:
             return wire.Refused(request.serial, Refusal.LIMIT, "there are too many namespaces")
         capacity_bytes = request.capacity_bytes or NO_QUOTA
         self._stock.limit(space, capacity_bytes)
         self._sessions.begin(peer, space, capacity_bytes, request.token, self._ways.now())
         return wire.Welcome(request.serial, self._pool.num_bytes, self._usage(space))
-
-    def _clear_spaces(self, request: wire.ClearSpaces) -> wire.Answer:
-        spaces = [s for s in self._stock.spaces.values() if not request.space or s.id == request.space]
-        return _report(request, {"chunks": sum(map(self._clear_space, spaces))})
-
-    def _pin(self, request: wire.Pin) -> wire.Answer:
-        space = self._stock.spaces.get(request.space)
-        if space is None:
-            return wire.Refused(request.serial, Refusal.UNKNOWN, "there is no such namespace")
-        count = self._stock.pin(space, wire.unpack_refs(request.refs), is_wanted=request.is_wanted)
-        return _report(request, {"chunks": count})
-
-    def _explain(self, request: wire.Explain) -> wire.Answer:
-        space = self._stock.spaces.get(request.space)
-        if space is None:
-            return wire.Refused(request.serial, Refusal.UNKNOWN, "there is no such namespace")
-        return _report(request, {"chunks": [self._stock.why(space, ref) for ref in wire.unpack_refs(request.refs)]})
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
@@ -265,18 +260,6 @@ class Service:
         found = self._stock.lookup(session.space, refs)
         self._touches.append((session.space, refs))
         return wire.Held(request.serial, found, self._usage(session.space))
-
-    def _reserve(self, session: Session, request: wire.Reserve) -> wire.Answer:
-        grants = [self._reserve_one(session, ref) for ref in self._refs(session, request.refs)]
-        return wire.Granted(request.serial, grants, self._usage(session.space))
-
-    def _reserve_one(self, session: Session, ref: ChunkRef) -> wire.Grant:
-        if self.is_closing or not self._may_lease(session, ref):
-            return _no_grant(Outcome.FAILED)
-        chunk = self._stock.reserve(session.space, ref, session.capacity_bytes)
-        if chunk is None:
-            return _no_grant(Outcome.FULL)
-        return self._grant(session, chunk, Outcome.STORED)
 
     def _commit(self, session: Session, request: wire.Commit) -> wire.Answer:
         outcomes = [self._commit_one(session, number, is_whole=request.is_whole) for number in request.leases]
@@ -291,55 +274,6 @@ class Service:
         if outcome is Outcome.STORED:
             self._write_behind(lease.chunk)
         return outcome
-
-    def _acquire(self, session: Session, request: wire.Acquire) -> wire.Answer | None:
-        batch = _Batch(session, request.serial)
-        for number, ref in enumerate(self._refs(session, request.refs)):
-            batch.grants.append(_no_grant(Outcome.FAILED))
-            if not self._may_lease(session, ref):
-                continue
-            chunk = self._stock.acquire(session.space, ref)
-            if isinstance(chunk, Outcome):
-                batch.grants[number] = _no_grant(chunk)
-            elif chunk.is_whole:
-                batch.grants[number] = self._grant(session, chunk, Outcome.HIT)
-            else:
-                batch.num_waiting += 1
-                self._load(chunk, partial(self._arrived, batch, number, chunk))
-        return None if batch.num_waiting else self._granted(batch)
-
-    def _granted(self, batch: _Batch) -> wire.Granted:
-        return wire.Granted(batch.serial, batch.grants, self._usage(batch.session.space))
-
-    def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
-        """Bring a chunk, which is in use, from disk to its pages."""
-        waiting = self._loading.get(chunk)
-        if waiting is not None:
-            waiting.append(arrived)
-            return
-        self._loading[chunk] = [arrived]
-        assert self._shelves is not None
-        chunk.uses += 1  # the read's own
-
-        def done(outcome: Outcome) -> None:
-            self._stock.loaded(chunk, outcome)
-            for waiter in self._loading.pop(chunk):
-                waiter(outcome)
-            self._sweep()
-
-        self._shelves.read(
-            chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), done, lambda: self._stock.release(chunk)
-        )
-
-    def _arrived(self, batch: _Batch, number: int, chunk: Chunk, outcome: Outcome) -> None:
-        if outcome is Outcome.HIT and not batch.session.is_over:
-            batch.grants[number] = self._grant(batch.session, chunk, outcome)
-        else:
-            batch.grants[number] = _no_grant(outcome)
-            self._stock.release(chunk)
-        batch.num_waiting -= 1
-        if not batch.num_waiting and not batch.session.is_over:
-            self._ways.send(batch.session.peer, self._granted(batch), ())
 
     def _release(self, session: Session, request: wire.Release) -> None:
         for number in request.leases:
@@ -360,7 +294,7 @@ class Service:
 
     def _clear_space(self, space: Space, cleared: Callable[[bool], None] = lambda _: None) -> int:
         """Forget the chunks of a namespace, and start to forget their files; how many there were."""
-        self._sweep()
+        self.sweep()
         count = self._stock.clear(space)
         refs = [ref for _, ref in self._stock.take_removals()]
         if self._shelves is not None:
@@ -368,27 +302,11 @@ class Service:
         return count
 
     def _scan(self, session: Session, request: wire.Scan) -> wire.Answer:
-        refs = list(session.space.chunks)
-        part = refs[request.first : request.first + wire.MAX_REFS]
-        return wire.Listing(request.serial, wire.pack_refs(part), len(refs), self._usage(session.space))
+        chunks = session.space.chunks
+        part = islice(chunks, min(request.first, len(chunks)), request.first + wire.MAX_REFS)
+        return wire.Listing(request.serial, wire.pack_refs(part), len(chunks), self._usage(session.space))
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _refs(self, session: Session, data: bytes) -> list[ChunkRef]:
-        refs = wire.unpack_refs(data)
-        if not all(map(session.space.has_size, refs)):
-            raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
-        return refs
-
-    def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
-        payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
-        return self._sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
-
-    def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> wire.Grant:
-        lease = self._sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
-        if outcome is Outcome.HIT:
-            self._stock.note_read(chunk)
-        return wire.Grant(wire.number_of(outcome), lease.number, chunk.runs)
 
     def _write_behind(self, chunk: Chunk) -> None:
         if self._shelves is None:
@@ -398,7 +316,7 @@ class Service:
             return
         if not self._stock.prepare_write(chunk, self._shelves.size_of(chunk.space, chunk.ref)):
             return
-        self._sweep()  # before it: what has given way must be gone first
+        self.sweep()  # before it: what has given way must be gone first
         self.num_writing += 1
 
         def written(size_bytes: int | None) -> None:
@@ -406,20 +324,6 @@ class Service:
             self._stock.written(chunk, size_bytes)
             while self._unwritten and self.num_writing < self._max_writes:
                 self._write_behind(self._unwritten.popleft())
-            self._sweep()
+            self.sweep()
 
         self._shelves.write(chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), written)
-
-    def _sweep(self) -> None:
-        """Let the files go of chunks that have gone."""
-        removals = self._stock.take_removals()
-        if removals and self._shelves is not None:
-            self._shelves.remove(removals)
-
-
-def _no_grant(outcome: Outcome) -> wire.Grant:
-    return wire.Grant(wire.number_of(outcome))
-
-
-def _report(request: wire.Request, tree: object) -> wire.Report:
-    return wire.Report(request.serial, json.dumps(tree).encode())

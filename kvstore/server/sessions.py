@@ -23,6 +23,7 @@ SILENCE_S = 30.0  # after which the leases of a client that does not map the poo
 FORGET_S = 600.0  # after which such a client is forgotten; it may say hello again
 MAX_SESSIONS = 4096
 MAX_PIECES = 16  # under way for one client
+MAX_LATE = 16  # questions for places, of one client, that are answered later
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Session:
         leases: by their numbers.
         leased_bytes: of the pages of all of them.
         num_pieces: pieces that are being copied for it.
+        num_late: of its questions for places, how many are to be answered later.
         is_over: it has ended.
         fd: of its connection, where that is known.
     """
@@ -73,6 +75,7 @@ class Session:
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
     num_pieces: int = 0
+    num_late: int = 0
     is_over: bool = False
     fd: int = -1
 

@@ -28,7 +28,7 @@ class Chunk:
         runs: where it is in memory; empty if it is not.
         disk_bytes: what it takes on disk; 0 if it is not there.
         uses: reads, loads and writes under way: its pages stay what they are.
-        is_pinned: somebody wants it to stay.
+        pin_end_s: until when somebody wants it to stay; 0 if nobody does.
         is_whole: all of it is in memory. Not so while it is written, or read from disk.
         is_gone: it was removed; its pages go with the last use.
         epoch: of its namespace, when it was begun.
@@ -39,10 +39,10 @@ class Chunk:
         "disk_bytes",
         "epoch",
         "is_gone",
-        "is_pinned",
         "is_whole",
         "key",
         "num_bytes",
+        "pin_end_s",
         "ref",
         "runs",
         "size_bytes",
@@ -60,11 +60,16 @@ class Chunk:
         self.runs: tuple[Run, ...] = ()
         self.disk_bytes = 0
         self.uses = 0
-        self.is_pinned = False
+        self.pin_end_s = 0
         self.is_whole = False
         self.is_gone = False
         self.epoch = space.epoch
         self.sums: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is to stay for a while."""
+        return self.pin_end_s != 0
 
 
 @dataclass

@@ -19,6 +19,7 @@ from kvstore.layout import KVLayout
 from kvstore.plans import MissReason
 from kvstore.policies import Policy, open_policy
 from kvstore.runs import PAGE_BYTES, Run
+from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.tiers.base import ChunkRef, Outcome
@@ -60,13 +61,15 @@ class Stock:
         self.spaces: dict[bytes, Space] = {}
         self.departed = Departed()
         self.stamp = options.first_stamp  # counts changes of what anybody is told about sizes
-        self.pinned_bytes = 0
+        self.num_displaced = 0  # chunks that made room, so far: the work that this has cost
+        self.pins = Pins()
         self._options = options
         self._free = free
         self._memory = open_policy(options.policy, options.pool_bytes)
         self._disk = open_policy(options.disk_policy, options.disk_bytes)
         self._chunks: dict[bytes, Chunk] = {}  # all that can be found, by key
         self._removals: list[tuple[Space, ChunkRef]] = []
+        self._forgotten: list[Space] = []
 
     @property
     def num_in_memory(self) -> int:
@@ -78,6 +81,11 @@ class Stock:
         """Chunks on disk."""
         return len(self._disk)
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of chunks that are pinned."""
+        return self.pins.used_bytes
+
     # -- namespaces --------------------------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace, layout: KVLayout) -> Space | None:
@@ -87,7 +95,8 @@ class Stock:
         space = self.spaces.get(fresh.id)
         if space is not None:
             return space
-        self._forget_empty()
+        if len(self.spaces) >= MAX_SPACES:
+            self.forget_empty()
         if len(self.spaces) >= MAX_SPACES:
             return None
         self.spaces[fresh.id] = fresh
@@ -99,16 +108,21 @@ class Stock:
         names = (space.id.hex(), model, model.removeprefix("id "), ANY_SPACE)
         return next((quotas[name] for name in names if name in quotas), NO_QUOTA)
 
-    def _forget_empty(self) -> None:
-        """Forget namespaces without chunks or clients, once there are many."""
-        if len(self.spaces) < MAX_SPACES:
-            return
-        for space_id in [i for i, s in self.spaces.items() if not (s.num_sessions or s.chunks or s.used_bytes)]:
-            del self.spaces[space_id]
+    def forget_empty(self) -> None:
+        """Forget namespaces without chunks or clients."""
+        for space in list(self.spaces.values()):
+            if not (space.num_sessions or space.chunks or space.used_bytes):
+                del self.spaces[space.id]
+                self._forgotten.append(space)
+
+    def take_forgotten(self) -> list[Space]:
+        """Namespaces that were forgotten, and of which nothing need be kept. Their removals come first."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def limit(self, space: Space, capacity_bytes: int) -> None:
         """A client says what a namespace may hold at most: what is beyond that goes."""
-        self._shrink(space, capacity_bytes, None)
+        self._evict(self._longest_untouched(space, space.used_bytes - capacity_bytes, None)[0])
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -296,19 +310,25 @@ class Stock:
         space.epoch += 1
         return self.remove(space, list(space.chunks))
 
-    def pin(self, space: Space, refs: Iterable[ChunkRef], *, is_wanted: bool) -> int:
-        """Keep chunks from eviction, or no longer; of how many that was said. At most half of the memory is pinned."""
+    def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
+        """Keep chunks from eviction until then; of how many that was said. At most half of the memory is pinned."""
         count = 0
         for ref in refs:
             chunk = space.chunks.get(ref)
-            if chunk is None or chunk.is_pinned == is_wanted:
+            if chunk is None:
                 continue
-            if is_wanted and self.pinned_bytes + chunk.size_bytes > self._options.pool_bytes // 2:
+            if not chunk.is_pinned and self.pinned_bytes + chunk.size_bytes > self._options.pool_bytes // 2:
                 break
-            chunk.is_pinned = is_wanted
-            self.pinned_bytes += chunk.size_bytes if is_wanted else -chunk.size_bytes
+            self.pins.set(chunk, end_s)
             count += 1
         return count
+
+    def unpin(self, chunks: Iterable[Chunk]) -> int:
+        """Keep chunks no longer; how many were pinned."""
+        pinned = [chunk for chunk in chunks if chunk.is_pinned]
+        for chunk in pinned:
+            self.pins.drop(chunk)
+        return len(pinned)
 
     def _drop(self, chunk: Chunk, reason: MissReason) -> None:
         """Make a chunk unreachable, and free what nobody uses."""
@@ -325,8 +345,7 @@ class Stock:
             self._forget_in(self._disk, chunk, reason)
             self._removals.append((space, chunk.ref))
             chunk.disk_bytes = 0
-        if chunk.is_pinned:
-            self.pinned_bytes -= chunk.size_bytes
+        self.pins.drop(chunk)
         chunk.is_gone = True
         if not chunk.uses:
             self._unmap(chunk)
@@ -353,28 +372,40 @@ class Stock:
             chunk = self._chunks[key]
             return not (chunk.uses or chunk.is_pinned) and chunk is not keep
 
-        while (runs := self._free.take(size_bytes // PAGE_BYTES)) is None:
-            missing = max(size_bytes - self._free.num_free * PAGE_BYTES, PAGE_BYTES)
-            victims = self._memory.make_room(missing, may_go, newcomer)
-            if not victims:
-                return None
-            for key in victims:
-                self._leave_memory(self._chunks[key])
-        return runs
+        victims = self._memory.make_room(size_bytes - self._free.num_free * PAGE_BYTES, may_go, newcomer)
+        if victims is None:
+            return None
+        for key in victims:
+            self._leave_memory(self._chunks[key])
+        return self._free.take(size_bytes // PAGE_BYTES)
 
     def _leave_memory(self, chunk: Chunk) -> None:
+        self.num_displaced += 1
         if chunk.disk_bytes:
             self._unmap(chunk)
         else:
             self._drop(chunk, MissReason.EVICTED)
 
     def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
-        """Let the longest untouched chunks of a namespace go until it holds no more than that."""
-        if space.used_bytes <= limit_bytes:
-            return True
-        for chunk in list(space.chunks.values()):
+        """Let the longest untouched chunks of a namespace go until it holds no more than that; none, if it cannot."""
+        victims, is_enough = self._longest_untouched(space, space.used_bytes - limit_bytes, keep)
+        if is_enough:
+            self._evict(victims)
+        return is_enough
+
+    def _evict(self, chunks: Sequence[Chunk]) -> None:
+        self.num_displaced += len(chunks)
+        for chunk in chunks:
+            self._drop(chunk, MissReason.EVICTED)
+
+    @staticmethod
+    def _longest_untouched(space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
+        """Chunks of a namespace that may go and have so many bytes, or all of them; whether they have."""
+        found: list[Chunk] = []
+        for chunk in space.chunks.values() if num_bytes > 0 else ():
             if not (chunk.is_pinned or chunk.uses) and chunk.ref != keep:
-                self._drop(chunk, MissReason.EVICTED)
-                if space.used_bytes <= limit_bytes:
-                    return True
-        return False
+                found.append(chunk)
+                num_bytes -= chunk.size_bytes
+                if num_bytes <= 0:
+                    break
+        return found, num_bytes <= 0

@@ -1,7 +1,9 @@
 """Tiers: where chunks live outside the slab pool. ``base.py`` holds the contract, this file the registry.
 
 A tier has a name and a factory, which takes a ``TierSetup``. Ours are listed in ``BUILT_IN``; those of other packages
-are found by the entry-point group ``kvstore.tiers``. ``docs/tiers.md`` shows how to write one.
+are found by the entry-point group ``kvstore.tiers``. A tier that a remote URL may lead to has schemes, too: ours are in
+``BUILT_IN_SCHEMES``, those of others in the group ``kvstore.schemes``, where the value is the same factory. What a
+scheme means is decided here and nowhere else. ``docs/tiers.md`` shows how to write a tier.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from typing import TYPE_CHECKING
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.tiers.base import Tier, TierSetup
 
 GROUP = "kvstore.tiers"
+SCHEME_GROUP = "kvstore.schemes"
 
 # Names, not imports: a tier is imported when it is opened.
 BUILT_IN = (
@@ -27,46 +32,90 @@ BUILT_IN = (
     EntryPoint("server", "kvstore.tiers.server:ServerTier.open", GROUP),
 )
 
-SCHEMES = {
-    **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
-    "pack": "pack",
-    **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
-}
-"""The name of the tier behind each scheme of a remote URL."""
+BUILT_IN_SCHEMES = tuple(
+    EntryPoint(scheme, next(entry.value for entry in BUILT_IN if entry.name == name), SCHEME_GROUP)
+    for name, schemes in {
+        "redis": ("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"),
+        "pack": ("pack",),
+        "server": ("kvs", "kvs+ipc"),
+    }.items()
+    for scheme in schemes
+)
+
+_EXTRAS = {"redis": "redis", "server": "server"}  # what has to be installed for a tier
 
 READ_ONLY = frozenset({"pack"})
 """Tiers to which nothing is sent."""
 
 
 def tier_behind(url: str) -> str:
-    """The name of the tier that a remote URL leads to.
+    """The name of the tier that a remote URL leads to. Imports no tier.
 
     Raises:
-        ConfigError: its scheme leads to none.
+        ConfigError: its scheme leads to none, or several packages claim it.
     """
-    scheme = url.partition("://")[0]
-    if scheme not in SCHEMES:
-        known = ", ".join(f"{name}://" for name in SCHEMES)
+    scheme, mark, _ = url.partition("://")
+    schemes = known_schemes()
+    entries = schemes.get(scheme, []) if mark else []
+    if not entries:
+        known = ", ".join(f"{name}://" for name in schemes)
         raise ConfigError(f"a remote URL begins with one of {known}, not with {scheme[:20]!r}")
-    return SCHEMES[scheme]
+    if len(entries) > 1:
+        raise ConfigError(f"the scheme {scheme}:// is claimed by {_claims(entries)}: uninstall all but one")
+    factory = entries[0].value
+    name = next((name for name, tiers in known_tiers().items() if factory in {tier.value for tier in tiers}), None)
+    if name is None:
+        raise ConfigError(
+            f"the scheme {scheme}:// leads to {factory}, which is no tier: its package must announce it in {GROUP}, too"
+        )
+    return name
+
+
+def leads_to(url: str | None, name: str) -> bool:
+    """Whether a URL leads to the tier of that name; a path, or nothing, leads to none."""
+    try:
+        return url is not None and tier_behind(url) == name
+    except ConfigError:
+        return False
+
+
+def known_schemes() -> dict[str, list[EntryPoint]]:
+    """The factories that the schemes of remote URLs lead to, like ``known_tiers``."""
+    return _known(BUILT_IN_SCHEMES, SCHEME_GROUP)
 
 
 def known_tiers() -> dict[str, list[EntryPoint]]:
     """The factories of every name, ours first. More than one is a conflict, told when that name is opened."""
+    return _known(BUILT_IN, GROUP)
+
+
+def _known(built_in: tuple[EntryPoint, ...], group: str) -> dict[str, list[EntryPoint]]:
     known: dict[str, list[EntryPoint]] = {}
-    for entry in (*BUILT_IN, *entry_points(group=GROUP)):
+    for entry in (*built_in, *entry_points(group=group)):
         others = known.setdefault(entry.name, [])
         if entry.value not in {other.value for other in others}:  # the same package may be found twice
             others.append(entry)
     return known
 
 
+def _claims(entries: list[EntryPoint]) -> str:
+    return " and ".join(entry.value for entry in entries)
+
+
 def open_tier(name: str, setup: TierSetup) -> Tier:
     """Open the tier that is registered under ``name``.
 
     Raises:
-        ConfigError: there is no such tier, several packages claim the name, or its package cannot be imported; or what
-            the tier itself objects to.
+        ConfigError: see ``load_tier``; or what the tier itself objects to.
+    """
+    return load_tier(name)(setup)
+
+
+def load_tier(name: str) -> Callable[[TierSetup], Tier]:
+    """Import the factory that is registered under ``name``.
+
+    Raises:
+        ConfigError: there is no such tier, several packages claim the name, or its package cannot be imported.
     """
     known = known_tiers()
     entries = known.get(name, [])
@@ -75,11 +124,11 @@ def open_tier(name: str, setup: TierSetup) -> Tier:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"there is no tier {name!r}: {hint}known are {', '.join(sorted(known))}")
     if len(entries) > 1:
-        claims = " and ".join(entry.value for entry in entries)
-        raise ConfigError(f"the tier {name!r} is claimed by {claims}: uninstall all but one")
+        raise ConfigError(f"the tier {name!r} is claimed by {_claims(entries)}: uninstall all but one")
     try:
-        factory = entries[0].load()
+        factory: Callable[[TierSetup], Tier] = entries[0].load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the tier {name!r} cannot be loaded from {entries[0].value}: {error}") from error
-    tier: Tier = factory(setup)
-    return tier
+        has_remedy = "pip install" in str(error) or name not in _EXTRAS
+        remedy = "" if has_remedy else f": pip install 'vllm-kvstore[{_EXTRAS[name]}]'"
+        raise ConfigError(f"the tier {name!r} cannot be loaded from {entries[0].value}: {error}{remedy}") from error
+    return factory

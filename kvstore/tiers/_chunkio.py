@@ -6,7 +6,6 @@ way, or all of them while the payload is written. So the disk hardly ever waits 
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import stat
@@ -25,6 +24,7 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers._folder import FILE_MODE
 from kvstore.tiers._shared_reads import SharedReads
 from kvstore.tiers.base import ByteArray, ChunkRef, Transfer, payload_view
+from kvstore.wholeio import read_whole, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -157,7 +157,7 @@ class ChunkIO:
         is_aligned = chunk.body.is_aligned or chunk.image is not None
         with self._opened(path, os.O_WRONLY | os.O_CREAT, is_aligned=is_aligned) as fd:
             if chunk.image is not None:
-                _write_whole(fd, [chunk.image.data], 0)
+                write_whole(fd, [chunk.image.data], 0)
             else:
                 self._write_body(fd, chunk.body)
             if os.fstat(fd).st_size != chunk.size_bytes:
@@ -171,8 +171,8 @@ class ChunkIO:
         sums = self._sum_up(body, range(self._layout.num_layers))
         first = min(PIECE_BYTES, len(body.array))  # goes with the header, once the checksums are there
         if first < len(body.array):
-            _write_whole(fd, [body.array.data[first:]], self._header_bytes + first)
-        _write_whole(fd, [self._header(body.ref, sums()).data, body.array.data[:first]], 0)
+            write_whole(fd, [body.array.data[first:]], self._header_bytes + first)
+        write_whole(fd, [self._header(body.ref, sums()).data, body.array.data[:first]], 0)
 
     def close(self) -> None:
         """End the threads that calculate. Only after the last call."""
@@ -296,44 +296,3 @@ def touch(fd: int, used_ns: int) -> None:
     """Note when a file was used; a failure loses only the order of use."""
     with suppress(OSError):
         os.utime(fd, ns=(used_ns, used_ns))
-
-
-def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
-    """Fill ``views`` from a file; False if it ends before.
-
-    Raises:
-        OSError: the system refused.
-    """
-    total = sum(view.nbytes for view in views)
-    done = 0
-    while done < total:
-        count = os.preadv(fd, _rest(views, done), offset_bytes + done)
-        if not count:
-            return False
-        done += count
-    return True
-
-
-def _write_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> None:
-    """Write all of ``views`` into a file.
-
-    Raises:
-        OSError: the system refused.
-    """
-    total = sum(view.nbytes for view in views)
-    done = 0
-    while done < total:
-        count = os.pwritev(fd, _rest(views, done), offset_bytes + done)
-        if not count:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        done += count
-
-
-def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``views`` after ``done`` bytes."""
-    rest = []
-    for view in views:
-        if done < view.nbytes:
-            rest.append(view[done:])
-        done = max(done - view.nbytes, 0)
-    return rest

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from kvstore.chunkfile import Damage
 from kvstore.coding import ChunkCoder
-from kvstore.tiers._chunkio import PIECE_BYTES, Body, ChunkIO, Writable, read_whole, touch
+from kvstore.tiers._chunkio import PIECE_BYTES, Body, ChunkIO, Writable, touch
 from kvstore.tiers._scratch import Scratch
+from kvstore.wholeio import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,6 +8,8 @@ Names inside the folder::
     <namespace id>/namespace.json                     what the id stands for, for people
     <namespace id>/layout.json                        the geometry of its chunks, for tools
     <namespace id>/<first 2 of key>/<key>-<blocks>.safetensors
+
+A cache server's folder has a ``.lock`` too, and for each of its namespaces such a folder, with ``geometry.json`` in it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ FREE_NAME = ".free"
 DEAD_PREFIX = ".dead-"
 NAMESPACE_FILE = "namespace.json"
 LAYOUT_FILE = "layout.json"
+GEOMETRY_FILE = "geometry.json"  # only in the folders of a cache server's namespaces
+LOCK_FILE = ".lock"
 NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE})
 FOLDER_MODE = 0o700  # KV tells what was in the prompts
 FILE_MODE = 0o600
@@ -115,7 +119,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = folder / ".lock"
+        self._path = folder / LOCK_FILE
         self._fd = -1
         self.acquire()
 

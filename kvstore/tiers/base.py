@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -142,6 +142,10 @@ class Loan:
         self.payloads = [None] * len(self.outcomes)
         if give_back is not None:
             give_back()
+
+
+GIVEN_BY_URL: Final = ("url", "connections", "timeout_s")
+"""Options of every tier that a remote URL leads to. Others of the configuration come only if they are set."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +320,13 @@ class Tier(ABC):
 
         Raises:
             TierError: the storage would not let go of the old chunks; ``put`` fails until it does.
+        """
+
+    def drop_spares(self, wanted_bytes: int) -> None:  # noqa: B027 - most tiers keep nothing for later use
+        """Give back storage that is only kept to be used again, until so many bytes are free, or there is none of it.
+
+        Raises:
+            TierError: the storage did not answer.
         """
 
     @abstractmethod

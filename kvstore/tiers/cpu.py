@@ -13,12 +13,20 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.slabs import SlabPool
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
+
+
+class Filling(NamedTuple):
+    """One content of a slot: the next one has another serial number."""
+
+    slot: int
+    serial: int
 
 
 class CpuTier(Tier):
@@ -88,6 +96,11 @@ class CpuTier(Tier):
     def read(self, slot: int, ref: ChunkRef) -> ByteArray | None:
         """The bytes of a slot, or None if it does not hold ``ref``."""
         return self._pool.slot(slot) if self._labels[slot] == ref else None
+
+    def filling(self, slot: int, ref: ChunkRef) -> Filling | None:
+        """Which content of a slot ``ref`` is, for whoever copies it; None if the slot does not hold it."""
+        with self._lock:
+            return Filling(slot, self._serials[slot]) if self._labels[slot] == ref else None
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Every chunk held, with the bytes of its slot, the longest untouched first."""

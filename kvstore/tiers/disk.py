@@ -226,6 +226,7 @@ class DiskTier(Tier):
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
             self._bury_condemned()
+            self._space.move_stuck()
             with self._changed:  # both of one moment: a reset later makes another generation
                 generation, namespace_id = self._generation, self._io.namespace_id
             return [
@@ -282,10 +283,15 @@ class DiskTier(Tier):
         """Bytes of all files of chunks: held, spare, foreign, being written or deleted. Readable after ``close``."""
         return self._space.used_bytes
 
-    def drop_spares(self) -> None:
-        """Delete the spare files: somebody else, who shares the disk, has better use for their bytes."""
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of files that are kept to be written over. Readable after ``close``."""
+        return self._space.spare_bytes
+
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Delete spare files: somebody else, who shares the disk, has better use for their bytes."""
         with self._operation():
-            self._space.empty()
+            self._space.give_up_spares(wanted_bytes)
 
     def close(self) -> None:
         """Let calls under way finish, then free the folder for other engines.
@@ -311,10 +317,15 @@ class DiskTier(Tier):
     def _forget_all(self) -> int:
         """Forget every chunk, and make the home of those to come; the bytes that the old ones take. Needs the lock."""
         self._generation += 1
-        forgotten_bytes = self._held_bytes()
-        self._chunks.clear()
+        forgotten_bytes = self._forget_home()
         with suppress(OSError):  # the next put makes it
             self._make_home()
+        return forgotten_bytes
+
+    def _forget_home(self) -> int:
+        """Forget all files in the home; the bytes that they take. Needs the lock."""
+        forgotten_bytes = self._held_bytes() + self._space.forget_stuck()
+        self._chunks.clear()
         return forgotten_bytes
 
     def _held_bytes(self) -> int:
@@ -504,6 +515,7 @@ class DiskTier(Tier):
                 self._make_home()
                 final.parent.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
                 path.rename(final)
+            self._space.overwritten(final)
             self._chunks[ref] = held
             return True
 
@@ -527,7 +539,8 @@ class DiskTier(Tier):
                 return self._path(ref).rename(path)
         except (FileNotFoundError, NotADirectoryError):
             self._space.used_bytes -= held.size_bytes
-        except OSError as error:  # still there, so still counted; the next scan finds it
+        except OSError as error:  # still there, so still counted: until it moves, or the next start finds it
+            self._space.add_stuck(self._path(ref), held.size_bytes)
             self._complain("rename", f"cannot remove a chunk: {_folder.reason(error)}")
         return None
 
@@ -539,8 +552,7 @@ class DiskTier(Tier):
         """
         with self._changed:
             if not self._lock.is_held():  # all that was known is gone with the lock file
-                self._space.used_bytes -= self._held_bytes()
-                self._chunks.clear()
+                self._space.used_bytes -= self._forget_home()
                 self._space.forget()
             try:
                 _folder.make_folder(self._folder)

@@ -21,7 +21,7 @@ from kvstore.coding import ChunkCoder
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.keys import ChunkKey
 from kvstore.packs import Extent, Pack, open_pack
-from kvstore.tiers.base import Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import GIVEN_BY_URL, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import ByteArray, ChunkRef
 
 SCHEME = "pack"
-_OF_SERVERS = ("connections", "timeout_s")  # given to every remote tier; nothing waits for a server here
 
 
 class PackTier(Tier):
@@ -67,7 +66,7 @@ class PackTier(Tier):
         Raises:
             ConfigError: see the class; or it is no whole pack.
         """
-        setup.require_known_options("url", *_OF_SERVERS)
+        setup.require_known_options(*GIVEN_BY_URL)
         pack = open_pack(path_of(setup.options.get("url")))
         try:
             return cls(pack, setup.namespace, setup.layout, setup.capacity_bytes)

@@ -3,6 +3,9 @@
 A chunk is read from the own tier if that has it, otherwise from whichever peer does; nothing is ever sent to a peer,
 or removed there. Peers are asked side by side, each within the deadline of what guards it, and nobody waits for one
 that hangs once another has said yes. One that fails holds nothing; the others go on.
+
+Besides there are *sources*: engines that a request may name, of which the configuration lists every one. A source is
+asked about, and read for, the chunks of requests that name it, and for nobody else's.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -24,11 +28,11 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Loan, Outcome, Tier, T
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED: Final = 16  # peers that requests have named; beyond that the one unused for longest goes
+_MAX_ROUTES: Final = 65_536  # chunks that are to be read from a source, and have not been
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
 _MAX_REMOVED: Final = 65_536  # chunks that are remembered
 _MAX_PORT: Final = 65_535
-_Answer = tuple[str, list[bool]]  # who says so, and what is there
+_Held = list[bool | None]  # for each chunk, whether it is there; None: nobody could say
 
 
 class PeersTier(Tier):
@@ -43,6 +47,7 @@ class PeersTier(Tier):
         open_peer: opens an address for a namespace, guarded, without connecting; ``ConfigError`` if it is none.
         namespace: whose chunks these are.
         layout: their geometry.
+        sources: addresses of the engines that requests may name; opened when the first one does.
 
     Raises:
         ConfigError: a peer's address is none.
@@ -57,6 +62,8 @@ class PeersTier(Tier):
         open_peer: Callable[[str, Namespace], Tier],
         namespace: Namespace,
         layout: KVLayout,
+        *,
+        sources: Iterable[str] = (),
     ) -> None:
         self.own = own
         self.capacity_bytes = own.capacity_bytes if own else UNBOUNDED_BYTES
@@ -65,34 +72,33 @@ class PeersTier(Tier):
         self._namespace = namespace
         self._layout = layout
         self._lock = threading.Lock()  # of what follows and the counters; never held during I/O
-        self._fixed = {url: open_peer(url, namespace) for url in peers}
-        self._named: OrderedDict[str, Tier] = OrderedDict()  # the longest unused first
+        self._fixed = _open_all(peers, open_peer, namespace)
+        self._listed = frozenset(sources) - self._fixed.keys()
+        self._sources: dict[str, Tier] = {}  # of these, those that are open
+        self._routes: OrderedDict[ChunkRef, str] = OrderedDict()  # the source to read a chunk from, once
         self._removed: OrderedDict[ChunkRef, None] = OrderedDict()
         self._is_closed = False
         self._askers = ThreadPoolExecutor(_MAX_ASKING, "kvstore-peers")
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """The own tier, and the peers, with what is wrapped around them."""
-        return (*((self.own,) if self.own else ()), *self._peers().values())
-
-    def add(self, url: str) -> None:
-        """Read from one more peer from now on; one that is known already counts as used.
-
-        Raises:
-            ConfigError: the address is none.
-            ClosedError: after ``close``.
-        """
-        gone: list[Tier] = []
+        """The own tier, the peers, and the sources that are open, with what is wrapped around them."""
         with self._lock:
-            self._check_open()
-            if url in self._named:
-                self._named.move_to_end(url)
-            elif url not in self._fixed:
-                self._named[url] = self._open_peer(url, self._namespace)
-            while len(self._named) > MAX_NAMED:
-                gone.append(self._named.popitem(last=False)[1])
-        _close_all(gone)
+            others = [*self._fixed.values(), *self._sources.values()]
+        return (*((self.own,) if self.own else ()), *others)
+
+    def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
+        """Read these chunks from a source, too, the next time that each of them is read. Of others nothing changes.
+
+        Without effect if the source is not listed; a peer is read anyway.
+        """
+        if source in self._listed:
+            with self._lock:
+                for ref in refs:
+                    self._routes[ref] = source
+                    self._routes.move_to_end(ref)
+                while len(self._routes) > _MAX_ROUTES:
+                    self._routes.popitem(last=False)
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Every chunk of the own tier."""
@@ -106,15 +112,30 @@ class PeersTier(Tier):
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether the own tier or a peer holds it; one that fails holds nothing."""
+        return [bool(is_there) for is_there in self.look(refs)]
+
+    def look(self, refs: Sequence[ChunkRef]) -> _Held:
+        """``contains``, but None where one of those that failed might have said yes."""
         self._check_open()
         wanted = list(refs)
-        held = [False] * len(wanted)
-        own = [self._submit(self._ask_own, wanted)] if self.own and wanted else []
-        for _, answers in self._answers(self._peers(), wanted, own) if wanted else ():
-            held = [so_far or here for so_far, here in zip(held, answers, strict=True)]
+        held: _Held = [False] * len(wanted)
+        if not wanted:
+            return held
+        asked = [self._submit(self._ask, peer, wanted) for peer in self._peers().values()]
+        if self.own:
+            asked.append(self._submit(_held, self.own, wanted))
+        for answer in as_completed(asked):
+            self._check_open()
+            held = [_either(so_far, here) for so_far, here in zip(held, answer.result(), strict=True)]
             if all(held):
                 break
         return held
+
+    def look_at(self, source: str, refs: Sequence[ChunkRef]) -> _Held:
+        """For each chunk, whether a source holds it; nobody can say if the source is not listed, or fails."""
+        self._check_open()
+        peer = self._source(source)
+        return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers: from the own tier, and what that lacks from peers.
@@ -139,13 +160,13 @@ class PeersTier(Tier):
 
     @property
     def lends(self) -> bool:
-        """Whether the own tier does, and there are no peers: what they hold has to be copied."""
-        return self.own is not None and self.own.lends and not self._peers()
+        """Whether the own tier does, and nobody else may be read: what others hold has to be copied."""
+        return self.own is not None and self.own.lends and not self._fixed and not self._listed
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
         """As the own tier, which is all that is looked at."""
         self._check_open()
-        if self.own is None or self._fixed:  # one that was named meanwhile makes no difference to a call under way
+        if self.own is None or not self.lends:
             return super().borrow(refs)
         loan = self.own.borrow(refs)
         with self._lock:
@@ -193,17 +214,18 @@ class PeersTier(Tier):
             self.own.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk, and look for another namespace's, also at peers. Those that were added are forgotten.
+        """Forget every chunk, and look for another namespace's, also at peers and sources.
 
         Raises:
             TierError: as the own tier.
         """
         with self._lock:
             self._check_open()
-            gone = [*self._fixed.values(), *self._named.values()]
+            gone = [*self._fixed.values(), *self._sources.values()]
             self._namespace = namespace
             self._fixed = {url: self._open_peer(url, namespace) for url in self._fixed}
-            self._named.clear()
+            self._sources.clear()
+            self._routes.clear()
             self._removed.clear()
         _close_all(gone)
         if self.own:
@@ -242,49 +264,62 @@ class PeersTier(Tier):
 
     def _peers(self) -> dict[str, Tier]:
         with self._lock:
-            return {**self._fixed, **self._named}
+            return dict(self._fixed)
 
-    def _submit(self, ask: Callable[..., _Answer], *arguments: object) -> Future[_Answer]:
+    def _source(self, url: str) -> Tier | None:
+        """A source, opened if it is the first time; None if it is not listed."""
+        with self._lock:
+            self._check_open()
+            if url in self._listed and url not in self._sources:
+                self._sources[url] = self._open_peer(url, self._namespace)
+            return self._sources.get(url)
+
+    def _submit(self, ask: Callable[..., _Held], *arguments: object) -> Future[_Held]:
         try:
             return self._askers.submit(ask, *arguments)
         except RuntimeError as error:
             raise ClosedError("the peers tier was closed") from error
 
-    def _answers(
-        self, peers: Mapping[str, Tier], refs: Sequence[ChunkRef], others: Sequence[Future[_Answer]] = ()
-    ) -> Iterator[_Answer]:
-        """What each peer holds of some chunks, in the order in which they answer; ``others`` take part."""
-        asked = [self._submit(self._ask, url, peer, refs) for url, peer in peers.items()]
-        for answer in as_completed([*others, *asked]):
-            self._check_open()
-            yield answer.result()
-
-    def _ask_own(self, refs: Sequence[ChunkRef]) -> _Answer:
-        assert self.own is not None
-        return "", _held(self.own, refs)
-
-    def _ask(self, url: str, peer: Tier, refs: Sequence[ChunkRef]) -> _Answer:
+    def _ask(self, peer: Tier, refs: Sequence[ChunkRef]) -> _Held:
         held = _held(peer, refs)
         if self._removed:
-            held = [here and ref not in self._removed for ref, here in zip(refs, held, strict=True)]
-        return url, held
+            held = [
+                None if here is None else here and ref not in self._removed
+                for ref, here in zip(refs, held, strict=True)
+            ]
+        return held
 
     def _read_from_peers(self, reading: _Reading) -> None:
         """Read what is missing, from each peer that has it as soon as it says so: nobody waits for the others."""
-        peers, asked = self._peers(), reading.unread()
-        for url, held in self._answers(peers, [reading.transfers[position].ref for position in asked]):
+        unread = reading.unread()
+        asked = {}
+        for peer, positions in [
+            *((peer, unread) for peer in self._peers().values()),
+            *self._take_routes(reading, unread),
+        ]:
+            refs = [reading.transfers[position].ref for position in positions]
+            asked[self._submit(self._ask, peer, refs)] = peer, positions
+        for answer in as_completed(asked):
+            self._check_open()
+            peer, positions = asked[answer]
             missing = set(reading.unread())
-            found = [position for position, here in zip(asked, held, strict=True) if here and position in missing]
+            held = zip(positions, answer.result(), strict=True)
+            found = [position for position, here in held if here and position in missing]
             if found:
-                reading.read(peers[url], found)
-                self._note_use(url)
+                reading.read(peer, found)
             if not reading.unread():
                 break
 
-    def _note_use(self, url: str) -> None:
+    def _take_routes(self, reading: _Reading, unread: Sequence[int]) -> list[tuple[Tier, list[int]]]:
+        """The sources that some of the chunks are to be read from, each with the positions of its chunks."""
+        by_source: dict[str, list[int]] = {}
         with self._lock:
-            if url in self._named:
-                self._named.move_to_end(url)
+            for position in unread if self._routes else ():
+                source = self._routes.pop(reading.transfers[position].ref, None)
+                if source is not None:
+                    by_source.setdefault(source, []).append(position)
+        opened = [(self._source(source), positions) for source, positions in by_source.items()]
+        return [(peer, positions) for peer, positions in opened if peer is not None]
 
 
 def at_rank(url: str, rank: int) -> str:
@@ -332,11 +367,31 @@ class _Reading:
             self.outcomes[position] = answer
 
 
-def _held(tier: Tier, refs: Sequence[ChunkRef]) -> list[bool]:
+def _held(tier: Tier, refs: Sequence[ChunkRef]) -> _Held:
     try:
-        return tier.contains(refs)
+        return list(tier.contains(refs))
     except (TierError, ClosedError):  # said by the circuit breaker, once; or the peer has just been let go
-        return [False] * len(refs)
+        return [None] * len(refs)
+
+
+def _either(one: bool | None, other: bool | None) -> bool | None:
+    """Whether a chunk is at one of two places."""
+    if one or other:
+        return True
+    return None if one is None or other is None else False
+
+
+def _open_all(
+    urls: Iterable[str], open_peer: Callable[[str, Namespace], Tier], namespace: Namespace
+) -> dict[str, Tier]:
+    """All peers by their addresses; one that cannot be opened leaves none open."""
+    with ExitStack() as opened:
+        peers: dict[str, Tier] = {}
+        for url in urls:
+            peers[url] = open_peer(url, namespace)
+            opened.callback(peers[url].close)
+        opened.pop_all()
+    return peers
 
 
 def _close_all(tiers: Iterable[Tier]) -> list[threading.Thread]:

@@ -73,7 +73,7 @@ def open_folders(
     with ExitStack() as opened:
         disks = []
         for folder in folders:
-            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec)
+            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec, checks_room=False)
             opened.callback(disk.close)
             disks.append(disk)
         _check_shared_room(folders, share_bytes)
@@ -81,6 +81,19 @@ def open_folders(
     if len(disks) == 1:
         return wrap(disks[0]) if wrap else disks[0]
     return StripedTier(disks, layout, wrap)
+
+
+def _wrapped(disks: Sequence[DiskTier], wrap: Wrap) -> tuple[Tier, ...]:
+    """The tiers with what is put around them; a failure closes them all."""
+    with ExitStack() as opened:
+        tiers: list[Tier] = []
+        for disk in disks:
+            opened.callback(disk.close)
+        for disk in disks:
+            tiers.append(wrap(disk))
+            opened.callback(tiers[-1].close)
+        opened.pop_all()
+    return tuple(tiers)
 
 
 def refuse_overlaps(folders: Sequence[Path]) -> None:
@@ -107,10 +120,13 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
     for folder in folders:
         try:
             by_device.setdefault(folder.stat().st_dev, []).append(folder)
-            for neighbours in by_device.values():
-                check_room(neighbours, share_bytes * len(neighbours))
         except OSError as error:
             raise unusable(folder, error) from error
+    for neighbours in by_device.values():  # each folder once: it may hold hundreds of thousands of files
+        try:
+            check_room(neighbours, share_bytes * len(neighbours))
+        except OSError as error:
+            raise unusable(neighbours[0], error) from error
 
 
 @dataclass
@@ -139,7 +155,7 @@ class StripedTier(Tier):
         self.counters = TierCounters()
         self._layout = layout
         self._disks = tuple(disks)
-        self._tiers = tuple(wrap(disk) if wrap else disk for disk in disks)
+        self._tiers = _wrapped(disks, wrap) if wrap else tuple(disks)
         self._pools = [
             ThreadPoolExecutor(THREADS_PER_FOLDER, f"kvstore-folder-{number}") for number in range(len(disks))
         ]

@@ -6,6 +6,7 @@ breaker = find(disk, CircuitBreaker)
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.striped import StripedTier
 from kvstore.wrappers.base import TierWrapper, find, layers
 from kvstore.wrappers.breaker import BreakerState, BreakerStats, CircuitBreaker
+from kvstore.wrappers.crew import Crew
 from kvstore.wrappers.deadline import Deadline
 from kvstore.wrappers.faults import Call, Fault, FaultInjector, FaultKind
 from kvstore.wrappers.latency import Latency
@@ -26,6 +28,7 @@ __all__ = [
     "BreakerStats",
     "Call",
     "CircuitBreaker",
+    "Crew",
     "Deadline",
     "Fault",
     "FaultInjector",
@@ -83,17 +86,23 @@ def parts_of(tier: Tier) -> tuple[Tier, ...]:
     return inner.parts if isinstance(inner, StripedTier | PeersTier) else (tier,)
 
 
-def guarded(tier: Tier, options: GuardOptions) -> Statistics:
+def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:
     """``Statistics(CircuitBreaker(Deadline(tier)))``: what a tier that may break needs.
 
     The order has reasons. The deadline is inside the breaker, so that a time-out counts as a failure, a probe cannot
     hang, and a call that the breaker answers takes no thread. The statistics are outside, so that they show what the
-    caller gets: the wait for a thread, and the calls that were answered without the tier.
+    caller gets: the wait for a thread, and the calls that were answered without the tier. Tiers on one storage may
+    share the threads of a ``crew``, which are then not ours to close.
 
     Raises:
-        InvalidCallError: an option is out of range.
+        InvalidCallError: an option is out of range; the tier is closed then.
     """
-    deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s)
-    return Statistics(
-        CircuitBreaker(deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage)
-    )
+    with ExitStack() as opened:
+        opened.callback(tier.close)
+        deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s, crew=crew)
+        opened.callback(deadline.close)
+        breaker = CircuitBreaker(
+            deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage
+        )
+        opened.pop_all()
+    return Statistics(breaker)

@@ -81,6 +81,10 @@ class TierWrapper(Tier):
         """Forward."""
         self.inner.reset(namespace)
 
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward."""
+        self.inner.drop_spares(wanted_bytes)
+
     def stored_bytes(self, num_blocks: int) -> int:
         """Forward."""
         return self.inner.stored_bytes(num_blocks)

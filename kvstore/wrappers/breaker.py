@@ -281,6 +281,16 @@ class CircuitBreaker(TierWrapper):
             self.inner.clear()
         self._owed.forget(owed)
 
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward; nothing while open.
+
+        Raises:
+            TierError: the tier is broken, and the breaker was still closed.
+        """
+        with self._passage(may_probe=False) as passage:
+            if passage:
+                self.inner.drop_spares(wanted_bytes)
+
     def reset(self, namespace: Namespace) -> None:
         """Forward in any state; removals remembered before are done with it.
 

@@ -4,9 +4,6 @@ A system call that hangs cannot be cancelled, only left behind. So calls run on 
 lost to them. Whoever waits for longer than the deadline gets ``TierTimeoutError``, whose ``pending`` tells when the
 call has ended at last and its buffers are free again. Nothing is copied for that: the good path costs one hand-over
 between threads (tens of microseconds), and the caller of a call that timed out keeps its buffers aside.
-
-The threads are daemons and not those of ``concurrent.futures``, which the interpreter joins at exit: a stuck call must
-not keep a process from ending.
 """
 
 from __future__ import annotations
@@ -15,13 +12,12 @@ import logging
 import threading
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tasks import Work, carry_out
 from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers.base import TierWrapper
+from kvstore.wrappers.crew import Crew, start_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +43,7 @@ class Deadline(TierWrapper):
         threads: calls at the same time. More than the callers have threads, or a few stuck calls slow down the rest.
         slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``, which may touch every file.
         max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
+        crew: threads that are shared with others, and closed by whoever made them; the two counts are theirs then.
 
     Raises:
         InvalidCallError: a time or a count that is not positive.
@@ -60,6 +57,7 @@ class Deadline(TierWrapper):
         *,
         slow_timeout_s: float = 60.0,
         max_waiting: int = 64,
+        crew: Crew | None = None,
     ) -> None:
         super().__init__(inner)
         if not (timeout_s > 0 and slow_timeout_s > 0 and threads > 0 and max_waiting > 0):
@@ -67,17 +65,14 @@ class Deadline(TierWrapper):
             raise InvalidCallError(f"a deadline needs positive times and counts, not {given}")
         self._timeout_s = timeout_s
         self._slow_timeout_s = slow_timeout_s
-        self._threads = threads
-        self._max_waiting = max_waiting
         self._lock = threading.Lock()
-        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._owns_crew = crew is None
+        self._crew = crew or Crew(inner.name, threads, max_waiting)
         self._stuck: set[Future[Any]] = set()
         self._timeouts = 0
         self._late_reset: Future[None] = Future()
         self._late_reset.set_result(None)
         self._closed = False
-        for number in range(threads):
-            _start(f"kvstore-{inner.name}-{number}", self._work)
 
     @property
     def stuck_calls(self) -> int:
@@ -155,6 +150,14 @@ class Deadline(TierWrapper):
         """
         self._call("clear", self.inner.clear, self._slow_timeout_s)
 
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward within the deadline.
+
+        Raises:
+            TierError: timed out (it may yet take effect), or no thread is left.
+        """
+        self._call("drop_spares", lambda: self.inner.drop_spares(wanted_bytes), self._timeout_s)
+
     def reset(self, namespace: Namespace) -> None:
         """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.
 
@@ -185,8 +188,8 @@ class Deadline(TierWrapper):
             if self._closed:
                 return
             self._closed = True
-            for _ in range(self._threads):
-                self._work.put(None)
+        if self._owns_crew:
+            self._crew.close()
         try:
             self._aside("close", self.inner.close).result(self._slow_timeout_s)
         except TimeoutError:
@@ -199,6 +202,7 @@ class Deadline(TierWrapper):
         except TimeoutError as error:
             if not future.cancel() and future.done():  # it came at the last moment, or raised this very exception
                 return future.result()
+            self._crew.give_up(future)
             self._give_up(future)
             message = f"{operation} of the {self.name} tier took longer than {timeout_s} s"
             raise TierTimeoutError(message, future) from error
@@ -207,28 +211,15 @@ class Deadline(TierWrapper):
 
     def _aside(self, operation: str, action: Callable[[], None]) -> Future[None]:
         """Start a call on a thread of its own: the others may all be stuck."""
-        future: Future[None] = Future()
-        work: SimpleQueue[Work | None] = SimpleQueue()
-        work.put((future, action))
-        work.put(None)
-        _start(f"kvstore-{self.name}-{operation}", work)
-        return future
+        return start_aside(f"kvstore-{self.name}-{operation}", action)
 
     def _submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
-        future: Future[Result] = Future()
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the {self.name} tier was closed")
             if not self._late_reset.done():
                 raise TierError(f"{operation} of the {self.name} tier: an earlier reset has not ended")
-            if len(self._stuck) >= self._threads:
-                raise TierError(
-                    f"{operation} of the {self.name} tier: all {self._threads} threads hang in earlier calls"
-                )
-            if self._work.qsize() >= self._max_waiting:
-                raise TierError(f"{operation} of the {self.name} tier: {self._max_waiting} calls wait already")
-            self._work.put((future, action))
-        return future
+            return self._crew.submit(operation, action)
 
     def _give_up(self, future: Future[Any]) -> None:
         with self._lock:
@@ -245,14 +236,3 @@ class Deadline(TierWrapper):
 def _end_late_loan(lending: Future[Loan]) -> None:
     if not lending.cancelled() and lending.exception() is None:
         lending.result().end()
-
-
-def _start(name: str, work: SimpleQueue[Work | None]) -> None:
-    threading.Thread(target=_serve, args=(work,), name=name, daemon=True).start()
-
-
-def _serve(work: SimpleQueue[Work | None]) -> None:
-    """A thread's life: calls in order, until None."""
-    while item := work.get():
-        carry_out(item)
-        del item  # or the last call's buffers would be kept alive until the next one

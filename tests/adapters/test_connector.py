@@ -1,24 +1,33 @@
-"""The connector's hooks where there is nothing for them to do."""
+"""The connector's hooks where there is nothing for them to do, and where vLLM takes blocks back."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from kvstore.adapters.vllm.connector import KVStoreConnector, PlanMetadata
+from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan
+from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.adapters.vllm.worker import StoreWorker
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def connector() -> KVStoreConnector:
+def make(spec: AttentionSpec) -> KVStoreConnector:
     """The worker's side, before any cache is registered."""
     transfer = KVTransferConfig(
         kv_connector="KVStoreConnector",
@@ -34,8 +43,41 @@ def connector() -> KVStoreConnector:
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
     return KVStoreConnector(config, KVConnectorRole.WORKER, KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], spec)]))
+
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=48)
+
+
+@pytest.fixture
+def connector() -> KVStoreConnector:
+    return make(FULL)
+
+
+@pytest.mark.parametrize(("spec", "preempted", "waits"), [(FULL, [], False), (FULL, ["one"], True), (WINDOW, [], True)])
+def test_stores_beside_end_before_blocks_are_given_away(spec: AttentionSpec, preempted: list[str], waits: bool) -> None:
+    """Blocks that a window has passed by belong to others in the next step, like those of preempted requests."""
+    connector = make(spec)
+    connector._scheduler = StoreScheduler(SchedulerOptions(SaveRules(16, 64, save_decode=False, save_tails=True)))
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens={}, preempted_req_ids=set(preempted), kv_connector_block_state=None
+    )
+    planned = connector.build_connector_meta(output)
+    assert isinstance(planned, PlanMetadata)
+    assert planned.plan.preempts is waits
+
+
+def test_requests_that_begin_anew_are_among_those_that_were_loaded(connector: KVStoreConnector) -> None:
+    assert connector.get_transfer_results(set()).failed_recving == set()
+    worker = Mock(spec=StoreWorker)
+    worker.take_ended_requests.return_value = {"ended"}
+    worker.take_fetched_requests.return_value = {"one", "two"}
+    worker.take_failed_requests.return_value = {"two"}
+    connector._worker = worker
+    results = connector.get_transfer_results(set())
+    assert (results.finished_sending, results.finished_recving) == ({"ended"}, {"one", "two"})
+    assert results.failed_recving == {"two"}
 
 
 @pytest.mark.parametrize(

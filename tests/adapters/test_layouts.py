@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.layouts import Paged, put_blocks, snapshot, take_blocks
@@ -23,14 +24,15 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvstore.adapters.vllm import translate
 from kvstore.engine import CacheEngine, EngineOptions
-from kvstore.errors import LayoutError
+from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.keys import Namespace
+from kvstore.movers import as_block_ids
 from kvstore.pages import LayerCache
 
 pytestmark = pytest.mark.vllm
 
 BLOCKS, BLOCK = 10, 4
-SOURCES, TARGETS = [7, 0, 9, 3, 8, 5], [2, 9, 0, 7, 1, 6]  # a chunk of four blocks, and a tail of two
+SOURCES, TARGETS = [7, 4, 9, 3, 8, 5], [2, 9, 3, 7, 1, 6]  # a chunk of four blocks, and a tail of two
 LLAMA = FullAttentionSpec(block_size=BLOCK, num_kv_heads=3, head_size=4, dtype=torch.bfloat16)
 FP8 = FullAttentionSpec(block_size=BLOCK, num_kv_heads=3, head_size=4, dtype=torch.uint8)
 DRAFT = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=6, dtype=torch.float32)
@@ -128,6 +130,13 @@ def test_a_pair_of_tensors_for_each_layer() -> None:
     half = (BLOCKS, BLOCK, 3, 4)
     pairs = {name: (torch.zeros(half, dtype=torch.bfloat16), torch.zeros(half, dtype=torch.bfloat16)) for name in "01"}
     check_there_and_back(Paged(dict(pairs)), config, LAYOUTS[0])
+
+
+def test_the_null_block_is_refused() -> None:
+    config = cache_config(MODELS["llama"], LAYOUTS[0])
+    paged = translate.paged_kv_of(allocate(config, LAYOUTS[0]), config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
+    with pytest.raises(InvalidCallError, match=r"block id 0 is not in 1\.\.9"):
+        paged.gather(as_block_ids([3, 0]), np.zeros(paged.layout.payload_bytes(2), np.uint8))
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LHBNC, KVCacheLayout.BHLNC], ids=lambda layout: layout.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import wait
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +18,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import connector, plugin
+from kvstore.adapters.vllm.adapterfiles import AdapterFiles
+from kvstore.adapters.vllm.arrivals import Arrivals
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
-from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.steps import StepReport, StepResult, WorkerFacts
@@ -52,7 +57,7 @@ class _NothingConnected(KVStoreConnector):
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
         self._throttle = Throttle()
-        self._adapters = AdapterFiles()
+        self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
 
@@ -143,6 +148,47 @@ def test_a_remote_tier_that_the_scheduler_cannot_open(
         assert "runs WITHOUT the cache, since required is false: the server says no" in caplog.text
 
 
+def lora_request(name: str, folder: Path) -> Request:
+    params = SamplingParams(extra_args={"kvstore.ttl": 5})
+    return Request(name, [1, 2, 3], params, None, lora_request=LoRARequest("style", 1, str(folder)))
+
+
+def test_a_request_of_an_adapter_waits_for_its_files_and_others_do_not(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678")
+    found = _NothingConnected()
+    request = lora_request("styled", tmp_path)
+    found.on_new_request(request)
+    assert not found._scheduling._trackers, "nobody knows its keys yet"
+    plain = Request("plain", [1, 2, 3], SamplingParams(), None)
+    found.on_new_request(plain)
+    assert found.get_num_new_matched_tokens(plain, 0) == (0, False)
+    wait([found._arrivals._waiting["styled"].look], 30.0)
+    assert found.get_num_new_matched_tokens(request, 0) == (0, False)
+    tracker = found._scheduling._trackers["styled"]
+    assert tracker.extras.lora == ("style", fingerprint_adapter(tmp_path))
+    assert tracker.params.ttl_s == 5
+    found._arrivals.close()
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_request_of_an_adapter_that_cannot_be_told_is_tracked_without_the_cache(
+    tmp_path: Path, *, is_gone: bool
+) -> None:
+    found = _NothingConnected()
+    found._arrivals = Arrivals(AdapterFiles(), 30.0)
+    request = lora_request("styled", tmp_path / "nowhere")
+    found.on_new_request(request)
+    wait([found._arrivals._waiting["styled"].look], 30.0)
+    if is_gone:
+        found.request_finished(request, [])
+        assert found.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert not found._scheduling._trackers
+    else:
+        assert found.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert found._scheduling._trackers["styled"].params == WITHOUT_CACHE
+    found._arrivals.close()
+
+
 def test_malformed_parameters_are_named_once_and_the_request_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
     found = _NothingConnected()
     for number in range(3):
@@ -154,6 +200,18 @@ def test_malformed_parameters_are_named_once_and_the_request_is_passed_by(caplog
     assert {tracker.params for tracker in found._scheduling._trackers.values()} == {WITHOUT_CACHE}
     found.on_new_request(Request("right", [1, 2, 3], SamplingParams(extra_args={"kvstore.ttl": 5}), None))
     assert found._scheduling._trackers["right"].params.ttl_s == 5
+
+
+def test_a_field_that_does_not_count_is_told_once_and_the_request_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    found = _NothingConnected()
+    for number in range(3):
+        params = SamplingParams(extra_args={"kvstore.pin": True, "kvstore.ttl": 5})
+        found.on_new_request(Request(f"{number}", [1, 2, 3], params, None))
+    assert caplog.messages == [
+        "kvstore.pin of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
+    ]
+    wishes = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
+    assert wishes == {(None, 5.0)}
 
 
 def test_reports_aggregate() -> None:

@@ -14,16 +14,24 @@ from vllm import PoolingParams, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import translate
-from kvstore.adapters.vllm.identity import AdapterFiles
+from kvstore.adapters.vllm.adapterfiles import Adapter
+from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.config.schema import StoreConfig
+from kvstore.config.schema import REQUEST_FIELDS, StoreConfig
 from kvstore.errors import ConfigError, LayoutError
-from kvstore.keys import PrefixHasher
+from kvstore.keys import Namespace, PrefixHasher
 
 pytestmark = pytest.mark.vllm
 
@@ -107,6 +115,33 @@ def test_state_that_does_not_consist_of_tokens_is_refused() -> None:
         translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba)), CONFIG)
 
 
+def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
+    ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    with pytest.raises(LayoutError, match="CircularBufferSpec"):
+        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
+
+
+def windowed() -> KVCacheConfig:
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=3 * BLOCK
+    )
+    return cache_config(KVCacheGroupSpec(["layer.0"], window))
+
+
+def test_with_a_window_loads_go_beside_the_steps() -> None:
+    """One within a step could not be computed anew where it fails: the blocks before are gone."""
+    transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
+    for groups, beside in ((windowed(), True), (cache_config(), None)):
+        assert translate.frees_blocks(groups) is (beside is True)
+        assert translate.scheduler_options(configured(transfer), groups, CONFIG).load_rules.beside is beside
+    translate.check_supported(vllm_config(), windowed(), CONFIG)
+    within = StoreConfig(chunk_size=4 * BLOCK, enable_async_loading=False)
+    translate.check_supported(vllm_config(), cache_config(), within)
+    translate.check_supported(vllm_config(consumer=False), windowed(), within)
+    with pytest.raises(ConfigError, match="enable_async_loading is false, and the layers of this model attend to a w"):
+        translate.check_supported(vllm_config(), windowed(), within)
+
+
 def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="chunk_size 64 is not a multiple of vLLM's block size 48"):
         translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], spec(48))), CONFIG)
@@ -181,11 +216,63 @@ def namespace(config: Any, replicas: int = 1) -> bytes:
     return translate.namespace_of(config, cache, StoreConfig(model_id="mine"), paged).id
 
 
+def one_change_each() -> dict[str, dict[str, Any]]:
+    """What to change for each field of a namespace, so that it is another one."""
+    return {
+        "model": {"model_id": "another"},
+        "model_config": {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden": 9})},
+        "dtype": {"dtype": torch.bfloat16},
+        "quantization": {"quantization": "fp8"},
+        "kv_cache_dtype": {"cache_dtype": "fp8"},
+        "draft": {"draft": "hub/draft"},
+        "layers": {"layers": ["layer.1"]},
+        "shard": {"tp": 2},
+        "chunk_tokens": {"chunk_size": 512},
+        "layout": {"fingerprint": "1" * 16},
+    }
+
+
+def fields_of(changes: dict[str, Any]) -> Namespace:
+    """The namespace of a worker that differs from the plain one in some things."""
+    config = worker_config(tp=changes.get("tp", 1), draft=changes.get("draft"))
+    for part in (config.model_config, config.cache_config):
+        vars(part).update({name: value for name, value in changes.items() if name in vars(part)})
+    paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint=changes.get("fingerprint", "0" * 16)))
+    cache = cache_config(KVCacheGroupSpec(changes.get("layers", ["layer.0"]), spec()))
+    store = StoreConfig(model_id=changes.get("model_id", "mine"), chunk_size=changes.get("chunk_size", 256))
+    return translate.namespace_of(config, cache, store, paged)
+
+
+@pytest.mark.parametrize("field", one_change_each())
+def test_whatever_makes_kv_another_makes_another_namespace(field: str) -> None:
+    plain, changed = fields_of({}), fields_of(one_change_each()[field])
+    assert plain.differing_fields(changed) == [field]
+    assert plain.id != changed.id
+
+
+def test_no_field_of_a_namespace_is_left_out_of_the_test_before() -> None:
+    assert set(fields_of({}).fields) == {"format", *one_change_each()}
+
+
 def test_every_shard_has_a_namespace_of_its_own() -> None:
     ranks = [namespace(worker_config(rank=rank, tp=2, pp=2)) for rank in range(4)]
     assert len(set(ranks)) == 4
     assert namespace(worker_config(rank=5, tp=2, pp=2)) == ranks[1], "of another data-parallel replica"
     assert namespace(worker_config(tp=2)) != namespace(worker_config(tp=1))
+
+
+def test_every_worker_has_a_folder_of_its_own() -> None:
+    def folder(rank: int, tp: int, replica: int, replicas: int) -> tuple[Path, ...]:
+        config = worker_config(rank=rank, tp=tp)
+        config.parallel_config.data_parallel_rank = replica
+        config.parallel_config.data_parallel_size = replicas
+        store = CONFIG.model_copy(update={"local_disk": "/cache", "max_local_disk_size": 1.0})
+        return translate.engine_options(config, cache_config(), store).local_disk  # type: ignore[return-value]
+
+    assert folder(0, 1, 0, 1) == (Path("/cache"),)
+    workers = [folder(rank, 2, replica, 2) for replica in range(2) for rank in range(2)]
+    assert len(set(workers)) == 4
+    assert len({folder(0, 1, replica, 2) for replica in range(2)}) == 2
 
 
 @pytest.mark.parametrize(("tp", "replicas", "shards"), [(4, 4, 1), (4, 2, 2), (4, 1, 4)], ids=["MLA", "2 heads", "4"])
@@ -226,9 +313,10 @@ def request(**fields: Any) -> Request:
     return Request(**{**defaults, **fields})
 
 
-def keys(request: Request, adapters: AdapterFiles | None = None) -> list[bytes]:
-    extras = translate.key_extras(request, adapters or AdapterFiles())
-    assert extras is not None
+def keys(request: Request) -> list[bytes]:
+    adapter = translate.adapter_of(request)
+    files = fingerprint_adapter(Path(adapter.folder)) if adapter is not None else ""
+    extras = translate.key_extras(request, lora_files=files)
     hasher = PrefixHasher(4 * BLOCK, BLOCK, extras)
     hasher.update(request.all_token_ids)
     return hasher.block_keys(0)
@@ -253,20 +341,23 @@ def test_equal_requests_share() -> None:
 def test_what_a_client_asks_comes_from_both_places_and_transfer_params_count() -> None:
     extra = {"kvstore.ttl": 5, "kvstore.skip_load": 1, "kv_transfer_params": {"lmcache.tag.team": "red"}}
     asked = request(sampling_params=SamplingParams(max_tokens=1, extra_args=extra))
-    params = translate.request_params(asked)
+    params = translate.request_params(asked, REQUEST_FIELDS)
     assert params == RequestParams(skip_load=True, ttl_s=5, tags=(("team", "red"),))
-    assert translate.request_params(request()) == NO_PARAMS
-    assert translate.request_params(request(sampling_params=None, pooling_params=PoolingParams())) == NO_PARAMS
+    assert translate.request_params(request(), REQUEST_FIELDS) == NO_PARAMS
+    pooling = request(sampling_params=None, pooling_params=PoolingParams())
+    assert translate.request_params(pooling, REQUEST_FIELDS) == NO_PARAMS
     extra["kv_transfer_params"] = {"kvstore.ttl": 6}
-    assert translate.request_params(request(sampling_params=SamplingParams(extra_args=extra))).ttl_s == 6
+    later = request(sampling_params=SamplingParams(extra_args=extra))
+    assert translate.request_params(later, REQUEST_FIELDS).ttl_s == 6
+    assert translate.request_params(later, ["pin"]) == RequestParams(ignored=("skip_load", "ttl"))
 
 
 def test_tags_keep_apart() -> None:
     extras = [
-        translate.key_extras(request(), AdapterFiles(), RequestParams(tags=tags))
+        translate.key_extras(request(), RequestParams(tags=tags))
         for tags in ((), (("team", "red"),), (("team", "blue"),))
     ]
-    assert len({found.seed() for found in extras if found is not None}) == 3
+    assert len({found.seed() for found in extras}) == 3
 
 
 def test_salts_keep_apart() -> None:
@@ -283,22 +374,31 @@ def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> 
     assert len({plain[3], cat[3], dog[3], moved[3]}) == 4
 
 
-def test_lora_keeps_apart(lora: LoRARequest, tmp_path: Path) -> None:
-    adapters = AdapterFiles()
-    other = tmp_path / "other"
-    other.mkdir()
-    for path in tmp_path.glob("adapter*"):
-        shutil.copy(path, other)  # not the times: so other weights, for all one can tell
-    found = {
-        keys(request(lora_request=adapter), adapters)[0]
-        for adapter in (None, lora, LoRARequest("style", 2, str(other)), LoRARequest("other", 3, lora.lora_path))
-    }
-    assert len(found) == 4
+def test_lora_keeps_apart_and_a_copy_is_the_same(lora: LoRARequest, tmp_path: Path) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    for folder in (copy, other):
+        folder.mkdir()
+        for path in tmp_path.glob("adapter*"):
+            shutil.copyfile(path, folder / path.name)
+    (other / "adapter_model.safetensors").write_bytes(b"12345679")
+    plain, style, same, changed, renamed = (
+        keys(request(lora_request=adapter))[0]
+        for adapter in (
+            None,
+            lora,
+            LoRARequest("style", 2, str(copy)),
+            LoRARequest("style", 2, str(other)),
+            LoRARequest("other", 3, lora.lora_path),
+        )
+    )
+    assert style == same
+    assert len({plain, style, changed, renamed}) == 4
 
 
-def test_lora_loaded_in_place_is_not_shared(lora: LoRARequest) -> None:
+def test_lora_loaded_in_place_is_known_as_such(lora: LoRARequest) -> None:
     lora.load_inplace = True
-    assert translate.key_extras(request(lora_request=lora), AdapterFiles()) is None
+    assert translate.adapter_of(request(lora_request=lora)) == Adapter(1, "style", lora.lora_path, in_place=True)
+    assert translate.adapter_of(request()) is None
 
 
 @pytest.mark.parametrize(
@@ -312,7 +412,7 @@ def test_lora_loaded_in_place_is_not_shared(lora: LoRARequest) -> None:
     ids=["embeddings", "mixed embeddings", "pooling", "session"],
 )
 def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
-    assert translate.key_extras(request(**fields), AdapterFiles()) is None
+    assert not translate.is_shareable(request(**fields))
 
 
 @pytest.mark.parametrize(("serde", "codec"), [("naive", None), ("kivi", None), ("split", "split")])
@@ -350,6 +450,34 @@ def test_peers_beside_redis_and_without() -> None:
     assert plain is not None
     assert plain.peers is None
     assert translate.remote_options(StoreConfig()) is None
+
+
+def test_milliseconds_of_the_configuration_are_seconds_inside() -> None:
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"))
+    store = StoreConfig(enable_pd=True, lookup_timeout_ms=250, pd_timeout_ms=4500, remote_url="redis://h")
+    options = translate.scheduler_options(config, cache_config(), store)
+    assert options.remote is not None
+    assert options.remote.lookup_timeout_s == pytest.approx(0.25)
+    assert options.handover is not None
+    assert options.handover.timeout_s == pytest.approx(4.5)
+
+
+def test_engines_that_requests_may_name() -> None:
+    """Only with `pd_bidirectional`, and each with its port; a peer is read anyway."""
+    config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_producer"))
+    listed: dict[str, Any] = {
+        "enable_pd": True,
+        "pd_allowed_hosts": ("Decode-1:7300", "decode-2"),
+        "peers": ("kvs://decode-3:7300",),
+    }
+    for both_ways, sources in ((True, ("kvs://decode-1:7300",)), (False, ())):
+        options = translate.scheduler_options(config, cache_config(), StoreConfig(**listed, pd_bidirectional=both_ways))
+        assert options.remote is not None
+        assert options.remote.sources == sources
+        assert options.handover is not None
+        places = [("DECODE-1", 7300), ("decode-3", 7300), ("decode-1", 7301), ("decode-2", 7300), ("127.0.0.1", 7300)]
+        allowed = [options.handover.allows_source(host, port) for host, port in places]
+        assert allowed == [both_ways, both_ways, False, False, False]
 
 
 def test_of_ranks_that_hold_the_same_each_fills_its_own_server() -> None:

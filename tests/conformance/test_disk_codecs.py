@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 from support.diskwork import MINE, bytes_on_disk, make_slot, path_of
+from support.schedules import schedules
 
 from kvstore import chunkfile
 from kvstore.errors import ConfigError
@@ -219,7 +220,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@schedules()
 @given(actions=ACTIONS, codec=st.sampled_from(LOSSLESS))
 def test_counts_exactly_in_any_order(actions: list[tuple[str, int, int]], codec: str) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.diskwork import (
     CHUNK_BYTES,
@@ -21,6 +21,7 @@ from support.diskwork import (
     path_of,
     put,
 )
+from support.schedules import schedules
 
 from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.disk import DiskTier
@@ -31,7 +32,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@schedules(60)
 @given(calls=CALLS)
 def test_behaves_like_a_dictionary_and_counts_exactly(calls: list[tuple[str, ChunkRef]]) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.diskwork import MINE, make_slot
 from support.redis_server import ACL_USER, RedisServer, running
+from support.schedules import schedules
 
 from kvstore import chunkfile
 from kvstore.errors import ConfigError, TierError
@@ -313,9 +314,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@schedules()
 @given(actions=ACTIONS, codec=st.sampled_from(["lz4", "split"]))
 def test_counts_exactly_in_any_order(
     url: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -12,9 +13,10 @@ from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_
 from kvstore.keys import Namespace
 from kvstore.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.shelves import ShelfOptions
+from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, LendingTests, TierConformance
+from kvstore.testing.harness import make_ref
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.server import ServerTier
@@ -125,7 +127,19 @@ class TestRestarted(Served):
         return sum(chunk.size_bytes for chunk in chunks)
 
     def test_scan_names_the_longest_untouched_first(self) -> None:
-        """What is read from memory does not touch the file, so a restart knows less."""
+        """What is read from memory does not touch the file, so a restart knows of stores only."""
+        refs = [make_ref(number) for number in range(8)]
+        tier = self.start()
+        self.put(*refs)
+        time.sleep(self.pause_s)  # longer than the files' clock is coarse
+        self.get(*refs[::2])
+        self.put(refs[1], version=1)
+        order = [ref for ref, _ in tier.scan()]
+        assert set(order[:3]) == set(refs[3::2])
+        assert order[-1] == refs[1]
+        order = [ref for ref, _ in self.restart().scan()]
+        assert set(order) == set(refs)
+        assert order[-1] == refs[1]
 
 
 class TestGuarded(Served, LendingTests):

@@ -126,7 +126,7 @@ def engines(
     with Disaggregation(
         model,
         folder,
-        prefill=lines,
+        prefill=f"{lines}pd_allowed_hosts: {host}:{port}\n",
         decode=f"{lines}pd_peer_host: {host}\npd_peer_init_port: {port}\n",
         arguments=("--chat-template", str(template), *arguments),
         options=options,

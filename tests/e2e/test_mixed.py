@@ -107,7 +107,12 @@ def test_three_hundred_requests(
         tmp_path / "disk",
         cpu_gib=6.5 * CHUNK_GIB,
         disk_gib=48 * CHUNK_GIB,
-        extra=mode | {"kvstore.save_decode_cache": True, "kvstore.cache_policy": "LRU"},
+        extra=mode
+        | {
+            "kvstore.save_decode_cache": True,
+            "kvstore.cache_policy": "LRU",
+            "kvstore.request_fields": "skip_save,skip_load,pin",
+        },
     )
     few_blocks = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
     with Engine(tiny_model, store, **few_blocks) as engine:

@@ -35,7 +35,8 @@ def test_what_a_client_asks(tiny_model: Path, tmp_path: Path, caplog: pytest.Log
         plain = engine.generate([PROMPT], logprobs=2)
     # So that it does not join vLLM's, which caplog cannot see.
     logging.getLogger("kvstore").addHandler(logging.NullHandler())
-    with Engine(tiny_model, StoreSetup(tmp_path / "disk")) as engine:
+    every = {"kvstore.request_fields": "skip_save, skip_load, ttl, tag, pin"}
+    with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra=every)) as engine:
         counters = engine.store_scheduler.index.counters
         assert not hit(engine, {"kvstore.skip_save": True})
         malformed = engine.generate([PROMPT], asks={"kvstore.ttl": ["secret"], "kvstore.skip_save": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError, 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers._redis_chunk import PART_BYTES, UNCOMMITTED_TTL_S
+from kvstore.tiers._redis_chunk import PART_BYTES, UNCOMMITTED_TTL_S, ChunkIO
+from kvstore.tiers._redis_wire import Link, Reply, pack
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, Tier, TierSetup, Transfer
 from kvstore.tiers.redis import RedisTier
 from kvstore.wrappers import Deadline
@@ -406,6 +407,108 @@ def test_chunks_expire(server: RedisServer) -> None:
     assert all(get(tier, ref) is Outcome.MISS for ref in REFS)
     assert tier.used_bytes == 0
     tier.close()
+
+
+def test_chunks_stay_for_good(server: RedisServer) -> None:
+    """Their parts were written under names that expire."""
+    tier = open_redis(f"redis://127.0.0.1:{server.port}")
+    put(tier, *REFS)
+    assert {server.admin().pttl(key) for key in values(server)} == {-1}
+    tier.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_replaces_a_damaged_chunk_is_not_removed_with_it(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another client stores it anew just before, or after, a reader looks once more at what it found damaged."""
+    one, other = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    put(one, REFS[0])
+    part = next(key for key in values(server) if not key.endswith(b":c"))
+    server.admin().setrange(part, 100, b"damaged")
+    real_ask = Link.ask
+
+    def ask(link: Link, commands: Sequence[bytes]) -> list[Reply]:
+        if not any(b"}:c" in command for command in commands):
+            return real_ask(link, commands)
+        monkeypatch.undo()
+        if when == "before":
+            put(other, REFS[0])
+        found = real_ask(link, commands)
+        if when == "after":
+            put(other, REFS[0])
+        return found
+
+    monkeypatch.setattr(Link, "ask", ask)
+    assert get(one, REFS[0]) is Outcome.HIT
+    assert other.contains(REFS[:1]) == [True]
+    for tier in (one, other):
+        tier.close()
+
+
+def test_a_write_whose_answer_is_lost_counts(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be there, and here it is."""
+    tier = open_redis(f"redis://127.0.0.1:{server.port}")
+    put(tier, REFS[1])
+    real_commit = ChunkIO.commit
+
+    def commit(*arguments: Any) -> None:
+        real_commit(*arguments)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(ChunkIO, "commit", commit)
+    with pytest.raises(TierError):
+        put(tier, REFS[0])
+    monkeypatch.undo()
+    assert tier.used_bytes == sum(values(server).values()) == 2 * tier.stored_bytes(REFS[0].num_blocks)
+    assert get(tier, REFS[0]) is Outcome.HIT
+    tier.close()
+
+
+def test_half_a_reply_is_read_by_nobody_else(server: RedisServer, tier: RedisTier) -> None:
+    """It would be taken for the answer to the next question on that connection."""
+    (node,) = tier._calls.nodes.masters()
+
+    def cut() -> None:
+        with node.link() as link:
+            link.send([pack("ECHO", "of the call that was cut")])
+            raise ConnectionResetError
+
+    with pytest.raises(TierError):
+        cut()
+    with node.link() as link:
+        assert link.call("ECHO", "mine") == b"mine"
+
+
+def test_a_walk_that_began_before_a_clear_leaves_what_came_after_it(server: RedisServer) -> None:
+    one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    put(one, *REFS)
+    before = one._home
+    two.clear()
+    put(two, *REFS[:2])
+    assert one._sweeper.walk(before) == ({}, 0)
+    assert two.contains(REFS[:2]) == [True, True]
+    for tier in (one, two):
+        tier.close()
+
+
+def test_a_put_that_was_cleared_before_it_ended_does_not_say_that_it_stored(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    real_commit = ChunkIO.commit
+
+    def commit(*arguments: Any) -> Any:
+        ended = real_commit(*arguments)
+        monkeypatch.undo()
+        two._sweeper.renew(two._current_home())  # as a clear that has not swept yet
+        return ended
+
+    monkeypatch.setattr(ChunkIO, "commit", commit)
+    assert put(one, REFS[0]) == [Outcome.FAILED]
+    assert (values(server), one.used_bytes) == ({}, 0)
+    for tier in (one, two):
+        tier.close()
 
 
 # Several clients

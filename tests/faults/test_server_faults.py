@@ -24,7 +24,15 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from support.cache_server import ServerProcess, ServerThread, mapped_pools, serving_ipc, serving_tcp, short_folder
+from support.cache_server import (
+    ServerProcess,
+    ServerThread,
+    mapped_pools,
+    raw_peer,
+    serving_ipc,
+    serving_tcp,
+    short_folder,
+)
 from support.redis_server import free_port, wait_for
 
 from kvstore import wire
@@ -37,8 +45,8 @@ from kvstore.runs import PAGE_BYTES
 from kvstore.server import sessions
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.shelves import ShelfOptions, Shelves
-from kvstore.server.spaces import Space
+from kvstore.server.rack import ShelfOptions
+from kvstore.server.turns import Turns
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers._server_link import Link, NoSessionError
 from kvstore.tiers._server_moves import Mapped
@@ -367,16 +375,16 @@ class TestEnd:
             gate.wait(WAIT_S)
             return put(tier, transfers)
 
-        def end_turn_late(shelves: Shelves, space: Space, key: bytes) -> None:
+        def end_late(turns: Turns, space_id: bytes, key: bytes) -> None:
             time.sleep(0.3)  # the server knows by now that the write has ended, and might think that this was all
-            end_turn(shelves, space, key)
+            end(turns, space_id, key)
 
         def clear(tier: Tier) -> None:
             with suppress(TierError):  # the server goes before it has answered
                 tier.clear()
 
-        end_turn = Shelves._end_turn
-        monkeypatch.setattr(Shelves, "_end_turn", end_turn_late)
+        end = Turns._end
+        monkeypatch.setattr(Turns, "_end", end_late)
         monkeypatch.setattr(DiskTier, "put", put_late)
         with serving_tcp(disk=disk) as server:
             tier = open_tier(server.url)
@@ -541,15 +549,6 @@ class TestMalformed:
             link.ask(wire.Lookup(2, b""), wire.Held)
         link.close()
         context.term()
-
-
-def raw_peer(server: ServerThread) -> socket.socket:
-    """A connection that has said all that ZeroMQ wants to hear at first."""
-    connection = socket.create_connection(("127.0.0.1", server.hub.tcp_port))
-    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY\x0bSocket-Type" + len(b"DEALER").to_bytes(4, "big") + b"DEALER"
-    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
-    return connection
 
 
 def fuzz(server: ServerThread, count: int) -> None:

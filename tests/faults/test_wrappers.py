@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
+from support.schedules import schedules
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
@@ -286,10 +287,10 @@ def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> Non
     bench = hanging(threads=1, timeout_s=HANG_GUARD_S, max_waiting=1)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(bench.deadline.get, [transfer(0)])]
-        while bench.deadline._work.qsize() or not running[0].running():
+        while bench.deadline._crew.num_waiting or not running[0].running():
             time.sleep(0.001)
         running.append(pool.submit(bench.deadline.get, [transfer(1)]))
-        while not bench.deadline._work.qsize():
+        while not bench.deadline._crew.num_waiting:
             time.sleep(0.001)
         with pytest.raises(TierError, match="1 calls wait already"):
             bench.deadline.get([transfer(2)])
@@ -420,6 +421,17 @@ def test_what_memory_may_have_answered_proves_nothing() -> None:
     break_down(bench.tier)
     bench.fail(1)
     assert bench.breaker.is_open
+
+
+def test_a_lookup_that_memory_answers_is_no_probe() -> None:
+    bench = Bench()
+    bench.open()
+    repair(bench.tier)
+    bench.clock.now_s += 10
+    assert bench.breaker.contains([ref_of(0)]) == [False]
+    assert (bench.breaker.is_open, bench.breaker.stats().probes) == (True, 0)
+    assert bench.breaker.get([transfer(0)]) == [HIT]
+    assert bench.breaker.contains([ref_of(0)]) == [True]
 
 
 def test_a_probe_that_fails_begins_the_interval_anew() -> None:
@@ -644,6 +656,30 @@ def test_puts_of_an_epoch_that_is_over_prove_nothing() -> None:
     assert bench.breaker.put([old, transfer(1)._replace(namespace_id=NAMESPACE.id)]) == [FAILED, STORED]
 
 
+@pytest.mark.parametrize("how", ["full", "broken", "overtaken"])
+def test_a_put_that_stores_nothing_does_not_settle_a_removal(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk of before is still there, and was to be forgotten."""
+    bench = Bench()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "remove", lambda refs: broken())
+        with pytest.raises(TierError):
+            bench.breaker.remove([ref_of(0), ref_of(1)])
+        bench.tier.put_outcome = FULL
+        if how == "broken":
+            patch.setattr(bench.tier, "put", lambda transfers: broken())
+            with pytest.raises(TierError):
+                bench.breaker.put([transfer(0)])
+        elif how == "full":
+            assert bench.breaker.put([transfer(0)]) == [FULL]
+        else:  # what is asked for meanwhile does not settle it either
+            patch.setattr(bench.tier, "before_put", lambda: bench.breaker.get([transfer(2)]))
+            assert bench.breaker.put([transfer(0)]) == [FULL]
+    assert bench.breaker.stats().owed_removals == 2
+    bench.breaker.remove([ref_of(3)])
+    assert set(bench.tier.chunks) == {ref_of(2)}
+    assert bench.breaker.stats().owed_removals == 0
+
+
 def test_it_stays_open_while_removals_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     bench.open()
@@ -715,6 +751,7 @@ EVENTS = st.lists(
 )
 
 
+@schedules(100)
 @given(EVENTS)
 def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tuple[str, int]]) -> None:
     bench = Bench()

@@ -17,7 +17,7 @@ from kvstore.tiers.server import ServerTier
 from kvstore.tools.cli import app
 
 RUNNER = CliRunner()
-COMMANDS = ["serve", "keygen", "ping", "stats", "lookup", "explain", "pin", "unpin", "clear"]
+COMMANDS = ["serve", "keygen", "ping", "stats", "lookup", "explain", "pin", "pins", "unpin", "clear"]
 TOKENS = list(range(200))  # three chunks of 64, and half a block
 
 
@@ -96,8 +96,17 @@ def test_pinned_chunks_stay(server: ServerThread, tier: ServerTier, prompt: list
     tier.put([make_transfer(EVEN, ref) for ref in refs])
     assert run(server, "pin", *prompt) == "3 chunks pinned\n"
     assert all(server.hub.stock._chunks[key].is_pinned for key in list(server.hub.stock._chunks))
-    run(server, "pin", *prompt, code=1)
+    assert run(server, "pin", *prompt, "--for", "60") == "3 chunks pinned\n"
+    (pins,) = json.loads(run(server, "pins", "--json"))["pins"]
+    assert (pins["chunks"], pins["bytes"]) == (3, server.hub.stock.pinned_bytes)
+    assert pins["ends_in_s"] <= 60
+    assert "3 chunks, 0 MiB, for" in run(server, "pins")
     assert run(server, "unpin", *prompt) == "3 chunks unpinned\n"
+    assert server.hub.stock.pinned_bytes == 0
+    assert run(server, "pins") == "nothing is pinned\n"
+    run(server, "unpin", *prompt, code=1)
+    run(server, "pin", *prompt)
+    assert run(server, "unpin", "--all") == "3 chunks unpinned\n"
     assert server.hub.stock.pinned_bytes == 0
 
 
@@ -138,6 +147,7 @@ def test_keygen(tmp_path: Path) -> None:
         ("server_listen: kvs://127.0.0.1", "name host and port"),
         ("server_listen: kvs://0.0.0.0:5566", "kvstore keygen"),
         ("server_listen: kvs+ipc:///tmp/x\nserver_quotas: what", "server_quotas"),
+        ("server_listen: kvs+ipc:///tmp/x\nserver_operators: admin", "lists nobody"),
         ("server_listen: kvs+ipc:///tmp/x\nlocal_disk: [/a, /b]\nmax_local_disk_size: 1", "one folder"),
         (f"server_listen: kvs+ipc:///{'x' * 120}", "too long"),
         ("max_local_cpu_size: 100000\nserver_listen: kvs+ipc:///tmp/x", "lower max_local_cpu_size"),

@@ -71,6 +71,7 @@ class TestClients:
         for answer, stream in zip(answers, streams, strict=True):
             assert answer.read() == b"".join((*EVENTS, DONE))
             stream.__exit__(None, None, None)
+        wait_for("the engines' connections are given back", lambda: counted(client, "in_flight") == 0)
         assert client.post(PATH, json=ASKED).status_code == 200
         assert counted(client, "errors_total", reason="busy") == 1
         assert counted(client, "errors_total", reason="client_gone") == 0

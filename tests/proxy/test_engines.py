@@ -44,6 +44,17 @@ class TestEnginesThatFail:
         assert counted(client, "fallbacks_total", reason="prefill_timeout") == 1
         wait_for("the prefill is aborted", lambda: prefill.aborted == 1)
 
+    @pytest.mark.parametrize("ends_with", ["silence", "an error"])
+    def test_what_one_prefill_engine_has_begun_no_other_begins(
+        self, serve: Serve, engines: list[FakeEngine], ends_with: str
+    ) -> None:
+        """Computed twice, a prompt would take the engines' time twice; the decode engine computes it at once."""
+        first, decode, second = engines[:3]
+        first.script = Script(holds_after=0) if ends_with == "silence" else Script(status=500)
+        client = serve(prefill=(first.url, second.url), prefill_timeout_s=0.2, timeout_s=20)
+        assert client.post(PATH, json=ASKED).status_code == 200
+        assert [len(engine.seen) for engine in (first, second, decode)] == [1, 0, 1]
+
     def test_a_prefill_engine_with_an_error_of_its_own(self, serve: Serve, prefill: FakeEngine) -> None:
         prefill.script.status = 500
         client = serve(receivers=(TO_A,))

@@ -55,6 +55,15 @@ class TestTheWay:
         assert serve().post(PATH, json={**ASKED, "prompt": prompt}).status_code == 200
         assert prefill.last.body["prompt"] == decode.last.body["prompt"] == prompt
 
+    def test_a_body_of_megabytes_in_pieces(self, serve: Serve, prefill: FakeEngine, decode: FakeEngine) -> None:
+        prompt = list(range(1_000_000, 1_400_000))
+        assert serve().post(PATH, json={**ASKED, "prompt": prompt, "user": "\u00e4" * 300_000}).status_code == 200
+        for engine in (prefill, decode):
+            assert engine.last.body["prompt"] == prompt
+            assert engine.last.body["user"] == "\u00e4" * 300_000
+            assert int(engine.last.headers["content-length"]) > 3 << 20
+            assert "transfer-encoding" not in engine.last.headers
+
     @pytest.mark.parametrize("piece_bytes", [0, 1, 7, 100_000])
     def test_a_stream_passes_byte_for_byte(self, serve: Serve, decode: FakeEngine, piece_bytes: int) -> None:
         decode.script.piece_bytes = piece_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,15 @@ def serving_tcp(**options: object) -> Iterator[ServerThread]:
     given = replace(ServerOptions(POOL_BYTES, tcp=TcpDoor("127.0.0.1", 0)), **options)  # type: ignore[arg-type]
     with serving(given) as server:
         yield server
+
+
+def raw_peer(server: ServerThread) -> socket.socket:
+    """A connection that has said all that ZeroMQ wants to hear at first."""
+    connection = socket.create_connection(("127.0.0.1", server.hub.tcp_port))
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY\x0bSocket-Type" + len(b"DEALER").to_bytes(4, "big") + b"DEALER"
+    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    return connection
 
 
 class ServerProcess:

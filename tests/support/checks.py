@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvstore.leases import HOLDS_PER_SLOT
 from kvstore.plans import Place
 from kvstore.tiers.disk import DiskTier
 from kvstore.wrappers import layers
@@ -33,11 +34,18 @@ def check_index(index: ChunkIndex) -> None:
         assert chunk.uses or not (chunk.filling or chunk.writing or chunk.forgotten), "unfinished, and nobody at it"
         assert index._keep_in_memory or chunk.uses or chunk.slot is None
     leased = Counter(key for lease in index._leases._leases.values() for key in lease.keys)
-    assert index._leases._holders == leased, "a lease is lost"
+    holders = Counter({key: len(names) for key, names in index._leases._holders.items()})
+    assert holders == leased, "a lease is lost"
+    assert leased.total() == index._leases._num_holds <= max(1, index._num_slots * HOLDS_PER_SLOT)
+    assert index._leases._ends._at_s == {name: lease.expires_s for name, lease in index._leases._leases.items()}
     assert len(leased) <= max(1, index._num_slots // 2)
     for key, leases in leased.items():
         assert not chunks[key].forgotten
         assert chunks[key].uses >= leases
+    expiries = {
+        key: chunk.expires_s for key, chunk in chunks.items() if chunk.expires_s is not None and not chunk.forgotten
+    }
+    assert index._expiries._at_s == expiries, "a time to live that nobody ends, or one too many"
     if index._disk is None:
         assert index.disk_used_bytes == 0
     else:
@@ -52,7 +60,7 @@ def check_idle(engine: CacheEngine) -> None:
     index, mover = engine._index, engine._mover
     with engine._index_lock:
         check_index(index)
-        assert index.uses == index._leases._holders.total()
+        assert index.uses == index._leases._num_holds
         mover.remove(Place.DISK, index.take_removals())  # the next call would carry them out
     for lane in mover._lanes.values():
         assert not lane._writing

@@ -199,6 +199,9 @@ class Setup:
     push_slots: int = 8
     port: int | None = None  # of the first rank's own server, for other engines
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
+    sources: tuple[str, ...] = ()  # other engines that requests may name
+    lookup_timeout_s: float = 5.0
+    hold_s: float | None = None  # how long answers of the remote tier count, if not for long
     min_remote_tokens: int = 0
 
 
@@ -206,8 +209,15 @@ def _remote_of(setup: Setup) -> RemoteOptions | None:
     """What comes from elsewhere: from a tier in a dictionary, or over real sockets."""
     if setup.port is not None or setup.peers is not None:
         num_sends = 0 if setup.port is None else 64
-        return RemoteOptions(None, lookup_timeout_s=5.0, hold_s=0.2, max_queue=num_sends, peers=setup.peers or ())
-    return None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
+        peers, timeout_s = setup.peers or (), setup.lookup_timeout_s
+        return RemoteOptions(
+            None, lookup_timeout_s=timeout_s, hold_s=0.2, max_queue=num_sends, peers=peers, sources=setup.sources
+        )
+    if setup.server is None:
+        return None
+    hold_s = REMOTE.hold_s if setup.hold_s is None else setup.hold_s
+    timeout_s = setup.lookup_timeout_s
+    return replace(REMOTE, max_queue=setup.max_write_queue, lookup_timeout_s=timeout_s, hold_s=hold_s)
 
 
 class FakeVllm:
@@ -273,7 +283,9 @@ class FakeVllm:
     def _worker(self, rank: int) -> StoreWorker:
         setup = self.setup
         layers = {f"layer.{number}": torch.from_numpy(cache) for number, cache in enumerate(self.caches[rank])}
-        paged = bind_paged_kv(layers, num_blocks=setup.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK)
+        paged = bind_paged_kv(
+            layers, num_blocks=setup.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK, reserved_blocks=1
+        )
         options = EngineOptions(
             max_local_cpu_bytes=setup.slots * CHUNK_SLOT_BYTES,
             local_cpu=setup.local_cpu,

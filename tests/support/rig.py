@@ -38,10 +38,14 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 class Rig:
-    """Layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. What is in a block follows from all tokens up to its end."""
+    """Layers of uint8 ``[num_blocks, 2, BLOCK, 8]``. What is in a block follows from all tokens up to its end.
+
+    ``version`` is what else decides it: the weights, say, or a mistake that was mended.
+    """
 
     def __init__(self, num_blocks: int = 64, num_layers: int = 2) -> None:
         self.num_blocks = num_blocks
+        self.version = 0
         shape = (num_blocks, 2, BLOCK, 8)
         self.caches = {f"layer.{n}": torch.zeros(shape, dtype=torch.uint8) for n in range(num_layers)}
         self.paged = bind_paged_kv(self.caches, num_blocks=num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK)
@@ -69,7 +73,7 @@ class Rig:
 
     def expected(self, tokens: Sequence[int], block: int) -> ByteArray:
         """What the block number ``block`` of a sequence must hold, over all layers."""
-        seed = zlib.crc32(array("Q", tokens[: (block + 1) * BLOCK]).tobytes())
+        seed = zlib.crc32(array("Q", tokens[: (block + 1) * BLOCK]).tobytes(), self.version)
         return np.random.default_rng(seed).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
 
     def held(self, block_id: int) -> ByteArray:

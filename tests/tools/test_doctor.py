@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.redis_server import RedisServer, running
+from support.cache_server import POOL_BYTES, serving, serving_ipc, short_folder
+from support.diskwork import EVEN, MINE
+from support.example_tier import MODULE, install_example
+from support.redis_server import RedisServer, free_port, running
 
 from kvstore.config import StoreConfig
 from kvstore.hostlimits import MemoryLimit
+from kvstore.packs import PackWriter, Shard
+from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.tiers._folder import FolderLock, make_folder
 from kvstore.tools import doctor
-from kvstore.tools.doctor import Finding, diagnose
+from kvstore.tools.doctor import diagnose
+from kvstore.tools.findings import Finding
 
 
 def look(config: dict[str, Any], *, workers: int = 1, needed_gb_per_s: float = 1e-9) -> dict[str, list[Finding]]:
@@ -94,15 +102,114 @@ def test_redis(tmp_path: Path) -> None:
         server.admin().config_set("requirepass", "pw")
         good = look(config)
         assert states(good["Redis"]) == states(good[f"Redis 127.0.0.1:{server.port}"]) == {"ok"}
-        assert states(look({**config, "remote_password": "no"})["Redis"]) == {"warning"}
-        assert states(look({**config, "remote_password": "no", "remote_required": True})["Redis"]) == {"error"}
+        for required in (False, True):  # to start it again would not help
+            (wrong,) = look({**config, "remote_password": "no", "remote_required": required})["Redis"]
+            assert (wrong.state, "start it" in wrong.remedy, "remote_password" in wrong.remedy) == (
+                "error",
+                False,
+                True,
+            )
         admin = server.admin(password="pw")
         for name, value in (("maxmemory-policy", "noeviction"), ("maxmemory", 0)):
             admin.config_set(name, value)
             (finding,) = look(config)[f"Redis 127.0.0.1:{server.port}"]
             assert finding.state == "warning"
             assert name in finding.remedy
+    (down,) = look(config)["Redis"]
+    assert (down.state, down.remedy.split(",")[0]) == ("warning", "start it")
+    assert states(look({**config, "remote_required": True})["Redis"]) == {"error"}
     assert states(look({"max_local_cpu_size": 0.1, "remote_url": "lm://x:1"})["remote tier"]) == {"warning"}
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_cache_servers(tmp_path: Path, required: bool) -> None:
+    """One that serves, one that is about to end, one that is not there, and one whose keys cannot be read."""
+    config = {"max_local_cpu_size": 0.1, "remote_required": required, "blocking_timeout_secs": 0.5}
+    down = "error" if required else "warning"
+    with serving_ipc() as server:
+        (found,) = look({**config, "remote_url": server.url})["cache server"]
+        assert (found.state, found.found.split(" in ")[0]) == ("ok", "answers")
+        server.hub.service.is_closing = True
+        assert states(look({**config, "remote_url": server.url})["cache server"]) == {down}
+    for url in (f"kvs+ipc://{tmp_path}/nowhere", f"kvs://127.0.0.1:{free_port()}"):
+        (found,) = look({**config, "remote_url": url})["cache server"]
+        assert (found.state, found.remedy.split(",")[0]) == (down, "start it")
+    keys = {"remote_key_file": f"{tmp_path}/none", "remote_server_key_file": f"{tmp_path}/none"}
+    assert states(look({**config, **keys, "remote_url": "kvs://127.0.0.1:1"})["cache server"]) == {"error"}
+
+
+def test_peers() -> None:
+    with short_folder() as folder, serving(ServerOptions(POOL_BYTES, folder, TcpDoor("127.0.0.1", 0))) as server:
+        there, gone = f"kvs://127.0.0.1:{server.hub.tcp_port}", f"kvs://127.0.0.1:{free_port()}"
+        config = {"max_local_cpu_size": 0.1, "peers": (there, gone), "blocking_timeout_secs": 0.5}
+        found = look(config)
+        assert [states(found[f"peer {url}"]) for url in (there, gone)] == [{"ok"}, {"warning"}]
+
+
+def test_codecs_and_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is an error here, as it would be at start, and names what to install."""
+    configs: dict[str, tuple[str, dict[str, object]]] = {
+        "lz4.block": ("codec lz4", {"local_disk_serde": "lz4"}),
+        "zstandard": ("codec split", {"remote_serde": "split"}),
+        "starlette": ("internal_api_server_enabled", {"internal_api_server_enabled": True}),
+        "uvicorn": ("server_http_port", {"server_http_port": 0}),
+        "zmq": ("server_listen", {"server_listen": "kvs://127.0.0.1:0"}),
+        "msgspec": ("enable_pd", {"enable_pd": True}),
+    }
+    for module, (topic, given) in configs.items():
+        config = {"max_local_cpu_size": 0.1, **given}
+        assert states(look(config).get(topic, [])) <= {"ok"}
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            (finding,) = look(config)[topic]
+        assert (finding.state, "pip install 'vllm-kvstore[" in finding.remedy) == ("error", True), module
+
+
+@pytest.mark.parametrize(
+    ("url", "missing"),
+    [("redis://h", "redis"), ("kvs://127.0.0.1:1", "zmq"), ("kvs+ipc:///nowhere", "msgspec")],
+)
+def test_a_tier_whose_package_is_missing(url: str, missing: str) -> None:
+    """In a process of its own, which has not imported it yet."""
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from kvstore.config import StoreConfig\n"
+        "from kvstore.tools.doctor_remote import elsewhere\n"
+        f"for found in elsewhere(StoreConfig(remote_url={url!r})): print(found.state, found.found)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("error "), done.stderr
+    assert "pip install 'vllm-kvstore[" in done.stdout
+
+
+def test_packs(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvpack"
+    config = {"max_local_cpu_size": 0.1, "remote_url": f"pack://{path}"}
+    assert states(look(config)["pack"]) == {"error"}
+    with PackWriter(path, [Shard(MINE, EVEN)]) as pack:
+        pack.finish()
+    (finding,) = look(config)["pack"]
+    assert (finding.state, finding.found.split(";")[0]) == ("ok", "0 chunks")
+
+
+def test_a_tier_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_example(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = {"max_local_cpu_size": 0.1, "remote_url": "sqlite:///nowhere"}
+    assert states(look(config)["remote tier"]) == {"ok"}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, MODULE, None)
+        assert states(look(config)["remote tier"]) == {"error"}
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+
+
+def test_a_wrong_password_is_exit_code_1(tmp_path: Path, run: Any) -> None:
+    server = RedisServer(tmp_path)
+    file = tmp_path / "kvstore.yaml"
+    file.write_text(f"max_local_cpu_size: 0.1\nremote_url: redis://:wrong@127.0.0.1:{server.port}\n")
+    with running(server):
+        server.admin().config_set("requirepass", "pw")
+        assert run("doctor", "--config", file).exit_code == 1
 
 
 def test_command(tmp_path: Path, run: Any, run_json: Any) -> None:

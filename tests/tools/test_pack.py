@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-from support.diskwork import EVEN, MINE, OTHER, bytes_on_disk, get, make_ref, make_transfer, path_of
+from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.keys import Namespace
 from kvstore.opening import RemoteOptions
-from kvstore.packs import END_MAGIC, PARTIAL_SUFFIX, open_pack
+from kvstore.packs import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
 from kvstore.tiers.disk import DiskTier
@@ -145,19 +147,76 @@ def test_the_begin_of_another_pack_is_not_gone_on_with(fill: Fill, tmp_path: Pat
     assert export(Source(folder), tmp_path / "a.kvpack").chunks == 2
 
 
+def interrupted(folder: Path, path: Path, after: int) -> Path:
+    """An export that was killed after so many chunks; what it left."""
+
+    def kill(_total: int, _size: int, calls: Iterator[int]) -> None:
+        if next(calls) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(Source(folder), path, tick=partial(kill, calls=itertools.count()))
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def test_what_was_damaged_since_an_interruption_is_written_anew(fill: Fill, tmp_path: Path) -> None:
+    folder, path = fill(REFS, layout=LAYOUT), tmp_path / "a.kvpack"
+    left = interrupted(folder, path, 7)
+    with left.open("r+b") as file:
+        file.seek(left.stat().st_size - 3 * CHUNK_BYTES // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    report = export(Source(folder), path)
+    assert (report.chunks + report.present, report.present < 7) == (20, True)
+    with open_pack(path) as pack:
+        assert all(pack.check(0, ref) is None for ref in REFS)
+
+
+def test_the_begin_of_another_models_pack_is_left_alone(fill: Fill, tmp_path: Path) -> None:
+    path = tmp_path / "a.kvpack"
+    left = interrupted(fill(REFS, layout=LAYOUT), path, 3)
+    content = left.read_bytes()
+    other = fill(REFS[:1], namespace=OTHER, layout=LAYOUT, name="other")
+    with pytest.raises(ConfigError, match="begin of another pack"):
+        export(Source(other), path)
+    assert left.read_bytes() == content
+
+
+@pytest.mark.parametrize("folder", ["/etc", "../etc", "rank-0/../../etc"])
+def test_a_packs_folders_lie_below_the_engines(folder: str) -> None:
+    tree = Shard(MINE, LAYOUT, ("rank-0",)).to_tree()
+    assert Shard.from_tree(tree).folders == ("rank-0",)
+    with pytest.raises(TypeError, match="below the engine's"):
+        Shard.from_tree({**tree, "folders": ["", folder]})
+
+
+def test_an_index_that_names_what_is_no_chunk(packed: Path) -> None:
+    """Its checksum is right: it was written so."""
+    raw = bytearray(packed.read_bytes())
+    index_at, count = struct.unpack_from("<8sQQ", raw, len(raw) - 40)[1:]
+    front_bytes = -(-(16 + struct.unpack_from("<8sQ", raw)[1]) // 4096) * 4096
+    struct.pack_into("<Q", raw, index_at + 24, index_at - 4096)  # the first chunk reaches into the index
+    digest = xxhash.xxh3_128(raw[:front_bytes] + raw[index_at : index_at + 40 * count]).digest()
+    raw[-16:] = digest
+    packed.write_bytes(raw)
+    with pytest.raises(ConfigError, match="makes no sense"):
+        open_pack(packed)
+
+
 def test_never_in_memory(fill: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk at a time: no read or write is longer than one."""
     folder = fill(REFS, layout=LAYOUT)
     most: list[int] = []
-    monkeypatch.setattr(os, "pwrite", _measuring(os.pwrite, most))
+    monkeypatch.setattr(os, "pwritev", _measuring(os.pwritev, most))
     export(Source(folder), tmp_path / "a.kvpack")
     assert max(most) == max(path_of(folder, ref).stat().st_size for ref in REFS)
 
 
 def _measuring(call: Callable[..., int], most: list[int]) -> Callable[..., int]:
-    def measured(fd: int, data: Any, offset: int) -> int:
-        most.append(len(data))
-        return call(fd, data, offset)
+    def measured(fd: int, views: Any, offset: int) -> int:
+        most.append(sum(len(view) for view in views))
+        return call(fd, views, offset)
 
     return measured
 

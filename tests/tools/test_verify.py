@@ -83,10 +83,13 @@ FAULTS: dict[str, Callable[[Path, ChunkRef], None]] = {
 }
 
 
+NO_FILES = {"folder", "unreadable: fifo", "unreadable: loop"}
+
+
 @pytest.mark.parametrize("noted", [True, False], ids=["layout noted", "layout inferred"])
 @pytest.mark.parametrize("codec", ["none", "lz4"])
 def test_a_hundred_faults_in_a_thousand_chunks(fill: Fill, noted: bool, codec: str) -> None:
-    """Of every kind; found all, each where it was planted, and nothing else; with --fix the rest is sound."""
+    """Of every kind; found all, each where it was planted, and nothing else; --fix sets aside what is a file."""
     refs = [make_ref(number) for number in range(1000)]
     layout = replace(EVEN, element="bf16")
     folder = fill(refs, layout=layout, codec=codec)
@@ -110,11 +113,14 @@ def test_a_hundred_faults_in_a_thousand_chunks(fill: Fill, noted: bool, codec: s
     assert all(os.path.lexists(place) for place in planted), "nothing was changed"
 
     report = verify(str(folder), fix=True)
-    assert report.fixed == len(report.faults) == 100
+    files = {place for place, kind in planted.items() if kind not in NO_FILES}
+    assert {fault.place for fault in report.faults if fault.fixed} == files
+    assert len(report.faults) == 100
     aside = (folder / QUARANTINE / MINE.id.hex()).iterdir()
-    assert {path.name for path in aside} == {Path(place).name for place in planted}
+    assert {path.name for path in aside} == {Path(place).name for place in files}
     after = verify(str(folder))
-    assert (after.chunks, after.faults) == (900, [])
+    assert after.chunks == 1000 - len(files)
+    assert {fault.place for fault in after.faults} == planted.keys() - files
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -190,6 +196,16 @@ def test_names_that_are_no_chunks(fill: Fill) -> None:
     (folder / "note.txt").write_text("not in a namespace")
     (fault,) = verify(str(folder)).faults
     assert (fault.place, fault.damage) == (str(stray), "not a chunk's name")
+
+
+def test_what_was_set_aside_stays(fill: Fill) -> None:
+    """A chunk may be damaged, stored anew and damaged again."""
+    folder = fill([make_ref(1)])
+    for number in range(3):
+        fill([make_ref(1)])
+        diskwork.flip(path_of(folder, make_ref(1)), 5000 + number)
+        assert verify(str(folder), fix=True).fixed == 1
+    assert len(list((folder / QUARANTINE / MINE.id.hex()).iterdir())) == 3
 
 
 def test_beside_a_running_engine(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import sys
 import threading
@@ -13,15 +15,19 @@ import httpx
 import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
 from support.remote import FakeServer
+from typer.testing import CliRunner
 
 from kvstore.adapters.vllm.controls import SchedulerControls
+from kvstore.adapters.vllm.params import RequestParams
 from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.tracker import SaveRules
+from kvstore.admin import answer
 from kvstore.admin_http import AdminServer
 from kvstore.config import StoreConfig, load_config
 from kvstore.errors import ConfigError
-from kvstore.keys import NO_EXTRAS
+from kvstore.keys import NO_EXTRAS, PrefixHasher
 from kvstore.loopback import is_loopback
+from kvstore.tools.cli import app
 
 PROMPT = list(range(3 * CHUNK + 1))
 CONFIG = StoreConfig(remote_url="redis://user:secret@cache:6379/0?password=secret", remote_password="secret")
@@ -78,6 +84,22 @@ def test_health(vllm: FakeVllm, client: httpx.Client) -> None:
     health = client.get("/health").raise_for_status().json()
     assert health["status"] == "degraded"
     assert health["tiers"]["remote"] == "left out"
+
+
+def test_a_probe_gets_another_status_while_it_is_degraded(vllm: FakeVllm, client: httpx.Client) -> None:
+    """A person reads the answer; a load balancer reads its number only."""
+    assert client.get("/healthz").status_code == 200
+    vllm.scheduler._accounts._tally.show("breaker_state|remote", 2)
+    vllm.scheduler.take_tally()
+    probed = client.get("/healthz")
+    assert probed.status_code == 503
+    assert probed.json() == client.get("/health").raise_for_status().json()
+
+
+def test_a_probe_before_the_workers_have_reported() -> None:
+    scheduler = StoreScheduler(SchedulerOptions(SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)))
+    controls = SchedulerControls(scheduler, CONFIG, {})
+    assert answer(controls, "GET", "/healthz", {"host": "localhost"}).status == 503
 
 
 class TestKv:
@@ -179,7 +201,7 @@ def test_clear_is_done_by_the_schedulers_thread(vllm: FakeVllm, client: httpx.Cl
 def test_clear_of_an_idle_engine_is_done_before_the_next_request(
     vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.adapters.vllm.controls._CLEAR_WAIT_S", 0.01)
+    monkeypatch.setattr("kvstore.adapters.vllm.controls._WAIT_S", 0.01)
     vllm.ask("first", PROMPT)
     assert client.post("/clear").status_code == 202
     assert client.post("/clear").status_code == 202
@@ -187,6 +209,78 @@ def test_clear_of_an_idle_engine_is_done_before_the_next_request(
     vllm.forget_local()
     vllm.ask("again", PROMPT)
     assert vllm.loaded_tokens["again"] == 0
+
+
+class TestPins:
+    """What clients keep from eviction is seen, and undone, by the operator."""
+
+    def test_listed_and_undone(self, vllm: FakeVllm, client: httpx.Client) -> None:
+        assert client.get("/pins").raise_for_status().json() == {"pins": [], "counts": False}
+        vllm.ask("first", PROMPT, params=RequestParams(pin=True))
+        vllm.settle()
+        (pin,) = client.get("/pins").json()["pins"]
+        assert pin.keys() == {"name", "chunks", "ends_in_s"}
+        assert pin["chunks"] == 3
+        assert 0 < pin["ends_in_s"] <= 86_400
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.post, "/unpin")
+            while not asked.done():
+                vllm.step()
+        assert asked.result().json() == {"status": "unpinned", "pins": 1}
+        assert client.get("/pins").json()["pins"] == []
+        assert vllm.index.leases == vllm.index.uses == 0
+
+    def test_one_that_waits_for_what_its_request_stored(self, vllm: FakeVllm) -> None:
+        vllm.scheduler._pins["pin x"] = (PrefixHasher(CHUNK, BLOCK), 10**9)
+        assert vllm.scheduler.unpin_all() == 1
+        assert not vllm.scheduler._pins
+
+    def test_an_idle_engine_does_it_before_the_next_request(
+        self, vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvstore.adapters.vllm.controls._WAIT_S", 0.01)
+        vllm.ask("first", PROMPT, params=RequestParams(pin=True))
+        vllm.settle()
+        assert client.post("/unpin").status_code == client.post("/unpin").status_code == 202
+        assert vllm.scheduler._actions.qsize() == 1, "requests do not pile up"
+        vllm.ask("other", PROMPT[:BLOCK])
+        assert vllm.index.leases == 0
+
+    def test_the_command(self, vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        def run(command: str, *options: str) -> tuple[int, str]:
+            result = CliRunner().invoke(app, ["engine", command, "--admin", str(client.base_url), *options])
+            return result.exit_code, result.output
+
+        monkeypatch.setattr("kvstore.adapters.vllm.controls._WAIT_S", 0.01)
+        ignored = "pins of requests are ignored: request_fields does not list pin"
+        assert run("pins") == (0, f"0 pins\n{ignored}\n")
+        vllm.ask("first", PROMPT, params=RequestParams(pin=True))
+        vllm.settle()
+        code, text = run("pins")
+        assert code == 0
+        assert re.fullmatch(rf"pin [0-9a-f]{{32}}: 3 chunks, ends in 86,\d+ s\n1 pins\n{ignored}\n", text)
+        assert json.loads(run("pins", "--json")[1])["pins"][0]["chunks"] == 3
+        assert run("unpin") == (0, "accepted: it is done when the next request comes\n")
+        vllm.ask("other", PROMPT[:BLOCK])
+        assert json.loads(run("pins", "--json")[1])["pins"] == []
+        monkeypatch.setattr("kvstore.adapters.vllm.controls._WAIT_S", 30.0)
+        vllm.ask("second", PROMPT, params=RequestParams(pin=True))
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(run, "unpin")
+            while not asked.done():
+                vllm.step()
+        assert asked.result() == (0, "1 pins ended\n")
+
+    def test_the_command_without_an_engine(self) -> None:
+        for url, code in (("http://127.0.0.1:1", 1), ("kvs://127.0.0.1:1", 2)):
+            result = CliRunner().invoke(app, ["engine", "pins", "--admin", url])
+            assert (result.exit_code, result.stdout) == (code, ""), url
+            assert "admin" in result.stderr
+
+    def test_before_the_workers_have_reported(self) -> None:
+        scheduler = StoreScheduler(SchedulerOptions(SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)))
+        assert SchedulerControls(scheduler, CONFIG, {}).pins()["pins"] == []
+        assert scheduler.unpin_all() == 0
 
 
 def test_pages_in_a_browser_are_turned_away(client: httpx.Client) -> None:

@@ -20,9 +20,10 @@ from kvstore.device import DevicePagedKV
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
+from kvstore.policies import Adaptive
 from kvstore.tiers import _folder
 from kvstore.tiers._redis_chunk import PART_BYTES
-from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, server, start
+from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, scheduling, server, start
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
@@ -63,6 +64,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
         monkeypatch.setattr(module, "LOOKUP_ROUNDS", 3)
     monkeypatch.setattr(lookup, "POLICY_CHUNKS", 160)
     monkeypatch.setattr(lookup, "POLICY_REQUESTS", 5)
+    for name, value in {"EVENT_CHUNKS": 50, "EVENT_ROUNDS": 4, "LOOKUP_REQUESTS": 8, "ROUNDS": 2}.items():
+        monkeypatch.setattr(scheduling, name, value)
     return TOY
 
 
@@ -103,6 +106,25 @@ def names(lines: Sequence[Line]) -> list[str]:
     return [line.subject.name for line in lines]
 
 
+CALLS = [
+    subject.name
+    for subject in (lookup.INDEX, lookup.ENGINE, lookup.POLICY, scheduling.EVENT, scheduling.PASS, scheduling.KEYS)
+]
+
+
+def test_the_lines_of_the_scheduler_have_floors() -> None:
+    """An event within 50 us, a burst of lookups within 10 ms a pass: goals to be kept."""
+    for subject in (scheduling.EVENT, scheduling.PASS, scheduling.KEYS):
+        assert floors.bound_of("llama-8b", subject.name).goal == 1.0
+        assert floors.bound_of("llama-8b", subject.name).floor > 0
+
+
+def test_a_lookup_that_times_out_ends_the_bench(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "_TIMEOUT_S", 0.0)
+    with pytest.raises(BenchError, match="were not answered in time"):
+        scheduling.measure_scheduling()
+
+
 def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     if not _folder.probe_direct(_made(tmp_path)):
         pytest.skip("no direct I/O here")
@@ -112,9 +134,9 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     assert names(report.lines) == [
         *(subject.name for subject in cpu.SUBJECTS),
         *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.WARM)),
-        *(subject.name for subject in (lookup.INDEX, lookup.ENGINE, lookup.POLICY)),
+        *CALLS,
     ]
-    assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 5]
+    assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 5] + [4, 2, 2]
     assert len(ticks) == options.total_ticks
     assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "GPU", "vLLM")]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
@@ -180,7 +202,17 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
 @pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
 def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
     """Each is used at once or never: the default policy must see these uses, or it would in the end store none."""
-    measure(Workbench(toy, 64), 40, lambda _: None)
+    lines = measure(Workbench(toy, 64), 40, lambda _: None)
+    assert [len(line.pairs) for line in lines] == [40] * 4
+
+
+@pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
+def test_a_batch_that_is_not_stored_ends_the_bench(
+    toy: Geometry, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adaptive, "make_room", lambda *_, **__: None)  # as one that has seen no use would answer
+    with pytest.raises(BenchError, match=f"of {Workbench(toy, 64).num_tokens} tokens were stored"):
+        measure(Workbench(toy, 64), 40, lambda _: None)
 
 
 def _made(folder: Path) -> Path:
@@ -191,7 +223,7 @@ def _made(folder: Path) -> Path:
 def test_run_without_direct_io_says_so(toy: Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_folder, "probe_direct", lambda _: False)
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, folder=tmp_path))
-    assert names(report.lines)[-3:] == [subject.name for subject in (lookup.INDEX, lookup.ENGINE, lookup.POLICY)]
+    assert names(report.lines)[-6:] == CALLS
     assert report.skipped[0].startswith("disk: direct I/O does not work in the disk folder")
 
 
@@ -235,7 +267,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["skipped"] == [
         f"{name}: not asked for" for name in ("disk", "start", "redis", "server", "GPU", "vLLM")
     ]
-    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 7, 7, 3, 3, 5]
+    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 7, 7, 3, 3, 5, 4, 2, 2]
     assert all(line["includes"] for line in found["lines"])
 
 

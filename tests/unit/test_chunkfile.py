@@ -221,3 +221,16 @@ def test_worked_example_of_the_document() -> None:
     assert hashlib.sha256(bytes.fromhex(hashed)).digest()[:16] == key.prefix_key
     for value in (namespace.to_json(), namespace.id.hex(), key.prefix_key.hex()):
         assert value in text
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("excess", "is_fine"), [(-1, True), (0, True), (1, False), (1 << 30, False)])
+def test_an_encoded_layer_has_at_most_what_it_has_without_a_codec(layer: int, excess: int, is_fine: bool) -> None:
+    """What is longer would be decoded over the next layer. Nobody writes that: such a layer is stored as it is."""
+    limits = [end - begin for begin, end in EVEN.layer_ranges(2)]
+    lengths = [limit + excess * (number == layer) for number, limit in enumerate(limits)]
+    encoding = chunkfile.Encoding("lz4", tuple(lengths))
+    sums = "0123456789abcdef" * EVEN.num_layers
+    header = chunkfile.build_header(EVEN, KEY, 2, sums, encoding=encoding)
+    found = chunkfile.parse_encoding(EVEN, 2, header, "lz4")
+    assert found == ((encoding, sums) if is_fine else Damage.HEADER)

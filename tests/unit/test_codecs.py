@@ -126,6 +126,47 @@ def test_every_kind_of_layer_comes_back(name: str, element: str, what: str) -> N
         assert size == len(layer)  # stored as it is
 
 
+class Swollen(Codec):
+    """Its packed layers are as long as they were."""
+
+    name = "swollen"
+
+    def _pack(self, layer: ByteArray, out: ByteArray) -> int:
+        out[: len(layer)] = 0xEE
+        return len(layer)
+
+    def _unpack(self, data: ByteArray, out: ByteArray) -> None:
+        raise AssertionError("nothing was stored packed")
+
+
+def test_a_layer_that_did_not_shrink_is_stored_as_it_is() -> None:
+    layer = normal(100)
+    size, back = round_trip(Swollen(), layer)
+    assert size == len(layer)
+    assert np.array_equal(back, layer)
+
+
+def test_a_piece_that_did_not_shrink_is_stored_as_it_is() -> None:
+    """Its length tells that it was not compressed, so a compressed one of the same length would be read as it is."""
+
+    class Lz4:
+        """Compresses zeros only."""
+
+        def compress(self, data: memoryview, *, store_size: bool) -> bytes:
+            return bytes(data)[::-1] if any(data) else b"zeros"
+
+        def decompress(self, data: memoryview, *, uncompressed_size: int) -> bytes:
+            assert bytes(data) == b"zeros"
+            return bytes(uncompressed_size)
+
+    codec = open_codec("lz4", layout_of_any("opaque"))
+    codec._lz4 = Lz4()  # type: ignore[attr-defined]
+    layer = np.concatenate([np.zeros(128 << 10, np.uint8), normal(32 << 10)])
+    size, back = round_trip(codec, layer)
+    assert size < len(layer)
+    assert np.array_equal(back, layer)
+
+
 @pytest.mark.parametrize(("element", "ratio"), [("bf16", 1.35), ("f16", 1.1), ("f32", 1.1), ("f8", 1.1)])
 def test_split_saves_what_exponents_are_worth(element: str, ratio: float) -> None:
     codec = open_codec("split", layout_of_any(element))

@@ -79,6 +79,20 @@ def test_swapped_layers_and_lying_lengths_are_damage() -> None:
     assert coder.decode(KEY, 4, swapped, payload) is Damage.CHECKSUM
 
 
+def test_padding_that_is_not_zero_is_damage() -> None:
+    coder, image = make_image()
+    assert not image[-1], "this image ends with padding"
+    image[-1] = 1
+    assert coder.decode(KEY, 4, image, np.empty(LAYOUT.slot_bytes, np.uint8)) is Damage.HEADER
+
+
+def test_what_size_an_image_can_have() -> None:
+    coder, _ = make_image()
+    most_bytes = coder.image_bytes(4)
+    sizes = [coder.header_bytes, coder.header_bytes + 4096, most_bytes, most_bytes - 1, most_bytes + 4096]
+    assert [coder.may_be(4, size) for size in sizes] == [False, True, True, False, False]
+
+
 @settings(max_examples=200, deadline=None)
 @given(offset=st.integers(0, 1 << 20), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_an_image_is_seen(offset: int, bit: int) -> None:

@@ -181,3 +181,37 @@ class TestPeers:
 )
 def test_hosts_that_requests_may_name(values: dict[str, object], host: str, *, is_allowed: bool) -> None:
     assert load(**values).allows_host(host) is is_allowed
+
+
+PAIRS = {"enable_pd": True, "pd_bidirectional": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (PAIRS, set()),
+        ({**PAIRS, "pd_peer_host": "node-1"}, set()),
+        ({**PAIRS, "pd_allowed_hosts": "node-1, 127.0.0.1"}, set()),
+        ({**PAIRS, "pd_allowed_hosts": "Node-1:7300, node-2"}, {("node-1", 7300)}),
+        ({**PAIRS, "pd_allowed_hosts": ["[::1]:7300", "::1", "fe80::1"]}, {("::1", 7300)}),
+        ({**PAIRS, "peers": "kvs://Node-1:7300,kvs://10.0.0.1:7301"}, {("node-1", 7300), ("10.0.0.1", 7301)}),
+        ({**PAIRS, "enable_pd": False, "pd_allowed_hosts": "node-1:7300"}, set()),
+        ({**PAIRS, "pd_bidirectional": False, "pd_allowed_hosts": "node-1:7300", "peers": "kvs://b:1"}, set()),
+    ],
+)
+def test_engines_that_requests_may_name_are_listed_with_their_ports(
+    values: dict[str, object], expected: set[tuple[str, int]]
+) -> None:
+    """No host is one by itself, loopback neither; and none without `pd_bidirectional`."""
+    assert load(**values).sources == expected
+
+
+def test_a_host_with_a_port_may_also_be_sent_to() -> None:
+    config = load(pd_allowed_hosts=["node-1:7300", "[::1]:7300", "fe80::1"])
+    assert [config.allows_host(host) for host in ("NODE-1", "::1", "FE80::1", "7300")] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("place", ["node:port", "node:0", "node:65536", ":7300", "node:-1", "[::1]:x"])
+def test_a_host_with_what_is_no_port_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"must name hosts, or hosts with a port: 10\.0\.0\.5:7300"):
+        load(pd_allowed_hosts=place)

@@ -29,7 +29,9 @@ from support.diskwork import (
 )
 
 from kvstore import chunkfile
+from kvstore.chunkfile import Damage
 from kvstore.layout import KVLayout
+from kvstore.tiers._chunkio import Body, ChunkIO
 from kvstore.tiers.base import Outcome
 from kvstore.tiers.disk import DiskTier
 
@@ -187,3 +189,27 @@ def test_recycled_while_it_is_read_is_a_miss(open_tier: Open, monkeypatch: pytes
     assert get(tier, make_ref(1)) is Outcome.MISS
     assert tier.counters.corrupt == 0
     assert get(tier, make_ref(2)) is Outcome.HIT
+
+
+@pytest.mark.parametrize("damage", [Damage.CHECKSUM, None], ids=["damaged", "gone"])
+def test_damage_of_a_chunk_that_was_replaced_meanwhile(
+    open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage | None
+) -> None:
+    """What was read belongs to the file of before: the chunk that stands there now is not removed for it."""
+    tier = open_tier()
+    ref = make_ref(1)
+    put(tier, ref)
+    real = ChunkIO.read
+
+    def replace_then_fail(self: ChunkIO, path: Path, body: Body, used_ns: int) -> Damage | None:
+        monkeypatch.setattr(ChunkIO, "read", real)
+        assert put(tier, ref) == [Outcome.STORED]
+        if damage is None:
+            raise FileNotFoundError(path)
+        return damage
+
+    monkeypatch.setattr(ChunkIO, "read", replace_then_fail)
+    assert get(tier, ref) is Outcome.MISS
+    assert path_of(folder, ref).exists()
+    assert get(tier, ref) is Outcome.HIT
+    assert (tier.counters.corrupt, tier.used_bytes) == (0, bytes_on_disk(folder))

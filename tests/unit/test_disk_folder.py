@@ -226,3 +226,40 @@ def test_close_waits_for_calls_under_way(open_tier: Open, folder: Path, monkeypa
     closer.join()
     assert outcomes == [Outcome.STORED]
     assert get(open_tier(), make_ref(1)) is Outcome.HIT
+
+
+def test_the_folder_is_not_free_before_the_last_call_has_ended(
+    open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier()
+    real_write, gates, writing = os.pwritev, [threading.Event(), threading.Event()], threading.Semaphore(0)
+    waiting = list(gates)
+
+    def write_slowly(fd: int, views: Sequence[memoryview], at: int) -> int:
+        gate = waiting.pop()
+        writing.release()
+        assert gate.wait(30)
+        return real_write(fd, views, at)
+
+    monkeypatch.setattr(os, "pwritev", write_slowly)
+    writers = [threading.Thread(target=put, args=(tier, make_ref(number))) for number in range(2)]
+    for writer in writers:
+        writer.start()
+        assert writing.acquire(timeout=30)
+    closer = threading.Thread(target=tier.close)
+    closer.start()
+    while True:
+        try:
+            tier.contains([])
+        except ClosedError:
+            break
+    gates[1].set()
+    writers[0].join(30)
+    assert not writers[0].is_alive()
+    with pytest.raises(FolderOwnedError):
+        _folder.FolderLock(folder)
+    gates[0].set()
+    closer.join(30)
+    assert not closer.is_alive()
+    writers[1].join(30)
+    assert len(open_tier().scan()) == 2

@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,7 +73,9 @@ def test_spare_files_can_be_given_up(open_tier: Open, folder: Path) -> None:
     put(tier, make_ref(1, 8), make_ref(2, 8))
     tier.remove([make_ref(1, 8)])
     assert tier.used_bytes == 2 * CHUNK_BYTES
-    tier.drop_spares()
+    assert tier.spare_bytes == CHUNK_BYTES
+    tier.drop_spares(1)
+    assert tier.spare_bytes == 0
     assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
     assert get(tier, make_ref(2, 8)) is Outcome.HIT
 
@@ -204,6 +207,12 @@ def test_order_of_use_without_pauses() -> None:
     ordered = [use.ref for use in _survey.in_order_of_use(found)]
     assert ordered[0] == make_ref(20)
     assert all(abs(place - int.from_bytes(ref.prefix_key[:2], "little")) <= 20 for place, ref in enumerate(ordered))
+
+
+def test_what_lies_in_the_future_was_used_just_now() -> None:
+    hour_ns = 3600 * 10**9
+    found = [_survey.Use(time.time_ns() + hour_ns * hours, make_ref(hours), CHUNK_BYTES) for hours in (1, 2)]
+    assert [use.ref for use in _survey.in_order_of_use(found)] == [make_ref(2), make_ref(1)], "in one session"
 
 
 def test_restart_sweeps_leftovers(open_tier: Open, folder: Path) -> None:
@@ -473,3 +482,69 @@ def test_put_under_way_does_not_survive_clear(open_tier: Open, folder: Path, mon
     assert tier.contains([make_ref(1), make_ref(2), make_ref(3)]) == [False] * 3
     assert tier.used_bytes == bytes_on_disk(folder) == 0
     assert open_tier().scan() == []
+
+
+class Immovable:
+    """Makes the files of chunks refuse to be renamed, until it is told not to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuses = True
+        rename = Path.rename
+
+        def refuse(path: Path, target: Path) -> Path:
+            if self.refuses and path.suffix == ".safetensors" and path.exists():
+                raise OSError(errno.EIO, "Input/output error")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+
+
+def test_a_chunk_that_would_not_move_is_replaced(
+    open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file takes the old one's place, and its bytes."""
+    tier = open_tier()
+    put(tier, make_ref(1))
+    immovable = Immovable(monkeypatch)
+    tier.remove([make_ref(1)])
+    assert tier.contains([make_ref(1)]) == [False]
+    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
+    assert put(tier, make_ref(1)) == put(tier, make_ref(1)) == [Outcome.STORED]
+    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
+    immovable.refuses = False
+    assert put(tier, make_ref(2)) == [Outcome.STORED]
+    assert get(tier, make_ref(1)) is Outcome.HIT, "it is no leftover of its own"
+
+
+def test_chunks_that_would_not_move_give_way_when_they_do(
+    open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(capacity_bytes=3 * CHUNK_BYTES)
+    put(tier, make_ref(1), make_ref(2))
+    immovable = Immovable(monkeypatch)
+    tier.remove([make_ref(1), make_ref(2)])
+    assert put(tier, make_ref(3), make_ref(4)) == [Outcome.STORED, Outcome.FULL]
+    immovable.refuses = False
+    assert put(tier, make_ref(4), make_ref(5)) == [Outcome.STORED] * 2
+    assert tier.used_bytes == bytes_on_disk(folder) == 3 * CHUNK_BYTES
+    path_of(folder, make_ref(5)).unlink()
+
+
+@pytest.mark.parametrize("by", ["clear", "reset", "a deletion by hand"])
+def test_chunks_that_would_not_move_go_with_the_rest(
+    open_tier: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    tier = open_tier()
+    put(tier, make_ref(1), make_ref(2))
+    Immovable(monkeypatch)
+    tier.remove([make_ref(1)])
+    if by == "clear":
+        tier.clear()
+    elif by == "reset":
+        tier.reset(MINE.at_epoch("1"))
+    else:
+        path_of(folder, make_ref(1)).unlink()
+        path_of(folder, make_ref(2)).unlink()
+        assert get(tier, make_ref(2)) is Outcome.MISS
+    assert put(tier, make_ref(3)) == [Outcome.STORED]
+    assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES

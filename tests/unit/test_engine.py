@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from support.checks import check_idle
+from support.gate import HANG_GUARD_S
+from support.remote import REMOTE
+from support.remote import install as install_remote
 from support.rig import CHUNK, FILE_BYTES, POISON, Rig, tokens_of
 
 from kvstore.engine import CacheEngine, EngineOptions
@@ -267,6 +271,43 @@ def test_what_cannot_be_opened_leaves_no_lock_behind(rig: Rig, tmp_path: Path, m
     with rig.open(local_disk=tmp_path) as engine:
         with pytest.raises(FolderOwnedError):
             rig.open(local_disk=tmp_path)
+        assert rig.store(engine, tokens_of(1, 16)) == 16
+
+
+def our_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_policy": "LRUU"},
+        {"disk_policy": "LRUU"},
+        {"cache_policy": "LRUU", "remote": REMOTE},
+        {"disk_io_threads": 0},
+        {"disk_io_threads": -1},
+        {"io_timeout_s": 0.0},
+        {"remote": replace(REMOTE, io_threads=0)},
+        {"remote": replace(REMOTE, lookup_timeout_s=0.0)},
+        {"remote": replace(REMOTE, peers=("kvs://127.0.0.1:1", "nowhere"))},
+    ],
+    ids=",".join,
+)
+@pytest.mark.parametrize("num_folders", [1, 2])
+def test_a_start_that_fails_late_leaves_nothing_open(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_folders: int
+) -> None:
+    folders = tuple(tmp_path / str(number) for number in range(num_folders))
+    before = our_threads()
+    with monkeypatch.context() as patch:
+        install_remote(patch)
+        with pytest.raises(ValueError, match=r"LRUU|max_workers|positive|of 1 at least|nowhere"):
+            rig.open(local_disk=folders, **options)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvstore") and thread.name not in before:
+            thread.join(HANG_GUARD_S)
+    assert our_threads() == before
+    with rig.open(local_disk=folders) as engine:
         assert rig.store(engine, tokens_of(1, 16)) == 16
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.checks import check_index
@@ -11,10 +11,11 @@ from kvstore.engine import chunk_refs, superseded_tails
 from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher
 from kvstore.plans import NO_MATCH, Match, Place, StoreStep
+from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kvstore.plans import LoadStep
 
@@ -665,6 +666,82 @@ def test_a_time_to_live_is_not_inherited() -> None:
     assert (known_tokens(index, 16), index.counters.expired) == (16, 0)
 
 
+def single(number: int) -> ChunkRef:
+    return ChunkRef(number.to_bytes(16, "little"), CHUNK // BLOCK)
+
+
+def test_times_to_live_take_memory_only_while_their_chunks_are_there() -> None:
+    """A day of stores in a small pool, each with a time that ends long after its chunk has gone."""
+    index = make(16)
+    most = 0
+    for number in range(100_000):
+        index.complete_store(index.prepare_store([single(number)], ttl_s=86_400), set())
+        most = max(most, index._expiries.num_entries)
+    assert len(index) == 16
+    assert most < 200
+    index.advance(86_400)
+    assert (len(index), index.counters.expired) == (0, 16)
+    check_index(index)
+
+
+def test_a_time_to_live_that_is_extended_again_and_again() -> None:
+    index = make(4)
+    for second in range(1, 10_000):
+        index.advance(second)
+        index.complete_store(index.prepare_store(refs_of(16), ttl_s=60), set())
+    assert index._expiries.num_entries < 200
+    check_index(index)
+    index.complete_store(index.prepare_store(refs_of(16)), set())  # for good now
+    index.advance(20_000)
+    assert (known_tokens(index, 16), index.counters.expired) == (16, 0)
+
+
+def test_leases_that_share_chunks_have_a_bound() -> None:
+    index = make(16)
+    shared = [single(number) for number in range(8)]
+    index.complete_store(index.prepare_store(shared), set())
+    held = [index.lease(f"lease {number}", shared, float("inf")) for number in range(50_000)]
+    assert held[:32] == [8] * 32  # 16 holds for each slot
+    assert not any(held[32:])
+    assert index.leases == 32
+    check_index(index)
+    assert index.lease("lease 0", shared, float("inf")) == 8, "one that is renewed has its room"
+    for view in index.lease_views():
+        index.release(view.name)
+    assert (index.leases, index.uses) == (0, 0)
+
+
+def test_the_time_is_told_without_a_look_at_every_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = make(4096)
+    refs = [single(number) for number in range(2048)]
+    index.complete_store(index.prepare_store(refs), set())
+    for number, ref in enumerate(refs):
+        index.lease(f"lease {number}", [ref], 1 + number)
+    released = []
+    withdraw = index._leases.withdraw
+
+    def noted(name: str) -> list[bytes]:
+        released.append(name)
+        return withdraw(name)
+
+    monkeypatch.setattr(index._leases, "withdraw", noted)
+    monkeypatch.setattr(index._leases, "_leases", NoWalk(index._leases._leases))
+    index.advance(0.5)
+    assert released == []
+    index.advance(3)
+    assert released == ["lease 0", "lease 1", "lease 2"]
+
+
+class NoWalk(dict[str, Any]):
+    """A mapping that may be asked for names only."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all leases are looked at")
+
+    def items(self) -> Any:
+        raise AssertionError("all leases are looked at")
+
+
 @pytest.mark.parametrize("disk_answers", [True, False])
 def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     """Computed again because the disk failed, it takes its old self's place: in memory, and by a new write."""
@@ -683,3 +760,27 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     assert known_tokens(index, CHUNK) == CHUNK
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
+
+
+def test_a_chunk_with_a_time_to_live_does_not_supersede_a_tail_for_good() -> None:
+    index = make()
+    store(index, 8)  # a tail of two blocks, and nothing says for how long
+    steps = index.prepare_store(refs_of(16), ttl_s=5)
+    index.complete_store(steps, set())
+    supersede(index, hasher_of(16), steps)
+    assert known_tokens(index, 16) == 16
+    index.advance(6)
+    assert known_tokens(index, 16) == 8, "the tail is still there"
+
+
+def test_what_could_not_be_sent_is_sent_when_it_is_offered_again() -> None:
+    index = ChunkIndex(4, remote=RemoteView(60.0), max_sends=2)
+    (step,) = index.prepare_store(refs_of(16))
+    assert step.targets == (Place.REMOTE,)
+    index.complete_store([step], set())
+    index.complete_write(step.ref.prefix_key, Place.REMOTE, stored=False)
+    (again,) = index.prepare_store(refs_of(16))
+    assert (again.targets, again.gather) == ((Place.REMOTE,), False)
+    index.complete_store([again], set())
+    index.complete_write(again.ref.prefix_key, Place.REMOTE, stored=True)
+    assert index.prepare_store(refs_of(16)) == []

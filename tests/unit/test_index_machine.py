@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.checks import check_index
+from support.schedules import schedule_settings
 
 from kvstore.engine import chunk_refs, superseded_tails
 from kvstore.index import QUESTION_ROUNDS, ChunkIndex
@@ -417,15 +418,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.consistent()
 
 
-QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-
-
+@pytest.mark.schedules
 def test_index_against_a_model() -> None:
-    profile = settings(max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=QUIET)
-    run_state_machine_as_test(IndexMachine, settings=profile)
-
-
-@pytest.mark.soak
-def test_index_against_a_model_for_long() -> None:
-    profile = settings(max_examples=1500, stateful_step_count=60, deadline=None, suppress_health_check=QUIET)
-    run_state_machine_as_test(IndexMachine, settings=profile)
+    run_state_machine_as_test(IndexMachine, settings=schedule_settings(50, stateful_step_count=30))

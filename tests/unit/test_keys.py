@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 import sys
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,40 @@ def test_growth_token_by_token() -> None:
         hasher.update(TOKENS[:end])
         assert list(hasher.chunk_keys()) == list(hasher_of(TOKENS[:end], EVERYTHING).chunk_keys())
     assert len(hasher.chunk_keys()) == 2
+
+
+@pytest.mark.parametrize("at", [0, 3, 9, 15, 16])
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple, array])
+def test_a_sequence_that_differs_anywhere_is_hashed_anew(*, at: int, grows: bool, kind: type) -> None:
+    """Of the same length and with the same last token: other tokens, so other keys."""
+    other = [*TOKENS[:17], 5]
+    hasher = hasher_of([*TOKENS[:17], 5])
+    other[at] += 1
+    if grows:
+        other += range(20)
+    hasher.update(array("I", other) if kind is array else kind(other))
+    assert list(hasher.chunk_keys()) == list(hasher_of(other).chunk_keys())
+    assert hasher.block_keys(2) == hasher_of(other).block_keys(2)
+
+
+def test_a_sequence_that_changed_where_it_is_and_grew_is_hashed_anew() -> None:
+    tokens = list(TOKENS)
+    hasher = hasher_of(tokens)
+    tokens[1] += 1
+    tokens.append(7)
+    hasher.update(tokens)
+    assert list(hasher.chunk_keys()) == list(hasher_of(list(tokens)).chunk_keys())
+
+
+def test_tokens_that_are_none_leave_what_was_known() -> None:
+    hasher = hasher_of(TOKENS)
+    before = list(hasher.chunk_keys())
+    with pytest.raises(InvalidCallError):
+        hasher.update([*TOKENS, -1])
+    assert (hasher.num_tokens, list(hasher.chunk_keys())) == (len(TOKENS), before)
+    hasher.update([*TOKENS, 7])
+    assert list(hasher.chunk_keys()) == list(hasher_of([*TOKENS, 7]).chunk_keys())
 
 
 def test_truncated_and_replaced_sequences_are_hashed_anew() -> None:
@@ -285,3 +320,74 @@ def test_bad_tokens(bad: list[int]) -> None:
 def test_bad_sizes(chunk: int, block: int) -> None:
     with pytest.raises(InvalidCallError, match="multiple"):
         PrefixHasher(chunk, block)
+
+
+# What features cost
+
+
+def plain_keys(tokens: list[int], extras: KeyExtras, chunk: int, block: int) -> tuple[list[bytes], list[list[bytes]]]:
+    """The rule written down as plainly as it can be: at the end of a block, every feature that overlaps it, in order.
+
+    Returns the keys of whole chunks, and for each chunk those of its blocks.
+    """
+    running = hashlib.sha256(extras.seed())
+    chunk_keys: list[bytes] = []
+    block_keys: list[list[bytes]] = [[]]
+    for begin in range(0, len(tokens) - block + 1, block):
+        end = begin + block
+        running.update(struct.pack(f"<{block}I", *tokens[begin:end]))
+        for identifier, offset, length in extras.features:
+            if offset < end and offset + length > begin:
+                name = identifier.encode()
+                running.update(b"\xff\xff\xff\xff" + struct.pack("<I", len(name)) + name + struct.pack("<Q", offset))
+        block_keys[-1].append(running.digest()[:16])
+        if end % chunk == 0:
+            chunk_keys.append(block_keys[-1][-1])
+            block_keys.append([])
+    return chunk_keys, block_keys
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), max_size=80),
+    features=st.lists(
+        st.builds(Feature, st.sampled_from(["", "a", "ab", "b"]), st.integers(0, 90), st.integers(0, 90)), max_size=6
+    ),
+    block=st.sampled_from([1, 2, 4]),
+    steps=st.lists(st.integers(0, 80), max_size=5),
+)
+def test_keys_with_features_are_what_the_rule_says(
+    tokens: list[int], features: list[Feature], block: int, steps: list[int]
+) -> None:
+    """In any order, overlapping, empty, beyond the end; also if the sequence grows, or is cut and grows again."""
+    extras = KeyExtras(features=tuple(features))
+    hasher = PrefixHasher(8, block, extras)
+    for length in [*steps, len(tokens)]:
+        hasher.update(tokens[:length])
+        chunk_keys, block_keys = plain_keys(tokens[:length], extras, 8, block)
+        assert list(hasher.chunk_keys()) == chunk_keys
+        assert [hasher.block_keys(number) for number in range(len(chunk_keys) + 1)] == block_keys
+        assert hasher.block_keys(len(chunk_keys) + 1) == []
+
+
+class CountedFeature(Feature):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        CountedFeature.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_a_block_does_not_look_at_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 images in 128k tokens would hold up the scheduler for a second."""
+    monkeypatch.setattr(CountedFeature, "looks", 0)
+    num_features, tokens = 200, [1] * 3_200
+    features = tuple(CountedFeature(f"image {number}", 16 * number, 8) for number in range(num_features))
+    hasher = PrefixHasher(16, 4, KeyExtras(features=features))
+    hasher.update(tokens)
+    for length in range(3_200, 3_300):
+        hasher.update([1] * length)
+        hasher.block_keys(200)
+    assert CountedFeature.looks <= 20 * num_features
+    assert hasher.chunk_keys() == plain_keys([1] * 3_299, KeyExtras(features=features), 16, 4)[0]

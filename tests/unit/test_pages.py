@@ -351,6 +351,24 @@ def test_layers_that_do_not_fit_together() -> None:
 # Bad calls
 
 
+def test_reserved_blocks_are_never_copied() -> None:
+    cache = noise((B, N, D), torch.uint8)
+    before, slot = cache.clone(), np.zeros(4096, np.uint8)
+    on_host = bind_paged_kv(
+        {"l": cache}, num_blocks=B, block_tokens=N, chunk_tokens=CHUNK_BLOCKS * N, reserved_blocks=1
+    )
+    planes = [find_planes("l", cache, B)]
+    for paged in (on_host, on_host.beside(), device := DevicePagedKV(planes, on_host.layout, B, 1), device.beside()):
+        with pytest.raises(InvalidCallError, match=f"block id 0 is not in 1..{B - 1}"):
+            gather(paged, as_block_ids([1, 0]), slot)
+        with pytest.raises(InvalidCallError, match="block id 0 "):
+            paged.scatter(as_block_ids([0, 1]), slot, 2, 0)
+        with pytest.raises(InvalidCallError, match="block id 0 "):
+            paged.chunk(as_block_ids([2, 0]), slot)
+        gather(paged, as_block_ids([1, B - 1]), slot)
+    assert torch.equal(cache, before)
+
+
 @pytest.mark.parametrize("bad", [-1, B, 2**40, -(2**40)])
 @pytest.mark.parametrize("paged_of", [bind, on_device])
 def test_bad_block_ids_touch_nothing(bad: int, paged_of: Callable[[Caches], PagedKV]) -> None:

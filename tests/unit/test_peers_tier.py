@@ -15,7 +15,7 @@ from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.testing.harness import EVEN, MINE, OTHER, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
-from kvstore.tiers.peers import MAX_NAMED, PeersTier, at_rank
+from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.wrappers import CircuitBreaker, GuardOptions, answers, find, guarded
 
 ONE, TWO = "kvs://one:1", "kvs://two:1"
@@ -152,12 +152,9 @@ def test_removed_chunks_are_not_read_from_peers_any_more(tier: PeersTier, world:
 
 
 def test_after_a_reset_everybody_is_asked_about_the_new_namespace(tier: PeersTier, world: World) -> None:
-    tier.add("kvs://three:1")
     world.opened.clear()
     tier.reset(OTHER)
     assert world.opened == [(ONE, OTHER), (TWO, OTHER)]
-    tier.add("kvs://three:1")
-    assert world.opened[2:] == [("kvs://three:1", OTHER)]
 
 
 class TestFailures:
@@ -230,49 +227,142 @@ class TestFailures:
         tier.close()
 
 
-class TestNamedPeers:
-    def test_one_more_is_read(self, tier: PeersTier, world: World) -> None:
-        world.engines["kvs://three:1"] = Storage()
-        world.engines["kvs://three:1"].hold(1)
+SOURCES = ("kvs://three:1", "kvs://four:1")
+
+
+class TestSources:
+    """Engines that a request may name: they are read for that request, and for no other."""
+
+    @pytest.fixture
+    def tier(self, world: World, own: Storage) -> Iterator[PeersTier]:
+        made = PeersTier(own, [ONE, TWO], world.open_peer, MINE, EVEN, sources=[*SOURCES, ONE])
+        yield made
+        made.close()
+
+    def test_it_is_read_for_the_chunks_it_was_named_for_and_once(self, tier: PeersTier, world: World) -> None:
+        three = world.engines.setdefault(SOURCES[0], Storage())
+        three.hold(1, 2)
         assert tier.contains(refs(1)) == [False]
-        tier.add("kvs://three:1")
-        assert tier.contains(refs(1)) == [True]
+        assert get(tier, 1) == [Outcome.MISS]
+        assert not three.asked, "nor was it opened"
+        tier.read_from(SOURCES[0], refs(1))
+        assert tier.contains(refs(1)) == [False], "for others it is as before"
+        assert get(tier, 1, 2) == [Outcome.HIT, Outcome.MISS]
+        assert get(tier, 1) == [Outcome.MISS]
+        assert three.asked == three.read == refs(1)
+
+    def test_what_is_nearer_is_not_read_there(self, tier: PeersTier, world: World, own: Storage) -> None:
+        own.hold(1)
+        tier.read_from(SOURCES[0], refs(1))
         assert get(tier, 1) == [Outcome.HIT]
-        tier.add("kvs://three:1")
-        tier.add(ONE)
-        assert [url for url, _ in world.opened] == [ONE, TWO, "kvs://three:1"]
+        assert [url for url, _ in world.opened] == [ONE, TWO]
 
-    def test_the_longest_unused_goes_and_configured_ones_stay(self, tier: PeersTier, world: World) -> None:
-        urls = [f"kvs://host{number}:1" for number in range(MAX_NAMED + 2)]
-        for url in urls[:MAX_NAMED]:
-            tier.add(url)
-        tier.add(urls[0])  # named again
-        world.engines[urls[1]].hold(1)
-        assert get(tier, 1) == [Outcome.HIT]  # read
-        for url in urls[MAX_NAMED:]:
-            tier.add(url)
-        kept = [url for url, engine in world.engines.items() if engine in tier.parts]
-        assert set(kept) == {ONE, TWO, *urls} - {urls[2], urls[3]}
+    def test_each_chunk_from_the_one_named_for_it(self, tier: PeersTier, world: World) -> None:
+        for url, number in zip(SOURCES, (1, 2), strict=True):
+            world.engines.setdefault(url, Storage()).hold(number)
+            tier.read_from(url, refs(number))
+        world.engines[TWO].hold(3)
+        assert get(tier, 1, 2, 3, 4) == [Outcome.HIT] * 3 + [Outcome.MISS]
 
-    def test_an_address_that_is_none_changes_nothing(self, tier: PeersTier, world: World) -> None:
-        def refuse(url: str, _: Namespace) -> Tier:
-            raise ConfigError(url)
+    def test_it_is_looked_at_by_itself(self, tier: PeersTier, world: World) -> None:
+        world.engines.setdefault(SOURCES[0], Storage()).hold(1)
+        world.engines[ONE].hold(2)
+        assert tier.look_at(SOURCES[0], refs(1, 2)) == [True, False]
+        assert world.engines[ONE].asked == []
 
-        tier._open_peer = refuse
-        with pytest.raises(ConfigError):
-            tier.add("kvs://bad")
-        assert len(tier.parts) == 3
+    @pytest.mark.parametrize("url", ["kvs://evil:1", "kvs://three:2", ""])
+    def test_one_that_is_not_listed_is_never_opened(self, tier: PeersTier, world: World, url: str) -> None:
+        world.engines[url] = Storage()
+        world.engines[url].hold(1)
+        tier.read_from(url, refs(1))
+        assert get(tier, 1) == [Outcome.MISS]
+        assert tier.look_at(url, refs(1)) == [None]
+        assert [opened for opened, _ in world.opened] == [ONE, TWO]
+        assert not tier._routes
 
-    def test_added_and_read_by_many_threads_at_once(self, tier: PeersTier, world: World) -> None:
-        world.engines[ONE].hold(*range(20))
+    def test_a_peer_is_no_source_it_is_read_anyway(self, tier: PeersTier, world: World) -> None:
+        world.engines[ONE].hold(1)
+        tier.read_from(ONE, refs(1))
+        assert get(tier, 1) == [Outcome.HIT]
+        assert [opened for opened, _ in world.opened] == [ONE, TWO]
 
-        def work(seed: int) -> list[Outcome]:
-            tier.add(f"kvs://host{seed % 40}:1")
-            return get(tier, seed % 20)
+    def test_removed_chunks_are_not_read_there(self, tier: PeersTier, world: World) -> None:
+        world.engines.setdefault(SOURCES[0], Storage()).hold(1)
+        tier.remove(refs(1))
+        tier.read_from(SOURCES[0], refs(1))
+        assert get(tier, 1) == [Outcome.MISS]
+        assert tier.look_at(SOURCES[0], refs(1)) == [False]
+
+    def test_a_reset_forgets_what_was_to_be_read(self, tier: PeersTier, world: World) -> None:
+        three = world.engines.setdefault(SOURCES[0], Storage())
+        three.hold(1)
+        tier.look_at(SOURCES[0], refs(1))
+        tier.read_from(SOURCES[0], refs(1))
+        tier.reset(OTHER)
+        assert get(tier, 1) == [Outcome.MISS]
+        tier.look_at(SOURCES[0], refs(1))
+        assert world.opened[-1] == (SOURCES[0], OTHER)
+
+    def test_what_is_never_read_is_forgotten_in_the_end(
+        self, tier: PeersTier, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvstore.tiers.peers._MAX_ROUTES", 3)
+        world.engines.setdefault(SOURCES[0], Storage()).hold(*range(5))
+        for number in range(5):
+            tier.read_from(SOURCES[0], refs(number))
+        assert get(tier, *range(5)) == [Outcome.MISS] * 2 + [Outcome.HIT] * 3
+
+    def test_one_that_fails_or_hangs_costs_only_chunks_it_was_named_for(self, tier: PeersTier, world: World) -> None:
+        hangs = Gate()
+        three = world.engines.setdefault(SOURCES[0], Storage())
+        three.before_contains = hangs
+        world.engines[ONE].hold(2)
+        tier.read_from(SOURCES[0], refs(1))
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(get, tier, 1)
+            assert hangs.reached.wait(HANG_GUARD_S)
+            assert tier.contains(refs(1, 2)) == [False, True]
+            assert get(tier, 2, 3) == [Outcome.HIT, Outcome.MISS]
+            hangs.open()
+            assert reading.result(HANG_GUARD_S) == [Outcome.MISS]
+
+    def test_nothing_is_lent_where_sources_may_be_named(
+        self, world: World, own: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Storage, "lends", True)
+        assert world.tier(own).lends
+        tier = PeersTier(own, (), world.open_peer, MINE, EVEN, sources=SOURCES)
+        assert not tier.lends
+        tier.close()
+
+    def test_named_and_read_by_many_threads_at_once(self, tier: PeersTier, world: World) -> None:
+        world.engines.setdefault(SOURCES[0], Storage()).hold(*range(100))
+
+        def work(number: int) -> list[Outcome]:
+            tier.read_from(SOURCES[0], refs(number))
+            return get(tier, number)
 
         with ThreadPoolExecutor(8) as pool:
-            assert set(map(tuple, pool.map(work, range(200)))) == {(Outcome.HIT,)}
-        assert len(tier.parts) == 3 + MAX_NAMED
+            assert set(map(tuple, pool.map(work, range(100)))) == {(Outcome.HIT,)}
+        assert [opened for opened, _ in world.opened] == [ONE, TWO, SOURCES[0]]
+        assert not tier._routes
+
+
+def test_nobody_can_say_what_one_that_fails_holds(tier: PeersTier, world: World, own: Storage) -> None:
+    """Unless somebody else says yes: a "no" is remembered, and must be one."""
+
+    def fail() -> None:
+        raise TierError("broken")
+
+    world.engines[ONE].before_contains = fail
+    world.engines[TWO].hold(2)
+    own.hold(1)
+    assert tier.look(refs(1, 2, 3)) == [True, True, None]
+    own.before_contains = fail
+    assert tier.look(refs(1, 2)) == [None, True]
+    world.engines[ONE].before_contains = own.before_contains = lambda: None
+    assert tier.look(refs(1, 3)) == [True, False]
+    assert tier.look([]) == []
 
 
 def test_close_ends_its_threads_and_closes_everybody(world: World, own: Storage) -> None:
@@ -286,8 +376,6 @@ def test_close_ends_its_threads_and_closes_everybody(world: World, own: Storage)
     for call in (tier.contains, tier.remove):
         with pytest.raises(ClosedError):
             call(refs(1))
-    with pytest.raises(ClosedError):
-        tier.add(TWO)
     with pytest.raises(ClosedError):
         get(tier, 1)
     wait_for("its threads end", lambda: not {thread.name for thread in threading.enumerate()} - before)

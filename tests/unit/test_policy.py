@@ -73,6 +73,13 @@ def test_lfu_counts_outlive_eviction() -> None:
     assert held(lfu) == "bc", "its second use, although it was never here"
 
 
+def test_lfu_takes_up_the_count_of_what_comes_back() -> None:
+    lfu = full(LFU(2), "ababcc")
+    assert held(lfu) == "bc"
+    use(lfu, "d")
+    assert held(lfu) == "bc", "both were used twice, one of them when it was not here"
+
+
 def test_arc_learns_from_what_it_lost() -> None:
     arc = ARC(4)
     full(arc, "aebfabcdgh")
@@ -273,3 +280,34 @@ def test_every_policy_runs_in_the_index() -> None:
         store(index, "abc")
         store(index, "d")
         assert index.slots_in_use == 3
+
+
+def test_a_request_does_not_give_up_its_own_front_for_its_end() -> None:
+    policy = Adaptive(3)
+    chain = [b"a", b"b", b"c", b"d"]
+    policy.touch_chain(chain)
+    for key in chain[:3]:
+        policy.add(key)
+    assert policy.make_room(1, anything, b"d") is None
+
+
+def test_experience_fades() -> None:
+    table = SurvivalTable()
+    at_first = table.values[0][0]
+    table.hit(0, 0, 10_000)
+    table.update()
+    assert table.values[0][0] > 2 * at_first
+    for _ in range(5_000):
+        table.update()
+    assert table.values[0][0] < 1.01 * at_first
+
+
+@pytest.mark.parametrize("lost", ["", "c", "bd", "e"])
+def test_adaptive_chains_go_from_their_end(lost: str) -> None:
+    """Also where a chunk between was lost: what stands behind the hole is found by nobody, and the head still is."""
+    policy = Adaptive(6)
+    for _ in range(2):
+        use(policy, "abcdef")
+        for key in lost:
+            policy.remove(key.encode())
+        assert order_of(policy) == "".join(key for key in "fedcba" if key not in lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
 from kvstore.errors import TierError
 from kvstore.movers import as_block_ids
-from kvstore.pusher import PushCounters, Pusher, PushJob, Receiver
+from kvstore.pusher import STALL_S, PushCounters, Pusher, PushJob, Receiver, StepPush, _Delivery, _Room, _Sender
+from kvstore.slabs import SlabPool
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.transports.base import Parcel, Transport
 
@@ -151,15 +153,63 @@ def test_more_than_the_buffer_holds(rig: Rig, inboxes: dict[Receiver, Inbox], op
     assert all(np.array_equal(found[one.ref], payload_of(rig, one)) for one in jobs)
 
 
-def test_a_receiver_that_takes_nothing_costs_no_more_than_its_chunks(
+class Waits:
+    """Stands in for waiting for room: time passes only there. After ``frees_s`` each, a slot comes free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *frees_s: float) -> None:
+        self.seconds: list[float] = []
+        frees = iter(frees_s)
+
+        def wait(room: _Room, timeout_s: float) -> float:
+            free_s = next(frees, timeout_s + 1)
+            if free_s <= timeout_s:
+                room.give_back([0])
+            self.seconds.append(min(free_s, timeout_s))
+            return self.seconds[-1]
+
+        monkeypatch.setattr(_Room, "_wait", wait)
+
+
+def test_a_step_waits_once_for_room_however_many_chunks_lack_it(
     inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.pusher.STALL_S", 0.05)
-    pusher = open_pusher(slots=2)
+    waits, pusher = Waits(monkeypatch), open_pusher(slots=2)
     inboxes[HERE].may_go.clear()
-    pusher.begin([(HERE, [job(0), job(1)])]).finish(trusted=True)
-    pusher.begin([(THERE, [job(2)])]).finish(trusted=True)
-    assert pusher.counters.refused == 1
+    pusher.begin([(HERE, [job(number) for number in range(8)])]).finish(trusted=True)
+    assert waits.seconds == [STALL_S]
+    assert pusher.counters.refused == 6
+
+
+def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = Waits(monkeypatch, STALL_S / 2, STALL_S / 4, STALL_S / 2, STALL_S / 2)
+    monkeypatch.setattr(StepPush, "_start", lambda *_: None)  # nobody gives the slots back
+    refused: list[PushJob] = []
+    room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
+    assert room.take(1) == [0]
+    step = StepPush(rig.paged, room, pool, refused.append)
+    step.add([job(number) for number in range(5)], cast("_Sender", None))
+    step.finish(trusted=True)
+    pool.close()
+    assert waits.seconds == [STALL_S / 2, STALL_S / 4, STALL_S / 4]
+    assert [one.ref for one in refused] == [job(number).ref for number in (2, 3, 4)]
+
+
+def test_steps_after_one_that_waited_in_vain_do_not_wait_until_something_was_taken(
+    inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, pusher = Waits(monkeypatch), open_pusher(slots=2)
+    inboxes[HERE].may_go.clear()
+    for _ in range(3):
+        pusher.begin([(HERE, [job(0), job(1), job(2)])]).finish(trusted=True)
+    assert waits.seconds == [STALL_S]
+    assert pusher.counters.refused == 1 + 3 + 3
+    inboxes[HERE].may_go.set()
+    assert pusher.flush(10)
+    inboxes[HERE].may_go.clear()
+    pusher.begin([(HERE, [job(0), job(1), job(2)])]).finish(trusted=True)
+    assert waits.seconds == [STALL_S, STALL_S], "it had been free in between"
     inboxes[HERE].may_go.set()
     assert pusher.flush(10)
     pusher.begin([(THERE, [job(2)])]).finish(trusted=True)
@@ -213,3 +263,31 @@ def test_the_longest_unused_receiver_goes_when_there_are_many(rig: Rig, monkeypa
         assert pusher.flush(10)
     pusher.close(10)
     assert all(inbox.is_closed and len(inbox.chunks) == 1 for inbox in inboxes.values())
+
+
+def test_the_buffer_is_not_used_again_while_it_is_gathered_into(
+    rig: Rig, inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver that fails at once must not free places that the model's thread still fills."""
+    inboxes[HERE].error = TierError("gone")
+    pusher, settled, finished = open_pusher(), threading.Event(), threading.Event()
+    real_wait, real_note = _Delivery.wait, pusher._note
+    noted: list[bool] = []
+
+    def wait(delivery: _Delivery) -> None:
+        settled.set()
+        real_wait(delivery)
+
+    def note(*arguments: Any) -> None:
+        noted.append(finished.is_set())
+        real_note(*arguments)
+        settled.set()
+
+    monkeypatch.setattr(_Delivery, "wait", wait)
+    monkeypatch.setattr(pusher, "_note", note)
+    step = pusher.begin([(HERE, [job(0)])])
+    assert settled.wait(10)
+    finished.set()
+    step.finish(trusted=True)
+    assert pusher.flush(10)
+    assert noted == [True]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 from support.diskwork import EVEN, MINE, make_ref
 
 from kvstore.errors import ConfigError
 from kvstore.tiers import open_tier
+from kvstore.tiers._redis_calls import Calls
 from kvstore.tiers._redis_ledger import Ledger
+from kvstore.tiers._redis_nodes import SlotMovedError
 from kvstore.tiers._redis_url import Address, Kind, RedisTarget, parse_target
 from kvstore.tiers.base import TierSetup
 
@@ -132,3 +138,34 @@ def test_a_scan_strikes_what_is_left_of_another_epoch() -> None:
     assert ledger.settled(b"before", make_ref(1)) == set()
     assert len(ledger.settled(EPOCH, make_ref(1))) == 1
     assert ledger.used_bytes == 10
+
+
+class MovingNodes:
+    """Two nodes, of which the second has the slot; that is not known before the map is asked for again."""
+
+    def __init__(self) -> None:
+        self.known = "former"
+
+    def node_of(self, tag: bytes) -> MovingNodes:
+        return self
+
+    def forget(self, failed: object = None) -> None:
+        self.known = "present"
+
+    @contextmanager
+    def link(self) -> Iterator[str]:
+        yield self.known
+
+
+def test_a_call_follows_a_slot_to_its_node() -> None:
+    nodes: Any = MovingNodes()
+    asked = []
+
+    def action(link: Any) -> str:
+        asked.append(link)
+        if link == "former":
+            raise SlotMovedError("moved")
+        return "done"
+
+    assert Calls(parse_target("redis-cluster://here", {}), nodes).at(b"tag", action) == "done"
+    assert asked == ["former", "present"]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from support import example_tier
+from support.example_tier import install, install_example
 
+from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.packs import PackWriter, Shard
-from kvstore.tiers import BUILT_IN, known_tiers, open_tier
+from kvstore.tiers import BUILT_IN, BUILT_IN_SCHEMES, known_schemes, known_tiers, leads_to, open_tier, tier_behind
 from kvstore.tiers.base import TierSetup
 
 LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=64)
@@ -30,16 +35,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
     return folder
-
-
-def install(site: Path, name: str, entry: str, code: str | None = None) -> None:
-    """Put an installed package there, with one entry point and perhaps a module of its name."""
-    if code is not None:
-        (site / f"{name}.py").write_text(code)
-    info = site / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entry)
 
 
 def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
@@ -61,14 +56,110 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (entry,) = (block for block in example_tier.blocks("toml") if "kvstore.tiers" in block)
-    section = entry.replace('[project.entry-points."kvstore.tiers"]', "[kvstore.tiers]").replace('"', "")
-    install(site, example_tier.MODULE, section, example_tier.blocks("python")[0])
+    install_example(site)
     assert list(known_tiers()) == ["cpu", "disk", "gpu", "pack", "redis", "server", "sqlite"]
-    tier = open_tier("sqlite", make_setup(folder=str(tmp_path)))
+    assert tier_behind("sqlite:///x") == "sqlite"
+    tier = open_tier("sqlite", make_setup(url=f"sqlite://{tmp_path}"))
     monkeypatch.delitem(sys.modules, example_tier.MODULE)
     assert tier.name == "sqlite"
     tier.close()
+
+
+_USE_BY_CONFIG = """
+import sys
+from pathlib import Path
+import torch
+from kvstore.binding import bind_paged_kv
+from kvstore.config import load_config
+from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.keys import Namespace
+from kvstore.opening import RemoteOptions
+
+loaded = load_config(path=Path(sys.argv[1]), environ={})
+assert not loaded.warnings, loaded.warnings
+config = loaded.config
+layers = {f"layer.{i}": torch.randn(64, 8, 16, 32) for i in range(4)}
+paged = bind_paged_kv(layers, num_blocks=64, block_tokens=16, chunk_tokens=config.chunk_size)
+tokens, slots = list(range(600)), torch.arange(600)
+settings = {"connections": config.remote_connections, "timeout_s": config.blocking_timeout_secs}
+options = EngineOptions(
+    config.max_local_cpu_bytes, remote=RemoteOptions(config.shared_url, settings, required=config.remote_required)
+)
+before = {name: layer.clone() for name, layer in layers.items()}
+for turn in range(2):  # the second engine finds only what the tier kept
+    with CacheEngine(paged, Namespace({"model": "mine"}), options) as engine:
+        print("found", engine.lookup(tokens))
+        if turn:
+            for layer in layers.values():
+                layer.zero_()
+            print("loaded", int(engine.retrieve(tokens, slot_mapping=slots).sum()))
+        else:
+            engine.store(tokens, slot_mapping=slots)
+            assert engine.flush()
+print("same", all(torch.equal(layers[name][:37], before[name][:37]) for name in layers))
+"""
+
+
+def test_a_configuration_uses_a_tier_of_another_package(site: Path, tmp_path: Path) -> None:
+    """From the installed package to loaded KV, with nothing but its URL in the file, in a process of its own."""
+    install_example(site)
+    (page,) = (block for block in example_tier.blocks("tiers.md", "yaml") if "sqlite" in block)
+    (tmp_path / "kv").mkdir()
+    text = page.replace("/var/lib/kvstore", str(tmp_path / "kv")).replace("20.0", "0.05")
+    (tmp_path / "kvstore.yaml").write_text(text + "remote_required: true\n")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    for command in (["-m", "kvstore.tools.cli", "config", "check"], ["-c", _USE_BY_CONFIG]):
+        done = subprocess.run(
+            [sys.executable, *command, str(tmp_path / "kvstore.yaml")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["found 0", "found 592", "loaded 592", "same True"]
+
+
+def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
+    """Ours are in it like those of others; a plugin may bring what is known of LMCache's only."""
+    names = {entry.name: tier_behind(f"{entry.name}://x") for entry in BUILT_IN_SCHEMES}
+    assert names == {
+        **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
+        "pack": "pack",
+        **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
+    }
+    ignored = StoreConfig(remote_url="s3://bucket")
+    assert ignored.shared_url is None
+    install(
+        site, "bucket", "[kvstore.tiers]\nbucket = bucket:Tier\n[kvstore.schemes]\ns3 = bucket:Tier\ngs = bucket:Tier\n"
+    )
+    assert [tier_behind(f"{scheme}://b") for scheme in ("s3", "gs")] == ["bucket", "bucket"]
+    assert StoreConfig(remote_url="s3://bucket").shared_url == "s3://bucket"
+    assert list(known_schemes())[-2:] == ["s3", "gs"]
+    assert leads_to("gs://b", "bucket")
+    assert not any(leads_to(url, "bucket") for url in (None, "", "/a/path", "gs", "kvs://b", "ftp://b"))
+    with pytest.raises(ConfigError, match=r"begins with one of redis://.*gs://, not with 'ftp'"):
+        tier_behind("ftp://b")
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            "[kvstore.schemes]\nkvs = greedy:Tier\n",
+            "kvs:// is claimed by kvstore.tiers.server:ServerTier.open and greedy",
+        ),
+        ("[kvstore.schemes]\ntape = greedy:Tier\n", "tape:// leads to greedy:Tier, which is no tier"),
+    ],
+)
+def test_a_scheme_that_cannot_be_used(site: Path, sections: str, problem: str) -> None:
+    install(site, "greedy", sections)
+    url = f"{sections.split()[1]}://h"
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        tier_behind(url)
+    with pytest.raises(ValidationError, match=re.escape(problem)):
+        StoreConfig(remote_url=url)
+    assert StoreConfig(remote_url="redis://h").shared_url == "redis://h"  # others are not harmed
 
 
 @pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are cpu, disk, gpu")])

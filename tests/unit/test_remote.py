@@ -102,7 +102,26 @@ def test_answers_are_remembered_for_a_while(rig: Rig, server: FakeServer) -> Non
         assert len(server.questions) == 1
     server.questions.clear()
     with rig.open(remote=replace(REMOTE, hold_s=0.0)) as engine:
-        assert [engine.lookup(TOKENS) for _ in range(3)] == [0, 0, 0], "an answer that never counts is no answer"
+        assert [engine.lookup(TOKENS) for _ in range(3)] == [40, 40, 40], "an answer counts for the call that asked"
+        assert len(server.questions) == 3, "and for no other"
+        assert rig.retrieve(engine, TOKENS) == 40
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 60.0])
+def test_an_answer_that_is_held_for_nobody_else_is_enough_to_load(rig: Rig, server: FakeServer, hold_s: float) -> None:
+    store_elsewhere(rig)
+    for load in ("retrieve", "layers", "prefetch"):
+        with rig.open(remote=replace(REMOTE, hold_s=hold_s)) as engine:
+            if load == "prefetch":
+                assert engine.prefetch(TOKENS) == 40
+            elif load == "retrieve":
+                assert rig.retrieve(engine, TOKENS) == 40
+            else:
+                mapping = rig.slot_mapping(rig.blocks(40, seed=7), 40)
+                *_, loaded = engine.retrieve_layer(TOKENS, slot_mapping=mapping)
+                assert loaded is not None
+                assert int(loaded.sum()) == 40
+            check_idle(engine)
 
 
 def test_a_stale_yes_ends_in_a_recompute(rig: Rig, server: FakeServer) -> None:
@@ -212,6 +231,18 @@ def test_after_changed_weights_nobody_shares(rig: Rig, server: FakeServer) -> No
         assert len(server.all_chunks()) == 3
         with rig.open(remote=REMOTE) as other:
             assert other.lookup(TOKENS) == 0
+
+
+def test_after_changed_weights_what_was_stored_since_is_asked_for(rig: Rig, server: FakeServer) -> None:
+    with rig.open(slots=3, remote=REMOTE) as engine:
+        engine.reset_cache()
+        rig.store(engine, TOKENS)
+        assert engine.flush(HANG_GUARD_S)
+        rig.store(engine, tokens_of(2, 48))  # takes the pool's place
+        assert engine._view is not None
+        engine._view.clear()
+        assert engine.lookup(TOKENS) == 40
+        assert rig.retrieve(engine, TOKENS) == 40
 
 
 # Faults

@@ -172,6 +172,27 @@ class TestRefusals:
             EmbeddedServer(MINE, EVEN, replace(POOL, port=server.port))
         assert {thread.name for thread in threading.enumerate()} == before
 
+    def test_a_thread_that_cannot_start_leaves_nothing_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with embedded() as server:
+            port = server.port
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == "kvstore-server":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            with pytest.raises(RuntimeError, match="new thread"):
+                EmbeddedServer(MINE, EVEN, replace(POOL, port=port))
+        assert list(tmp_path.iterdir()) == []
+        with embedded(replace(POOL, port=port)):
+            pass
+
 
 def test_a_name_of_this_machine_is_listened_on() -> None:
     with embedded(replace(POOL, host="localhost")) as server, client(at_tcp(server)) as other:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.schedules import schedule_settings
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -126,9 +127,19 @@ class StockMachine(RuleBasedStateMachine):
         self.stock.clear(self.clients[who].space)
         assert not self.clients[who].space.chunks
 
-    @rule(who=st.integers(0, 5), ref=REFS, is_wanted=st.booleans())
-    def pin(self, who: int, ref: ChunkRef, is_wanted: bool) -> None:
-        self.stock.pin(self.clients[who].space, [ref], is_wanted=is_wanted)
+    @rule(who=st.integers(0, 5), ref=REFS, end_s=st.integers(1, 20))
+    def pin(self, who: int, ref: ChunkRef, end_s: int) -> None:
+        self.stock.pin(self.clients[who].space, [ref], end_s)
+
+    @rule(who=st.integers(0, 5), ref=REFS)
+    def unpin(self, who: int, ref: ChunkRef) -> None:
+        chunks = self.clients[who].space.chunks
+        self.stock.unpin([chunks[ref]] if ref in chunks else [])
+
+    @rule(now_s=st.integers(1, 20))
+    def end_pins(self, now_s: int) -> None:
+        self.stock.pins.expire(now_s)
+        assert all(chunk.pin_end_s > now_s for chunk in self.stock.pins)
 
     @rule(who=st.integers(0, 5), chance=SELDOM)
     def vanish(self, who: int, chance: int) -> None:
@@ -181,6 +192,7 @@ class StockMachine(RuleBasedStateMachine):
         assert self.stock.num_on_disk == sum(chunk.disk_bytes > 0 for chunk in chunks)
         assert self.stock.num_in_memory == sum(bool(chunk.runs) for chunk in chunks)
         assert self.stock.pinned_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.is_pinned)
+        assert set(self.stock.pins) == {chunk for chunk in chunks if chunk.is_pinned}
         assert all(chunk.runs or chunk.disk_bytes for chunk in chunks)
 
     @invariant()
@@ -190,7 +202,6 @@ class StockMachine(RuleBasedStateMachine):
         assert self.sessions.leased_bytes == sum(lease.chunk.size_bytes for lease in leases)
 
 
-TestStock = StockMachine.TestCase
-TestStock.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@pytest.mark.schedules
+def test_every_page_is_accounted_for_in_any_order() -> None:
+    run_state_machine_as_test(StockMachine, settings=schedule_settings(120, stateful_step_count=60))

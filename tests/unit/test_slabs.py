@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout
 from kvstore.pinning import NoPinner, find_pinner
 from kvstore.slabs import SlabPool
-from kvstore.tiers.base import ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
 from kvstore.tiers.cpu import CpuTier
 
 LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=32)
@@ -121,6 +121,30 @@ def test_the_first_slots_are_ready_while_the_rest_is_not() -> None:
     pool.close()
 
 
+def test_slots_are_not_ready_before_those_in_front_of_them() -> None:
+    first, rest = threading.Event(), threading.Event()
+
+    class Slow(FakePinner):
+        """Its first piece comes last."""
+
+        def pin(self, address: int, num_bytes: int) -> str | None:
+            if threading.current_thread().name == "kvstore-populate-0":
+                assert first.wait(30.0)
+            problem = super().pin(address, num_bytes)
+            if len(self.pinned) == 4:
+                rest.set()
+            return problem
+
+    pool = SlabPool(8, 4096, pinner=Slow(), piece_bytes=4096)
+    assert rest.wait(30.0)
+    pool._threads[1].join(30.0)
+    assert pool.ready_slots == 0, "every second one is ready, but not the first"
+    first.set()
+    assert pool.wait_populated(30.0)
+    assert pool.ready_slots == 8
+    pool.close()
+
+
 def test_what_cannot_be_pinned_is_told_once_and_used(caplog: pytest.LogCaptureFixture) -> None:
     pinner = FakePinner(refuse_from=2)
     with caplog.at_level(logging.WARNING):
@@ -225,4 +249,28 @@ def test_as_a_tier_it_fills_the_lowest_free_slot() -> None:
     assert tier.read(0, three) is not None
     assert tier.read(1, two) is not None
     assert [ref for ref, _ in tier.scan()] == [two, three]
+    tier.close()
+
+
+def test_a_slot_being_filled_is_nobody_elses_although_all_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = CpuTier(SlabPool(2, LAYOUT.slot_bytes), LAYOUT)
+    one, other, third = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
+    of_slot, answers = tier._pool.slot, []
+
+    def slot(number: int) -> ByteArray:
+        """Before the first copy begins, all is cleared and another chunk comes."""
+        monkeypatch.undo()
+        tier.clear()
+        answers.append(tier.put([Transfer(other, np.full(4096, 2, np.uint8))]))
+        return of_slot(number)
+
+    monkeypatch.setattr(tier._pool, "slot", slot)
+    assert tier.put([Transfer(one, np.full(4096, 1, np.uint8))]) == [Outcome.FAILED]
+    assert answers == [[Outcome.STORED]]
+    buffer = np.zeros(4096, np.uint8)
+    assert tier.get([Transfer(other, buffer)]) == [Outcome.HIT]
+    assert (buffer == 2).all()
+    assert tier.contains([one]) == [False]
+    assert tier.put([Transfer(third, buffer)]) == [Outcome.STORED], "the slot was given back"
+    assert tier.contains([other, third]) == [True, True]
     tier.close()

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.diskwork import (
@@ -24,6 +26,7 @@ from support.diskwork import (
 )
 
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.tiers import _survey
 from kvstore.tiers.base import Outcome, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.striped import StripedTier, open_folders
@@ -182,6 +185,32 @@ def test_a_chunk_in_two_folders_is_one(open_tier: Open, folders: list[Path], new
     assert get(tier, REFS[0]) is Outcome.HIT
 
 
+def test_a_start_walks_each_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk has no room left for the bound, what lies in the folders counts as room, and is added up."""
+    folders = [tmp_path / f"disk{number}" for number in range(8)]
+    for folder in folders:
+        (folder / ".free").mkdir(parents=True)
+        (folder / ".free" / "7").write_bytes(bytes(2 * CHUNK_BYTES))
+    walked: list[Path] = []
+    real_walk, real_statvfs = _survey.held_bytes, os.statvfs
+
+    def count(folder: Path) -> int:
+        walked.append(folder)
+        return real_walk(folder)
+
+    def without_room(path: Path) -> Any:
+        status = real_statvfs(path)
+        return SimpleNamespace(f_bavail=0, f_frsize=status.f_frsize)
+
+    monkeypatch.setattr(_survey, "held_bytes", count)
+    monkeypatch.setattr(os, "statvfs", without_room)
+    open_folders(folders, MINE, EVEN, 16 * CHUNK_BYTES).close()
+    assert sorted(walked) == folders
+    (folders[7] / ".free" / "8").write_bytes(b"")
+    with pytest.raises(ConfigError, match="does not fit"):  # the close has swept the rest
+        open_folders(folders, MINE, EVEN, 16 * CHUNK_BYTES)
+
+
 def test_two_puts_of_one_chunk_do_not_end_in_two_folders(
     open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +264,22 @@ def test_a_stray_removed_while_it_is_replaced_is_not_lost_from_sight(
     assert get(tier, stray) is Outcome.HIT
     tier.remove([stray])
     assert counts(folders[:2]) == [1, 0]
+
+
+def test_a_put_that_clear_overtakes_does_not_say_that_it_stored(
+    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, real_put = open_tier(), DiskTier.put
+
+    def put_and_clear(disk: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+        outcomes = real_put(disk, transfers)
+        monkeypatch.undo()
+        tier.clear()
+        return outcomes
+
+    monkeypatch.setattr(DiskTier, "put", put_and_clear)
+    assert put(tier, REFS[0]) == [Outcome.FAILED]
+    assert (counts(folders), tier.scan()) == ([0, 0, 0], [])
 
 
 def test_restart_orders_over_all_folders(open_tier: Open, folders: list[Path]) -> None:

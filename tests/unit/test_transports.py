@@ -113,6 +113,18 @@ def test_more_than_one_client_may_hold_at_once() -> None:
         transport.close()
 
 
+def test_what_waits_for_room_is_not_sent_without_the_last_layer() -> None:
+    with serving_tcp(pool_bytes=512 << 10) as server:  # a client may be writing to one chunk
+        transport = open_transport(server.url, MINE, LAYOUT, {"timeout_s": 5.0})
+        tier = open_tier("server", TierSetup(MINE, LAYOUT, UNBOUNDED_BYTES, {"url": server.url}))
+        sent = [parcel(1), parcel(2)]
+        assert transport.deliver(sent, iter([range(2)])) == [Outcome.FAILED] * 2
+        assert tier.contains([one.ref for one in sent]) == [False] * 2
+        assert transport.deliver(sent, iter([range(3)])) == [Outcome.STORED] * 2
+        tier.close()
+        transport.close()
+
+
 def test_a_receiver_that_goes_away_in_the_middle(server: ServerThread, transport: TcpTransport) -> None:
     def computed() -> Iterator[range]:
         yield range(1)

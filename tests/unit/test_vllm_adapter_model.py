@@ -7,10 +7,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
 from support.remote import FakeServer
+from support.schedules import schedules
 
 from kvstore import metrics
 from kvstore.adapters.vllm.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
@@ -181,13 +182,13 @@ def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
     return vllm
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@schedules()
 @given(setup=SETUPS)
 def test_any_schedule_in_memory(setup: Setup) -> None:
     _play(setup, with_faults=False)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@schedules()
 @given(setup=SETUPS, with_faults=st.booleans())
 def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

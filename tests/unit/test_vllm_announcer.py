@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup, one_after_the_other
 
-from kvstore.adapters.vllm.announcer import Removed, Stored
+from kvstore.adapters.vllm.announcer import Removed, Stored, _Shelf
 from kvstore.adapters.vllm.params import RequestParams
 from kvstore.plans import Place
 
@@ -125,3 +128,56 @@ def test_nothing_is_said_of_a_request_without_hashes(build: Build, monkeypatch: 
     vllm.ask("first", PROMPT)
     assert len(vllm.index) == 3
     assert not vllm.heard.blocks[Place.MEMORY]
+
+
+class CountedBlock(bytes):
+    """The hash of a block; counts how often it is looked at."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedBlock.looks += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        CountedBlock.looks += 1
+        return super().__eq__(other)
+
+
+def test_what_an_event_costs_does_not_depend_on_how_many_chunks_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all prompts with the same system prompt do: the scheduler's thread must not walk over them."""
+    monkeypatch.setattr(CountedBlock, "looks", 0)
+    system = tuple(CountedBlock(b"system %d" % number) for number in range(BLOCKS_PER_CHUNK - 1))
+    shelf, looks = _Shelf(), []
+    for number in range(2_000):
+        before = CountedBlock.looks
+        hashes = (*system, CountedBlock(b"own %d" % number))
+        assert shelf.add(b"key %d" % number, hashes) == (len(system) if number else 0)
+        looks.append(CountedBlock.looks - before)
+    assert max(looks) <= 8 * BLOCKS_PER_CHUNK
+    for number in range(2_000):
+        before = CountedBlock.looks
+        own = CountedBlock(b"own %d" % number)
+        gone = shelf.remove(b"key %d" % number, (*system, own))
+        assert gone == ([own] if number < 1_999 else [*system, own])
+        assert CountedBlock.looks - before <= 8 * BLOCKS_PER_CHUNK + 2 * len(gone)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2), st.integers(0, 2)), max_size=30), st.randoms())
+def test_a_block_is_said_by_the_first_chunk_that_has_it_and_taken_back_with_the_last(
+    chunks: list[tuple[int, int, int]], random: Random
+) -> None:
+    """Chunks of any length that branch anywhere, in any order."""
+    shelf = _Shelf()
+    here: dict[bytes, tuple[bytes, ...]] = {}
+    for number, (length, first, second) in enumerate(chunks):
+        words = [b"all", b"%d" % first, b"%d %d" % (first, second), b"%d %d end" % (first, second)]
+        key, hashes = b"%d" % number, tuple(words[:length])
+        said = {name for other in here.values() for name in other}
+        assert shelf.add(key, hashes) == sum(name in said for name in hashes)
+        here[key] = hashes
+        if random.random() < 0.5:
+            gone_key = random.choice(sorted(here))
+            gone_hashes = here.pop(gone_key)
+            left = {name for other in here.values() for name in other}
+            assert shelf.remove(gone_key, gone_hashes) == [name for name in gone_hashes if name not in left]

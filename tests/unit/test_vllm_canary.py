@@ -12,6 +12,7 @@ from support.remote import FakeServer
 
 from kvstore import metrics
 from kvstore.adapters.vllm.canary import Canary
+from kvstore.plans import Place
 from kvstore.tiers.base import ChunkRef
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
@@ -113,6 +114,18 @@ def test_wrong_bytes_leave_the_remote_tier_too(build: Build, monkeypatch: pytest
     monkeypatch.setattr(vllm.scheduler, "_canary", None)
     vllm.index.remove_all()
     assert loaded_again(vllm, "from the server") == WHOLE
+    vllm.assert_nothing_leaked()
+
+
+def test_what_comes_from_a_remote_tier_to_be_compared_is_announced(build: Build) -> None:
+    """It is in memory then, like any chunk that was loaded, and routers may send others here for it."""
+    server = FakeServer()
+    build(server=server, max_write_queue=64).ask("first", PROMPT)
+    vllm = build(server=server, max_write_queue=64, verify_fraction=1.0, saves=False)
+    vllm.ask("again", PROMPT)
+    vllm.settle()
+    assert verified(vllm) == (4, 0)
+    assert len(vllm.heard.blocks[Place.MEMORY]) == WHOLE // BLOCK
     vllm.assert_nothing_leaked()
 
 

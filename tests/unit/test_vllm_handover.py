@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
 from support.remote import FakeServer
+from support.schedules import schedules
 
 from kvstore import metrics
 from kvstore.adapters.vllm.disagg import DisaggSpec, Handover, Source, parse_handover
@@ -364,8 +365,22 @@ SETUPS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@schedules()
 @given(SETUPS, st.booleans())
+@example(  # rank 1 handed over what rested on chunks that rank 0 could not load
+    Setup(
+        ranks=2,
+        gpu_blocks=24,
+        slots=2,
+        save_tails=False,
+        run_ahead=2,
+        drafts=3,
+        budget=32,
+        push_slots=1,
+        seed=3546215,
+    ),
+    True,
+)
 def test_any_schedule_hands_over_right_bytes_only(
     tmp_path_factory: pytest.TempPathFactory,
     setup: Setup,

@@ -6,11 +6,15 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Final
 
 import pytest
 
-from kvstore.adapters.vllm.identity import AdapterFiles, fingerprint_folder
+from kvstore.adapters.vllm import identity
+from kvstore.adapters.vllm.identity import fingerprint_adapter, fingerprint_folder
 from kvstore.errors import ConfigError
 
 
@@ -51,10 +55,117 @@ def test_weights_replaced_in_the_same_folder_are_others(folder: Path) -> None:
     assert fingerprint_folder(folder) != before, "the header tells, size and time do not"
 
 
-def test_time_alone_tells(folder: Path) -> None:
-    before = fingerprint_folder(folder)
-    set_time(folder / "model.safetensors", 1)
-    assert fingerprint_folder(folder) != before
+def test_a_copy_on_another_machine_is_the_same(folder: Path, tmp_path: Path) -> None:
+    """Replicas share, however their files got there."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
+    for path in copy.iterdir():
+        set_time(path, 10**12)
+    assert fingerprint_folder(copy) == fingerprint_folder(folder)
+    assert fingerprint_adapter(copy) == fingerprint_adapter(folder)
+
+
+@pytest.mark.parametrize("fingerprint", [fingerprint_folder, fingerprint_adapter])
+def test_a_single_byte_tells(folder: Path, fingerprint: Callable[[Path], str]) -> None:
+    weights = folder / "model.safetensors"
+    before, content = fingerprint(folder), weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert fingerprint(folder) != before
+
+
+class TestLargeModels:
+    """Of which a part is read."""
+
+    ROWS: Final = {
+        "embed_tokens.weight": 64,
+        "layers.0.mlp.weight": 640,
+        "layers.0.norm": 1,
+        "lm_head.weight": 64,
+    }
+    ROW_BYTES = 4096
+
+    @pytest.fixture
+    def model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
+        self.write(folder)
+        return folder
+
+    def write(self, folder: Path, changes: dict[int, int] | None = None) -> None:
+        """The weights, with some bytes at other values."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, rows in self.ROWS.items():
+            begin, end = end, end + rows * self.ROW_BYTES
+            header[name] = {"dtype": "BF16", "shape": [rows, self.ROW_BYTES // 2], "data_offsets": [begin, end]}
+        payload = bytearray(Random(1).randbytes(end))
+        for position, value in (changes or {}).items():
+            payload[position] ^= value
+        (folder / "model.safetensors").write_bytes(safetensors(header, bytes(payload)))
+
+    def position(self, name: str, row: int) -> int:
+        names = list(self.ROWS)
+        return (sum(self.ROWS[before] for before in names[: names.index(name)]) + row) * self.ROW_BYTES
+
+    def test_a_copy_is_the_same(self, model: Path, tmp_path: Path) -> None:
+        copy = tmp_path / "copy"
+        shutil.copytree(model, copy, copy_function=shutil.copyfile)
+        set_time(copy / "model.safetensors", 10**12)
+        assert fingerprint_folder(copy) == fingerprint_folder(model)
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_a_fine_tune_of_any_one_tensor_tells(self, model: Path, name: str) -> None:
+        """Even one that moves few of its numbers: one in a hundred rows here."""
+        before = fingerprint_folder(model)
+        rows = range(0, self.ROWS[name], 1)
+        changes = {self.position(name, row) + Random(row).randrange(self.ROW_BYTES): 1 for row in rows}
+        self.write(model, changes)
+        assert fingerprint_folder(model) != before
+
+    @pytest.mark.parametrize("row", [0, 17, 63])
+    @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+    def test_a_single_token_that_was_trained_tells(self, model: Path, name: str, row: int) -> None:
+        before = fingerprint_folder(model)
+        self.write(model, {self.position(name, row) + 1234: 1})
+        assert fingerprint_folder(model) != before
+
+    def test_both_ends_of_a_tensor_tell(self, model: Path) -> None:
+        found = {fingerprint_folder(model)}
+        begin, end = self.position("layers.0.mlp.weight", 0), self.position("layers.0.norm", 0)
+        for position in (begin, end - 1):
+            self.write(model, {position: 1})
+            found.add(fingerprint_folder(model))
+        assert len(found) == 3
+
+    def test_only_a_part_is_read(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read: list[int] = []
+
+        def pread(descriptor: int, length: int, offset: int) -> bytes:
+            read.append(length)
+            return os_pread(descriptor, length, offset)
+
+        os_pread = os.pread
+        monkeypatch.setattr(os, "pread", pread)
+        fingerprint_folder(model)
+        whole = 129 * self.ROW_BYTES
+        assert whole < sum(read) < whole + 640 * self.ROW_BYTES // 8
+
+    @pytest.mark.parametrize("suffix", [".bin", ".gguf", ".pt"])
+    def test_where_nothing_tells_what_lies_where_time_counts(self, model: Path, suffix: str) -> None:
+        path = model / f"more{suffix}"
+        path.write_bytes(bytes(2000))
+        before = fingerprint_folder(model)
+        set_time(path, 1)
+        assert fingerprint_folder(model) != before
+
+    @pytest.mark.parametrize(
+        "entry", [{}, {"data_offsets": [0]}, {"data_offsets": [0, 1 << 40], "shape": [1]}, 3, {"shape": "x"}]
+    )
+    def test_a_header_that_makes_no_sense_is_no_problem(self, model: Path, entry: object) -> None:
+        path = model / "model.safetensors"
+        path.write_bytes(safetensors({"w": entry}, bytes(4000)))
+        before = fingerprint_folder(model)
+        set_time(path, 1)
+        assert fingerprint_folder(model) != before
 
 
 def test_of_the_configuration_only_content_counts(folder: Path) -> None:
@@ -95,37 +206,3 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"kvstore\.model_id"):
         fingerprint_folder(folder)
-
-
-def test_adapters_are_told_by_their_files(folder: Path, tmp_path: Path) -> None:
-    adapters = AdapterFiles()
-    found = adapters.fingerprint(1, str(folder), in_place=False)
-    assert found is not None
-    assert adapters.fingerprint(1, str(folder), in_place=False) == found
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    (other / "config.json").write_text("{}")
-    assert adapters.fingerprint(2, str(other), in_place=False) not in {None, found}
-
-
-def test_an_adapter_whose_files_changed_is_never_trusted_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    adapters = AdapterFiles()
-    adapters.fingerprint(1, str(folder), in_place=False)
-    weights = folder / "model.safetensors"
-    set_time(weights, 10**9)
-    assert adapters.fingerprint(1, str(folder), in_place=False) is None
-    assert "changed" in caplog.text
-    set_time(weights, -(10**9))
-    assert adapters.fingerprint(1, str(folder), in_place=False) is None
-    assert adapters.fingerprint(2, str(folder), in_place=False) is not None, "another id is loaded anew"
-
-
-@pytest.mark.parametrize(("path", "in_place"), [("nowhere", False), ("model", True)])
-def test_an_adapter_that_cannot_be_told_is_not_cached(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str, *, in_place: bool
-) -> None:
-    adapters = AdapterFiles()
-    assert folder.is_dir()
-    assert adapters.fingerprint(1, str(tmp_path / path), in_place=in_place) is None
-    assert "not cached" in caplog.text
-    assert adapters.fingerprint(1, str(folder), in_place=False) is None

@@ -9,7 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore.adapters.vllm.params import MAX_TAG_CHARACTERS, MAX_TAGS, MAX_TTL_S, NO_PARAMS, RequestParams, parse_params
-from kvstore.errors import InvalidCallError
+from kvstore.config import load_config
+from kvstore.config.schema import REQUEST_FIELDS
+from kvstore.errors import ConfigError, InvalidCallError
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
@@ -33,6 +35,33 @@ def test_every_field(prefix: str) -> None:
     asked = {"skip_save": True, "skip_load": False, "ttl": 1.5, "pin": False, "tag.team": "red", "tag.a": ""}
     expected = RequestParams(skip_save=True, ttl_s=1.5, pin=False, tags=(("a", ""), ("team", "red")))
     assert parse_params({prefix + name: value for name, value in asked.items()}) == expected
+
+
+def test_fields_that_do_not_count_are_not_looked_at() -> None:
+    asked = {
+        "kvstore.pin": True,
+        "lmcache.tag.team": "red",
+        "kvstore.tag.b": 7,
+        "kvstore.ttl": "no",
+        "kvstore.skip_save": 1,
+    }
+    assert parse_params(asked, counted=["skip_save"]) == RequestParams(skip_save=True, ignored=("pin", "tag", "ttl"))
+    assert parse_params({"kvstore.pin": None}, counted=[]) == NO_PARAMS, "no value is no field"
+    with pytest.raises(InvalidCallError, match="unknown"):
+        parse_params({"kvstore.pinn": True}, counted=[])
+
+
+def test_pins_do_not_count_unless_the_operator_says_so() -> None:
+    """What else there is concerns the KV of the request alone; a pin takes the room of others."""
+    default = load_config(environ={}).config.request_fields
+    assert default == tuple(name for name in REQUEST_FIELDS if name != "pin")
+    every = load_config({"kvstore.request_fields": ", ".join(REQUEST_FIELDS)}, environ={}).config.request_fields
+    assert every == REQUEST_FIELDS
+    assert load_config({"kvstore.request_fields": []}, environ={}).config.request_fields == ()
+    with pytest.raises(ConfigError, match=r"request_fields.*must be some of skip_save, skip_load, ttl, tag, pin"):
+        load_config({"kvstore.request_fields": ["pins"]}, environ={})
+    with pytest.raises(ConfigError, match="pin_max_secs"):
+        load_config({"kvstore.pin_max_secs": 0}, environ={})
 
 
 def test_ours_count_over_lmcaches_and_the_last_source_over_the_first() -> None:

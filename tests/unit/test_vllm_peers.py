@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import NamedTuple
 
 import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
 from support.redis_server import free_port
 
-from kvstore.errors import ConfigError
+from kvstore.adapters.vllm.disagg import Handover, Source
+from kvstore.adapters.vllm.handovers import HandoverOptions
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server import ServerTier
 
@@ -69,7 +72,7 @@ def test_each_rank_reads_its_part_from_the_same_rank(build: Build, setup: dict[s
 def test_an_engine_finds_in_its_own_server_what_it_has_no_room_for(build: Build) -> None:
     engine = filled(build, ranks=2, local_cpu=False)
     assert loaded(engine, "again") == WHOLE
-    assert engine.workers[1]._mover.counters.chunks_loaded_from_remote == 4
+    assert engine.workers[1]._counters().chunks_loaded_from_remote == 4
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -99,48 +102,105 @@ def test_an_engine_with_other_shards_is_a_stranger(build: Build, caplog: pytest.
     assert "they differ in layout" in caplog.text
 
 
-class TestNamedByRequests:
-    def test_it_is_read_from_then_on(self, build: Build) -> None:
-        engine = filled(build, ranks=2)
-        reader = build(ranks=2, peers=())
-        assert loaded(reader, "before", OTHER) == 0
-        reader.scheduler.note_peer(url_of(engine))
-        assert loaded(reader, "after") == WHOLE
+class FakePeer(NamedTuple):
+    """A port at which nobody listens."""
 
-    def test_an_engine_that_borrowed_from_its_own_server_reads_it(self, build: Build) -> None:
-        """What peers have is copied, so nothing is borrowed any more."""
-        engine = filled(build)
-        reader = filled(build, local_cpu=False)
-        assert loaded(reader, "own") == WHOLE
-        engine.ask("other", OTHER)
-        engine.settle()
-        assert loaded(reader, "before", OTHER) == 0
+    port: int
+
+
+def naming(engine: FakeVllm) -> Handover:
+    """What a request says that was answered by an engine before."""
+    return Handover(None, Source("127.0.0.1", engine.setup.port or 0, WHOLE))
+
+
+def allowing(*engines: FakeVllm) -> dict[str, object]:
+    """An engine whose requests may name some others."""
+    ports = {engine.setup.port for engine in engines}
+    options = HandoverOptions(sends=True, receives=False, allows_source=lambda _, port: port in ports)
+    return {"peers": (), "sources": tuple(map(url_of, engines)), "handover": options}
+
+
+class TestNamedByRequests:
+    @pytest.mark.parametrize("beside", [False, True])
+    @pytest.mark.parametrize("layerwise", [False, True])
+    def test_it_is_read_for_the_request_that_names_it(self, build: Build, *, beside: bool, layerwise: bool) -> None:
+        engine = filled(build, ranks=2)
+        reader = build(ranks=2, beside=beside, layerwise=layerwise, **allowing(engine))
+        reader.ask("plain", PROMPT)
+        assert reader.loaded_tokens["plain"] == 0, "a request that names nobody"
         reader.settle()
         reader.scheduler.clear()
         for worker in reader.workers:
             worker._mover.clear()
-        reader.scheduler.note_peer(url_of(engine))
-        assert loaded(reader, "after", OTHER) == WHOLE
+        reader.forget_local()
+        reader.ask("names", PROMPT, handover=naming(engine))
+        assert reader.loaded_tokens["names"] == WHOLE
         assert not reader.recovered
 
-    def test_workers_are_told_once_each_time_it_is_named(self, build: Build) -> None:
-        reader = build(peers=())
-        urls = [f"kvs://127.0.0.1:{port}" for port in range(1, 30)]
-        for url in [*urls, urls[-1]]:
-            reader.scheduler.note_peer(url)
-        plans = [reader.scheduler.plan_step({}, lambda _: []) for _ in range(2)]
-        assert plans[0].peers == tuple(urls[-16:])
-        assert plans[1].peers == ()
-
-    def test_addresses_that_are_none(self, build: Build) -> None:
-        with pytest.raises(ConfigError, match="kvs://host:port"):
-            build(peers=()).scheduler.note_peer("http://localhost:80")
-
-    def test_without_peers_it_has_no_effect(self, build: Build) -> None:
+    def test_it_changes_nothing_for_others(self, build: Build) -> None:
+        """Neither while its request is under way, nor afterwards."""
         engine = filled(build)
-        reader = build()
-        reader.scheduler.note_peer(url_of(engine))
-        assert reader.scheduler.plan_step({}, lambda _: []).peers == ()
+        engine.ask("more", OTHER)
+        engine.settle()
+        reader = build(**allowing(engine))
+        names = reader.add("names", PROMPT, handover=naming(engine))
+        other = reader.add("other", OTHER)
+        reader.run()
+        assert (names.state, other.state) == ("finished", "finished")
+        assert (reader.loaded_tokens["names"], reader.loaded_tokens["other"]) == (WHOLE, 0)
+        reader.settle()
+        reader.scheduler.clear()
+        for worker in reader.workers:
+            worker._mover.clear()
+        assert loaded(reader, "later") == 0, "it has been read for that request only"
+        assert not reader.recovered
+
+    def test_what_it_holds_is_not_remembered_for_others(self, build: Build) -> None:
+        engine = filled(build)
+        reader = build(**allowing(engine))
+        assert reader.scheduler._remote is not None
+        reader.ask("names", PROMPT, handover=naming(engine))
+        refs = list(reader.scheduler._remote.view._answers)
+        now_s = time.monotonic()
+        assert not [ref for ref in refs if reader.scheduler._remote.view.holds(ref, now_s)]
+
+    def test_one_that_is_not_listed_is_never_asked(self, build: Build, caplog: pytest.LogCaptureFixture) -> None:
+        engine = filled(build)
+        reader = build(peers=(), handover=HandoverOptions(sends=True, receives=False))
+        for number in range(3):
+            reader.forget_local()
+            reader.ask(f"names {number}", [*PROMPT, number], handover=naming(engine))
+        assert reader.workers[0]._counters().chunks_loaded_from_remote == 0
+        said = f"'127.0.0.1:{engine.setup.port}'"
+        assert sum(said in record.getMessage() for record in caplog.records) == 1
+
+    def test_one_that_is_dead_costs_only_who_names_it(self, build: Build) -> None:
+        """Requests of others, each behind one that names an engine that nobody is at."""
+        engine = build(port=free_port())
+        others = [[number * 3 + token % 7 for token in PROMPT] for number in range(10)]
+        for number, prompt in enumerate(others):
+            engine.ask(f"first {number}", prompt)
+        engine.settle()
+        dead = [FakePeer(free_port()) for _ in range(3)]
+        options = HandoverOptions(sends=True, receives=False, allows_source=lambda _host, _port: True)
+        urls = tuple(f"kvs://127.0.0.1:{peer.port}" for peer in dead)
+        reader = build(peers=(url_of(engine),), sources=urls, handover=options, slots=64)
+        for number, prompt in enumerate(others):
+            source = Source("127.0.0.1", dead[number % 3].port, WHOLE)
+            reader.add(f"names {number}", [*OTHER, number], handover=Handover(None, source))
+            reader.add(f"other {number}", prompt)
+        reader.run(max_steps=4_000)
+        assert reader.scheduler._remote is not None
+        assert reader.scheduler._remote.timeouts == 0
+        assert [reader.loaded_tokens[f"other {number}"] for number in range(len(others))] == [WHOLE] * len(others)
+
+    def test_an_engine_that_borrows_from_its_own_server_reads_it(self, build: Build) -> None:
+        """What others have is copied, so nothing is borrowed."""
+        engine = filled(build)
+        reader = build(port=free_port(), local_cpu=False, **allowing(engine))
+        reader.ask("names", PROMPT, handover=naming(engine))
+        assert reader.loaded_tokens["names"] == WHOLE
+        assert not reader.recovered
 
 
 def test_new_weights(build: Build) -> None:
@@ -165,13 +225,14 @@ def test_the_reader_has_new_weights(build: Build) -> None:
 
 @pytest.mark.parametrize(("min_tokens", "fetched"), [(0, CHUNK), (CHUNK, CHUNK), (CHUNK + 1, 0)])
 def test_what_peers_would_add_must_be_worth_it(build: Build, min_tokens: int, fetched: int) -> None:
-    reader = build(peers=(), min_remote_tokens=min_tokens, save_tails=False)
-    reader.ask("own", PROMPT[: CHUNK + 1])
     engine = build(port=free_port(), save_tails=False)
+    reader = build(min_remote_tokens=min_tokens, save_tails=False, **allowing(engine))
+    reader.ask("own", PROMPT[: CHUNK + 1])
     engine.ask("first", PROMPT[: 2 * CHUNK + 1])
     engine.settle()
-    reader.scheduler.note_peer(url_of(engine))
-    assert loaded(reader, "more", PROMPT[: 2 * CHUNK + 1]) == CHUNK + fetched
+    reader.forget_local()
+    reader.ask("more", PROMPT[: 2 * CHUNK + 1], handover=naming(engine))
+    assert reader.loaded_tokens["more"] == CHUNK + fetched
 
 
 @pytest.mark.parametrize("seed", range(3))

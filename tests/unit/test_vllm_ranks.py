@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,8 +13,13 @@ import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
 from support.remote import FakeServer
 
+from kvstore.adapters.vllm.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.handovers import HandoverOptions
+from kvstore.engine import chunk_refs
 from kvstore.errors import TierError
+from kvstore.keys import PrefixHasher
 from kvstore.plans import Place
+from kvstore.tiers.base import ChunkRef
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1
@@ -126,6 +133,86 @@ def test_stages_in_a_remote_tier(build: Build) -> None:
     assert loaded_again(build(setup)) == 0
 
 
+# -- what one rank could not load, others compute on ------------------------------------------------------------------
+
+
+def spoilt(vllm: FakeVllm, rank: int) -> None:
+    """Damage all that a rank has on its disk; vLLM itself has nothing."""
+    for path in vllm.chunk_files(rank):
+        path.write_bytes(b"garbage")
+    vllm.forget_local()
+
+
+def assert_right(vllm: FakeVllm, server: FakeServer, tokens: list[int]) -> None:
+    """Whatever ranks have sent is what its key promises."""
+    wanted = {ref: tokens[:end] for ref, end in chunks_of(tokens)}
+    for rank in range(len(vllm.workers)):
+        for ref, payload in server.chunks[vllm.namespace(rank).id].items():
+            right = vllm.payload(wanted[ref], ref.num_blocks, "", rank, 0)
+            assert payload[: len(right)] == right, f"rank {rank}"  # a tier is given a whole slot
+
+
+def chunks_of(tokens: list[int]) -> list[tuple[ChunkRef, int]]:
+    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher.update(tokens)
+    refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=True)
+    return list(zip(refs, accumulate(ref.num_blocks * BLOCK for ref in refs), strict=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_nothing_is_handed_over_that_rests_on_what_another_rank_could_not_load(
+    build: Build, tmp_path: Path, rank: int, layerwise: bool, run_ahead: int
+) -> None:
+    outbox = FakeServer()
+    sends = HandoverOptions(sends=True, receives=False, allows_host=lambda _: True)
+    setup = Setup(ranks=2, folder=tmp_path, local_cpu=False, handover=sends, receiver=outbox, beside=False)
+    vllm = build(replace(setup, layerwise=layerwise, run_ahead=run_ahead))
+    vllm.ask("first", PROMPT[: 2 * CHUNK])
+    vllm.settle()
+    spoilt(vllm, rank)
+    vllm.ask("again", PROMPT, handover=Handover(DisaggSpec("client", "here", (7000,))))
+    vllm.settle()
+    for worker in vllm.workers:
+        assert worker._pusher is not None
+        assert worker._pusher.flush(10)
+    assert_right(vllm, outbox, PROMPT)
+    assert [len(chunks) for chunks in outbox.chunks.values()] == [4, 4]
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_nothing_is_sent_that_rests_on_what_another_rank_could_not_load(
+    build: Build, tmp_path: Path, rank: int, replicas: bool
+) -> None:
+    """It would stay there: who finds a chunk at a shared tier does not send it again."""
+    server = FakeServer()
+    setup = Setup(ranks=2, replicas=replicas, folder=tmp_path, local_cpu=False, beside=False, max_write_queue=64)
+    vllm = build(setup)
+    vllm.ask("first", PROMPT[: 2 * CHUNK])
+    vllm.settle()
+    vllm.close()
+    vllm = build(replace(setup, server=server))
+    spoilt(vllm, rank)
+    vllm.ask("again", PROMPT)
+    vllm.settle()
+    assert_right(vllm, server, PROMPT)
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("ranks", "server", "beside"), [(1, True, 0), (2, False, 0), (2, True, 4)])
+def test_the_step_waits_for_a_load_where_nobody_else_can_be_misled(
+    build: Build, ranks: int, server: bool, beside: int
+) -> None:
+    vllm = build(Setup(ranks=ranks, server=FakeServer() if server else None, beside=False, max_write_queue=64))
+    vllm.ask("first", PROMPT)
+    vllm.settle()
+    assert loaded_again(vllm) == WHOLE
+    assert vllm.workers[0]._courier.counters().chunks_loaded == beside
+
+
 # -- ranks that hold the same -----------------------------------------------------------------------------------------
 
 
@@ -138,7 +225,7 @@ def test_replicas_send_a_chunk_once_and_both_load_it(build: Build) -> None:
     assert len(server.puts) == len(server.all_chunks()) == 4
     other = build(setup)
     assert loaded_again(other) == WHOLE
-    assert [worker._mover.counters.chunks_loaded_from_remote for worker in other.workers] == [4, 4]
+    assert [worker._counters().chunks_loaded_from_remote for worker in other.workers] == [4, 4]
     other.settle()
     assert len(server.puts) == 4
     other.assert_nothing_leaked()

@@ -330,6 +330,24 @@ def test_a_pin_waits_for_whoever_stores_the_same(build: Build, *, save_decode: b
     vllm.assert_nothing_leaked()
 
 
+def test_a_pin_ends_with_its_time_unless_it_is_renewed(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(slots=8, gpu_blocks=200)
+    longest_s = SchedulerOptions(vllm.scheduler._rules).pin_max_s
+    vllm.ask("first", PROMPT, params=RequestParams(pin=True))
+    now_s += longest_s - 1
+    vllm.ask("renewed", PROMPT, params=RequestParams(pin=True))
+    now_s += longest_s - 1
+    vllm.ask("other", range(100, 100 + CHUNK))
+    assert vllm.index.leases == 1
+    now_s += 1
+    vllm.ask("another", range(200, 200 + CHUNK))
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
 def test_pins_hold_half_of_the_pool_and_end_with_new_weights(build: Build) -> None:
     vllm = build(slots=8, gpu_blocks=200)
     for number in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvstore.binding import bind_paged_kv
 from kvstore.engine import EngineOptions
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
-from kvstore.movers import LoadJob, StoreJob, as_block_ids
+from kvstore.movers import LoadJob, Mover, StoreJob, as_block_ids
 from kvstore.plans import LoadStep, Place, StoreStep
 from kvstore.pusher import Receiver
 from kvstore.tiers.base import ChunkRef
@@ -249,3 +250,52 @@ def test_a_start_that_fails_leaves_the_folder_to_the_next(
         with pytest.raises(TierError, match="broken on purpose"):
             StoreWorker(paged, Namespace({"model": "one"}), options)
     StoreWorker(paged, Namespace({"model": "one"}), options).close()
+
+
+def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has taken its memory by then, and staging buffers want some, too."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+
+    def no_room(self: Mover) -> Mover:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, "beside", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            StoreWorker(paged, Namespace({"model": "one"}), options)
+    StoreWorker(paged, Namespace({"model": "one"}), options).close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, beside: bool) -> None:
+    """The scheduler tells of no removal from memory; the chunk is stored again, into the same slot or another."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(
+        paged,
+        Namespace({"model": "one"}),
+        EngineOptions(4 * 4096, max_local_gpu_bytes=4 * 4096),
+        WorkerOptions(saves_beside=beside),
+    )
+    numbers = count(1)
+
+    def step(meta: ReqMeta) -> None:
+        number = next(numbers)
+        carry_out(worker, StepPlan(number, number - 1, [meta]))
+        worker._courier.finish_saves()
+
+    step(store(REF, 0, [1, 2]))
+    for _ in range(3):
+        step(load(REF, 0, [7, 5]))
+    assert worker._mover.counters.chunks_loaded_from_gpu == 1
+    cache[[1, 2]] += 1000
+    step(store(REF, slot, [1, 2]))
+    for hot_loads in (1, 1, 2):
+        cache[[7, 5]] = 0
+        step(load(REF, slot, [7, 5]))
+        assert torch.equal(cache[[7, 5]], cache[[1, 2]])
+        assert worker._mover.counters.chunks_loaded_from_gpu == hot_loads
+    worker.close()

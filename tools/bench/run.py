@@ -19,6 +19,7 @@ from kvstore.tools.bench.lines import BenchReport, Line
 from kvstore.tools.bench.lookup import measure_lookups, measure_touches
 from kvstore.tools.bench.redis import measure_redis
 from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick, one_torch_thread
+from kvstore.tools.bench.scheduling import measure_scheduling
 from kvstore.tools.bench.server import measure_server
 from kvstore.tools.bench.start import measure_start
 from kvstore.tools.bench.vllm import measure_vllm
@@ -72,7 +73,7 @@ class BenchOptions:
     def total_ticks(self) -> int:
         """How often ``run_bench`` calls ``tick``, unless something cannot be measured."""
         kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.gpu
-        return (self.rounds + WARM_UP_ROUNDS) * kinds + 2 + self.rounds * self.start + self.vllm
+        return (self.rounds + WARM_UP_ROUNDS) * kinds + 3 + self.rounds * self.start + self.vllm
 
 
 def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport:
@@ -125,7 +126,9 @@ def _calls(tick: Tick) -> list[Line]:
     tick("lookup")
     lookups = measure_lookups()
     tick("policy")
-    return [*lookups, measure_touches()]
+    touches = measure_touches()
+    tick("scheduling")
+    return [*lookups, touches, *measure_scheduling()]
 
 
 def _on_gpu(options: BenchOptions, tick: Tick) -> list[Line]:

@@ -50,8 +50,8 @@ def export_command(
 ) -> None:
     """Write stored chunks into one file with its own index and checksums, which another machine can use.
 
-    The engine may be running. Exits with 1 if chunks of a prompt are not stored or are damaged, or a prompt was passed
-    by; the pack then holds the rest.
+    The engine may be running. Exits with 1 if chunks are damaged, or chunks of a prompt not stored, or a prompt was
+    passed by; the pack then holds the rest. Exits with 2 if there is nothing to export, or no pack can be written.
     """
     from kvstore.tools.pack import Source, export  # noqa: PLC0415
     from kvstore.tools.prompts import Rejected, check_format, read_prompts  # noqa: PLC0415
@@ -86,7 +86,8 @@ def import_command(
     """Put a pack's chunks where an engine finds them. The engine must not be running, unless the target is a Redis.
 
     A pack made for another model, revision, dtype or layout than what is in the folder is refused, and the fields that
-    differ are named: exits with 2. Exits with 1 if chunks are damaged, or there is no room for them.
+    differ are named: exits with 2, as if the target cannot be used. Exits with 1 if chunks are damaged, there is no
+    room for them, or the target breaks in the middle.
     """
     from kvstore.packs import open_pack  # noqa: PLC0415
     from kvstore.tools.pack import import_pack, refuse_other_model  # noqa: PLC0415
@@ -177,6 +178,8 @@ def _tell(report: PackReport, rejected: list[Rejected], *, as_json: bool, verb: 
             errors().print(f"{item.where}: {item.why}")
         for fault in report.faults:
             errors().print(f"{fault.place}: {fault.damage}")
+        if report.broke:
+            errors().print(f"ended in the middle: {report.broke}; start it again to go on")
         rest = {"there already": report.present, "not stored": report.missing, "without room": report.refused}
         beside = "".join(f", {count:,} {what}" for what, count in rest.items() if count)
         print(f"{report.path}: {report.chunks:,} chunks {verb}, {size(report.size_bytes)}{beside}")

@@ -16,7 +16,7 @@ _SHOWN_FAULTS = 50
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(help="A chunk file, a folder of the disk tier, a pack, or a key in hex.")],
+    target: Annotated[str, typer.Argument(help="A chunk file, a folder of chunks, a pack, or a key in hex.")],
     *,
     folder: Annotated[Path | None, typer.Option(help="Where to look for a key.", file_okay=False)] = None,
     as_json: AsJson = False,
@@ -37,7 +37,7 @@ def inspect(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(help="A folder of the disk tier, a pack, or a Redis URL.")],
+    target: Annotated[str, typer.Argument(help="A folder of chunks, an engine's or a server's, a pack, or a Redis.")],
     *,
     fix: Annotated[bool, typer.Option(help="Move damaged files to .quarantine; in Redis, remove.")] = False,
     remove: Annotated[bool, typer.Option(help="With --fix: delete damaged files instead of moving them.")] = False,
@@ -46,8 +46,9 @@ def verify(
 ) -> None:
     """Read every chunk and check key, namespace, length, format version and checksums.
 
-    Works beside a running engine, but for --fix on a folder. Exits with 1 if there are damaged chunks, fixed or not,
-    and with 2 if the target cannot be read.
+    --fix touches files of chunks that were read twice and are damaged, and nothing else; each of them is listed. Works
+    beside a running engine, but for --fix on a folder. Exits with 1 if there are damaged chunks, fixed or not, and with
+    2 if the target cannot be read.
     """
     from kvstore.tools.verify import verify as run  # noqa: PLC0415
 
@@ -64,13 +65,22 @@ def verify(
     except KVStoreError as error:
         give_up(error)
     if as_json:
-        print(json.dumps({**asdict(report), "faults": [fault._asdict() for fault in report.faults]}))
+        faults = [fault._asdict() for fault in report.faults]
+        print(json.dumps({**asdict(report), "faults": faults, "fixed": report.fixed}))
     else:
-        for fault in report.faults[:_SHOWN_FAULTS]:
-            print(f"{fault.place}: {fault.damage}")
-        if len(report.faults) > _SHOWN_FAULTS:
-            print(f"... and {len(report.faults) - _SHOWN_FAULTS} more: --json names all")
-        fixed = f", {report.fixed} set aside" if fix else ""
+        left = [fault for fault in report.faults if not fault.fixed]
+        for fault in report.faults:
+            if fault.fixed:
+                print(f"{fault.place}: {fault.damage}")
+        for fault in left[:_SHOWN_FAULTS]:
+            print(f"{fault.place}: {fault.damage}{', left as it is' if fix else ''}")
+        if len(left) > _SHOWN_FAULTS:
+            print(f"... and {len(left) - _SHOWN_FAULTS} more: --json names all")
+        for home in report.left:
+            print(
+                f"{home}: no chunk here is sound, so the note on their geometry may be what is wrong: nothing changed"
+            )
+        fixed = f", {report.fixed} {'removed' if remove else 'set aside'}" if fix else ""
         print(f"{report.chunks:,} chunks, {size(report.size_bytes)} sound, {len(report.faults):,} damaged{fixed}")
         if report.faults:
             print("damaged chunks are never served: an engine finds them when it reads them, and computes instead")

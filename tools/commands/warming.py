@@ -97,10 +97,11 @@ def prefetch(
     Each prompt is sent to the server for one token; what is stored nowhere is computed. Exits with 1 if a prompt was
     refused, with 2 if the server does not answer, with 130 if interrupted.
     """
-    from kvstore.tools.prefetch import prefetch as run  # noqa: PLC0415
     from kvstore.tools.prompts import check_format, count_prompts, read_prompts  # noqa: PLC0415
 
     try:
+        from kvstore.tools.prefetch import prefetch as run  # noqa: PLC0415 - an extra
+
         format_ = check_format(prompt_format)
         found = read_prompts(prompts, format_=format_)
         with progress("tokens") as bar, _stopped_by_signals() as is_stopped:
@@ -114,7 +115,7 @@ def prefetch(
                 tick=lambda so_far: bar.update(task, advance=1, rate=f"{so_far.tokens / so_far.seconds:,.0f}"),
                 should_stop=is_stopped.is_set,
             )
-    except KVStoreError as error:
+    except (KVStoreError, ImportError) as error:
         give_up(error)
     if as_json:
         print(json.dumps({**asdict(report), "refused": [item._asdict() for item in report.refused]}))

@@ -47,7 +47,7 @@ def engines(model: Path, folder: Path, *, both_ways: bool) -> Disaggregation:
     """Both engines and the proxy."""
     folder.mkdir()
     port = free_port()
-    prefill = LINES.format(both_ways=str(both_ways).lower(), cpu_gib=0.05)
+    prefill = LINES.format(both_ways=str(both_ways).lower(), cpu_gib=0.05) + f"pd_allowed_hosts: 127.0.0.1:{port}\n"
     decode = LINES.format(both_ways=str(both_ways).lower(), cpu_gib=0.5) + f"pd_peer_init_port: {port}\n"
     options = ["--decode-kv", f"kvs://127.0.0.1:{port}", *(["--bidirectional"] if both_ways else [])]
     arguments = ("--no-enable-prefix-caching",)

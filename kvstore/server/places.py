@@ -1,0 +1,195 @@
+"""Which places in the pool clients are given: to write to, or to read from once what is there was read from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+from kvstore import wire
+from kvstore.errors import ProtocolError
+from kvstore.runs import PAGE_BYTES
+from kvstore.server.freight import Ways
+from kvstore.server.pool import Pool, pages_of
+from kvstore.server.sessions import MAX_LATE, Session, Sessions
+from kvstore.server.shelves import Shelves
+from kvstore.server.spaces import Chunk
+from kvstore.server.stock import Stock
+from kvstore.tiers.base import ChunkRef, Outcome
+
+_MAX_DISPLACED: Final = 256  # chunks that make room before somebody else has a turn: some milliseconds
+
+
+class Keeper(Protocol):
+    """What is asked of whom the places are found for."""
+
+    is_closing: bool
+
+    def sweep(self) -> None:
+        """Let the files go of chunks that have gone."""
+
+
+@dataclass
+class _Batch:
+    """Grants that are being collected.
+
+    Attributes:
+        session: whose.
+        serial: of the request.
+        refs: the chunks wanted.
+        is_write: what for.
+        grants: of the first ones, so far.
+        num_waiting: of these, for a read from disk.
+        is_late: the answer does not follow the request at once.
+    """
+
+    session: Session
+    serial: int
+    refs: list[ChunkRef]
+    is_write: bool
+    grants: list[wire.Grant] = field(default_factory=list)
+    num_waiting: int = 0
+    is_late: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.grants) == len(self.refs) and not self.num_waiting
+
+
+class Places:
+    """Belongs to the thread that decides.
+
+    Args:
+        pool: the memory.
+        stock: what is where.
+        sessions: who is there.
+        shelves: the disk, or None.
+        ways: to the outside.
+        keeper: for whom.
+    """
+
+    def __init__(
+        self, pool: Pool, stock: Stock, sessions: Sessions, shelves: Shelves | None, ways: Ways, *, keeper: Keeper
+    ) -> None:
+        self._pool = pool
+        self._stock = stock
+        self._sessions = sessions
+        self._shelves = shelves
+        self._ways = ways
+        self._keeper = keeper
+        self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
+
+    def find(self, session: Session, request: wire.Reserve | wire.Acquire) -> wire.Granted | None:
+        """The places that a client asks for; None if the answer is sent later.
+
+        Raises:
+            ProtocolError: there can be no such chunks, or too many such answers are due to one client.
+        """
+        refs = wire.unpack_refs(request.refs)
+        if not all(map(session.space.has_size, refs)):
+            raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
+        return self._collect(_Batch(session, request.serial, refs, isinstance(request, wire.Reserve)))
+
+    def _collect(self, batch: _Batch) -> wire.Granted | None:
+        """Find places, but not for so long that others wait for it."""
+        most = self._stock.num_displaced + _MAX_DISPLACED
+        while len(batch.grants) < len(batch.refs):
+            if self._stock.num_displaced >= most:
+                self._be_late(batch)
+                self._ways.report(partial(self._resume, batch))
+                return None
+            ref = batch.refs[len(batch.grants)]
+            if batch.is_write:
+                batch.grants.append(self._reserve(batch.session, ref))
+            else:
+                self._acquire(batch, ref)
+        if batch.is_done:
+            return self._granted(batch)
+        self._be_late(batch)
+        return None
+
+    def _resume(self, batch: _Batch) -> None:
+        """Go on after others had their turn."""
+        granted = None if batch.session.is_over else self._collect(batch)
+        if granted is not None:
+            self._ways.send(batch.session.peer, granted, ())
+        self._keeper.sweep()
+
+    def _be_late(self, batch: _Batch) -> None:
+        if not batch.is_late:
+            batch.is_late = True
+            batch.session.num_late += 1
+            if batch.session.num_late > MAX_LATE:
+                raise ProtocolError(f"more than {MAX_LATE} questions for places at once")
+
+    def _reserve(self, session: Session, ref: ChunkRef) -> wire.Grant:
+        if self._keeper.is_closing or not self._may_lease(session, ref):
+            return _no_grant(Outcome.FAILED)
+        chunk = self._stock.reserve(session.space, ref, session.capacity_bytes)
+        if chunk is None:
+            return _no_grant(Outcome.FULL)
+        return self._grant(session, chunk, Outcome.STORED)
+
+    def _acquire(self, batch: _Batch, ref: ChunkRef) -> None:
+        number, session = len(batch.grants), batch.session
+        batch.grants.append(_no_grant(Outcome.FAILED))
+        if not self._may_lease(session, ref):
+            return
+        chunk = self._stock.acquire(session.space, ref)
+        if isinstance(chunk, Outcome):
+            batch.grants[number] = _no_grant(chunk)
+        elif chunk.is_whole:
+            batch.grants[number] = self._grant(session, chunk, Outcome.HIT)
+        else:
+            batch.num_waiting += 1
+            self._load(chunk, partial(self._arrived, batch, number, chunk))
+
+    def _granted(self, batch: _Batch) -> wire.Granted:
+        batch.session.num_late -= batch.is_late
+        usage = wire.Usage(self._stock.stamp, batch.session.space.used_bytes)
+        return wire.Granted(batch.serial, batch.grants, usage)
+
+    def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
+        """Bring a chunk, which is in use, from disk to its pages."""
+        waiting = self._loading.get(chunk)
+        if waiting is not None:
+            waiting.append(arrived)
+            return
+        self._loading[chunk] = [arrived]
+        assert self._shelves is not None
+        chunk.uses += 1  # the read's own
+
+        def done(outcome: Outcome) -> None:
+            self._stock.loaded(chunk, outcome)
+            for waiter in self._loading.pop(chunk):
+                waiter(outcome)
+            self._keeper.sweep()
+
+        self._shelves.read(
+            chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), done, lambda: self._stock.release(chunk)
+        )
+
+    def _arrived(self, batch: _Batch, number: int, chunk: Chunk, outcome: Outcome) -> None:
+        if outcome is Outcome.HIT and not batch.session.is_over:
+            batch.grants[number] = self._grant(batch.session, chunk, outcome)
+        else:
+            batch.grants[number] = _no_grant(outcome)
+            self._stock.release(chunk)
+        batch.num_waiting -= 1
+        if batch.is_done and not batch.session.is_over:
+            self._ways.send(batch.session.peer, self._granted(batch), ())
+
+    def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
+        payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
+        return self._sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+
+    def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> wire.Grant:
+        lease = self._sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
+        if outcome is Outcome.HIT:
+            self._stock.note_read(chunk)
+        return wire.Grant(wire.number_of(outcome), lease.number, chunk.runs)
+
+
+def _no_grant(outcome: Outcome) -> wire.Grant:
+    return wire.Grant(wire.number_of(outcome))

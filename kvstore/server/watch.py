@@ -1,0 +1,130 @@
+"""Connections that send bytes of which no message comes.
+
+ZeroMQ bounds the length of a frame but not their number, and hands over only messages that have ended. So one that
+never ends would fill the memory unseen. The kernel counts the bytes that came through a connection: if they grow and
+grow while no message comes, the connection is cut off, and ZeroMQ lets go of what it has of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Container
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore import wire
+from kvstore.server.sessions import MAX_PIECES, MAX_SESSIONS
+
+LOOK_S: Final = 0.05
+_STRANGER_BYTES: Final = 1 << 20  # before a hello
+_ALL_STRANGERS_BYTES: Final = 64 << 20
+_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (wire.PIECE_BYTES + wire.MAX_MESSAGE_BYTES)  # more than may be under way
+_MAX_CONNECTIONS: Final = MAX_SESSIONS + 1024
+_RECEIVED = struct.Struct("<Q")
+_RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
+
+
+@dataclass
+class _Connection:
+    """One that is there.
+
+    Attributes:
+        own: a descriptor of ours, so that the number cannot come to stand for another one.
+        heard_bytes: that had come when it was looked at after the last message.
+        is_heard: a message came since it was looked at last.
+    """
+
+    own: socket.socket
+    heard_bytes: int = 0
+    is_heard: bool = False
+
+    @property
+    def received_bytes(self) -> int:
+        info = self.own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + _RECEIVED.size)
+        return int(_RECEIVED.unpack_from(info, _RECEIVED_OFFSET)[0]) if len(info) > _RECEIVED_OFFSET else 0
+
+    def unheard_bytes(self) -> int:
+        """Bytes since the last message."""
+        received_bytes = self.received_bytes
+        if self.is_heard:
+            self.is_heard, self.heard_bytes = False, received_bytes
+        return received_bytes - self.heard_bytes
+
+    def cut(self) -> None:
+        with suppress(OSError):  # it has ended by itself
+            self.own.shutdown(socket.SHUT_RDWR)
+
+
+class Watch:
+    """The connections of a TCP socket. Belongs to the thread that decides."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connections: dict[int, _Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def come(self, fd: int) -> None:
+        """A connection was accepted."""
+        self.go(fd)
+        try:
+            own = socket.socket(fileno=os.dup(fd))
+            is_ours = own.getsockname()[1] == self._port
+        except (OSError, IndexError):  # it has ended already, and the number may be another's
+            return
+        if not is_ours:
+            own.close()
+            return
+        self._connections[fd] = _Connection(own)
+        if len(self._connections) > _MAX_CONNECTIONS:
+            self.cut(fd)
+
+    def go(self, fd: int) -> None:
+        """A connection has ended."""
+        connection = self._connections.pop(fd, None)
+        if connection is not None:
+            connection.own.close()
+
+    def hear(self, fd: int) -> None:
+        """A message came through a connection."""
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.is_heard = True
+
+    def cut(self, fd: int) -> None:
+        """End a connection."""
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.cut()
+
+    def look(self, known: Container[int]) -> int:
+        """Cut off those that send without end, ``known`` being those of clients that said hello; how many."""
+        strangers: list[tuple[int, int]] = []
+        guilty: list[int] = []
+        for fd, connection in self._connections.items():
+            try:
+                unheard_bytes = connection.unheard_bytes()
+            except OSError:
+                continue
+            if fd not in known:
+                strangers.append((unheard_bytes, fd))
+            elif unheard_bytes > _CLIENT_BYTES:
+                guilty.append(fd)
+        all_bytes = sum(unheard_bytes for unheard_bytes, _ in strangers)
+        for unheard_bytes, fd in sorted(strangers, reverse=True):
+            if unheard_bytes <= _STRANGER_BYTES and all_bytes <= _ALL_STRANGERS_BYTES:
+                break
+            guilty.append(fd)
+            all_bytes -= unheard_bytes
+        for fd in guilty:
+            self.cut(fd)
+        return len(guilty)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for fd in list(self._connections):
+            self.go(fd)

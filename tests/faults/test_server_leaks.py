@@ -1,0 +1,125 @@
+"""A day of a cache server, compressed: engines that reset, and namespaces that come and go, leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import psutil
+import pytest
+from support.cache_server import ServerProcess, short_folder
+from support.redis_server import wait_for
+
+from kvstore.keys import Namespace
+from kvstore.server.operator import Operator
+from kvstore.server.rack import MAX_OPEN
+from kvstore.testing.harness import EVEN, MINE, make_ref, make_transfer
+from kvstore.tiers._server_url import parse_server
+from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
+from kvstore.tiers.server import ServerTier
+
+A = make_ref(1)
+_GROWTH_BYTES = 24 << 20  # of the allocator's, and what a namespace with chunks takes
+
+
+class Taken(NamedTuple):
+    """What the server's process has."""
+
+    threads: int
+    descriptors: int
+    own_bytes: int
+
+
+class Day:
+    """A server in a process of its own, with a disk."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        assert process.process is not None
+        self.url = process.url
+        self.watched = psutil.Process(process.process.pid)
+        self.folder = process.folder / "disk"
+
+    def open_tier(self, namespace: Namespace) -> ServerTier:
+        return ServerTier.open(TierSetup(namespace, EVEN, UNBOUNDED_BYTES, {"url": self.url, "timeout_s": 60.0}))
+
+    def come_and_go(self, number: int) -> None:
+        """An engine with a namespace of its own, which leaves a chunk behind."""
+        tier = self.open_tier(Namespace({"model": f"model {number}"}))
+        assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
+        tier.close()
+
+    def settle(self) -> None:
+        """Until nothing is on its way to disk, or away from it."""
+        operator = Operator(parse_server(self.url, {"timeout_s": 60.0}))
+        wait_for("all is on disk", lambda: operator.stats()["tiers"]["disk"]["unwritten"] == 0, timeout_s=120)
+        operator.close()
+
+    def taken(self) -> Taken:
+        self.settle()
+        memory = self.watched.memory_info()
+        return Taken(self.watched.num_threads(), self.watched.num_fds(), memory.rss - memory.shared)
+
+    def check(self, before: Taken) -> None:
+        """That no more is taken than then."""
+        wait_for("threads are as many as before", lambda: self.watched.num_threads() <= before.threads)
+        wait_for("descriptors are as many as before", lambda: self.watched.num_fds() <= before.descriptors)
+        assert self.taken().own_bytes < before.own_bytes + _GROWTH_BYTES
+
+
+@pytest.fixture
+def day() -> Iterator[Day]:
+    with short_folder() as folder:
+        process = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 0.5\n")
+        try:
+            yield Day(process.start())
+        finally:
+            process.kill()
+
+
+def resets(day: Day, warm: int, count: int) -> None:
+    tier = day.open_tier(MINE)
+    before = None
+    for number in range(warm + count):
+        if number == warm:
+            before = day.taken()
+        assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
+        tier.reset(MINE.at_epoch(f"{number:016x}"))
+    assert before is not None
+    day.check(before)
+    tier.close()
+    wait_for(
+        "the folders of past epochs are deleted",
+        lambda: [path for path in day.folder.iterdir() if not path.name.startswith(".")] == [],
+        timeout_s=60,
+    )
+
+
+def namespaces(day: Day, count: int) -> None:
+    warm = MAX_OPEN + 20
+    for number in range(warm):
+        day.come_and_go(number)
+    before = day.taken()
+    for number in range(warm, warm + count):
+        day.come_and_go(number)
+    day.check(before)
+    tier = day.open_tier(Namespace({"model": "model 0"}))  # the first is still there
+    assert tier.contains([A]) == [True]
+    tier.close()
+
+
+def test_some_resets(day: Day) -> None:
+    resets(day, 30, 60)
+
+
+def test_some_namespaces(day: Day) -> None:
+    namespaces(day, 100)
+
+
+@pytest.mark.soak
+def test_two_thousand_resets(day: Day) -> None:
+    resets(day, 100, 2000)
+
+
+@pytest.mark.soak
+def test_two_thousand_namespaces(day: Day) -> None:
+    namespaces(day, 2000)

@@ -1,0 +1,132 @@
+"""What a reader pastes runs: the Python of each page, as one program from top to bottom; files it shows are right."""
+
+from __future__ import annotations
+
+import configparser
+import inspect
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvstore.tools import warm as warming
+from kvstore.tools.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN = [*PAGES, *sorted((ROOT / "config/examples").glob("*.yaml"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILES_OF_THEIR_OWN = {"tiers.md"}  # a module and its test: tests/conformance/test_example.py
+
+
+def blocks(page: Path, *kinds: str) -> list[str]:
+    """The fenced blocks of these kinds, in order."""
+    return [body for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in kinds]
+
+
+def program(page: Path) -> str:
+    """All Python of a page, each block on the lines where it stands."""
+    lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        if match[1] == "python":
+            first = match.string.count("\n", 0, match.start(2))
+            body = match[2].splitlines()
+            lines[first : first + len(body)] = body
+    return "\n".join(lines)
+
+
+def named(page: Path) -> str:
+    return page.name
+
+
+PROGRAMS = [page for page in PAGES if blocks(page, "python") and page.name not in FILES_OF_THEIR_OWN]
+
+
+def test_there_are_programs() -> None:
+    assert {"README.md", "configuration.md", "policies.md", "warming.md"} <= {page.name for page in PROGRAMS}
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=named)
+def test_the_page_is_a_program(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, with nothing defined beforehand. Only warming, which needs a model, is stood in for."""
+
+    def warmed(*arguments: Any, **options: Any) -> warming.WarmReport:
+        inspect.signature(warm).bind(*arguments, **options)
+        return warming.WarmReport()
+
+    warm = warming.warm  # tests/e2e/test_warm.py runs it
+    monkeypatch.setattr(warming, "warm", warmed)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program(page), str(page), "exec"), {"__name__": page.stem})
+
+
+def objects(text: str) -> Iterator[dict[str, Any]]:
+    """Every JSON object that stands in a text, and those within it."""
+    decoder = json.JSONDecoder()
+    begin = text.find("{")
+    while begin >= 0:
+        try:
+            found, _ = decoder.raw_decode(text, begin)
+        except ValueError:
+            pass
+        else:
+            yield found
+        begin = text.find("{", begin + 1)
+
+
+def connectors(text: str) -> list[dict[str, Any]]:
+    """The settings of our connector, wherever a text has them."""
+    return [tree for tree in objects(text) if tree.get("kv_connector") == "KVStoreConnector"]
+
+
+def test_there_are_connectors() -> None:
+    assert sum(len(connectors(page.read_text(encoding="utf-8"))) for page in SHOWN) >= 12
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=named)
+def test_every_connector_computes_what_cannot_be_loaded(page: Path) -> None:
+    """Without it vLLM refuses to start with us, and with it alone a failed load costs no request."""
+    for tree in connectors(page.read_text(encoding="utf-8")):
+        assert tree.get("kv_load_failure_policy") == "recompute", f"{page.name}: {tree}"
+        assert tree.get("kv_role") in {"kv_both", "kv_producer", "kv_consumer"}, f"{page.name}: {tree}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_json_is_json(page: Path) -> None:
+    for body in blocks(page, "json"):
+        try:
+            json.loads(body)
+        except ValueError:
+            for line in body.splitlines():  # of a .jsonl file
+                json.loads(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_for_other_programs_can_be_read(page: Path) -> None:
+    for body in blocks(page, "toml"):
+        tomllib.loads(body)
+    for body in blocks(page, "ini"):
+        configparser.ConfigParser(strict=True).read_string(body)
+    for body in blocks(page, "yml"):
+        for service in yaml.safe_load(body)["services"].values():
+            check_command(service["command"])
+            if "healthcheck" in service:
+                check_command(service["healthcheck"]["test"])
+
+
+def check_command(line: str) -> None:
+    """A command of ours has these options, and one of vLLM's gives our connector all it needs."""
+    words = shlex.split(line)
+    if words[0] == "kvstore":
+        help_text = CliRunner().invoke(app, [words[1], "--help"]).output
+        assert all(word in help_text for word in words if word.startswith("--")), line
+    else:
+        assert words[:2] == ["vllm", "serve"]
+        assert len(connectors(words[words.index("--kv-transfer-config") + 1])) == 1, line

@@ -1,0 +1,150 @@
+"""A storage behind a tier that takes its time: calls wait until the test lets them go on, or fail when it says so.
+
+What a call does, it does when it is let go on, and in the namespace that the tier is in then: as a server does with a
+message that was long on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import TierError
+from kvstore.tiers.base import Outcome
+from support.gate import HANG_GUARD_S
+from support.rig import FakeTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.keys import Namespace
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ByteArray, ChunkRef, Transfer
+
+OPERATIONS = ("put", "get", "more", "contains", "remove", "clear", "reset")  # "more": the layers behind the first ones
+
+
+class GatedStore:
+    """What all tiers over it see: the chunks of every namespace, and what becomes of their calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[bytes, dict[ChunkRef, bytes]] = {}
+        self.damaged: set[ChunkRef] = set()
+        self.faults: Counter[str] = Counter()  # how many of the next calls fail
+        self._held: set[str] = set()
+        self._waiting: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def hold(self, operation: str) -> None:
+        """Let calls wait from now on, before they do anything."""
+        with self._changed:
+            self._held.add(operation)
+
+    def release(self, *operations: str) -> None:
+        """Let those go on that wait, and all later ones."""
+        with self._changed:
+            self._held.difference_update(operations)
+            self._changed.notify_all()
+
+    def is_held(self, operation: str) -> bool:
+        """Whether calls wait."""
+        return operation in self._held
+
+    def wait_for(self, is_reached: Callable[[Counter[str]], bool]) -> bool:
+        """Until so many calls wait as the test wants; False if they never do."""
+        with self._changed:
+            return self._changed.wait_for(lambda: is_reached(self._waiting), HANG_GUARD_S)
+
+    def notice(self) -> None:
+        """Let ``wait_for`` look again: something else has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def pass_by(self, operation: str) -> None:
+        """A call comes here, and waits if it must.
+
+        Raises:
+            TierError: it was to fail.
+        """
+        with self._changed:
+            fails = self.faults[operation] > 0
+            self.faults[operation] -= fails
+            self._waiting[operation] += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: operation not in self._held, HANG_GUARD_S)
+            self._waiting[operation] -= 1
+        if fails:
+            raise TierError(f"{operation} fails on purpose")
+
+
+class GatedTier(FakeTier):
+    """A tier over such a storage, in one namespace of it."""
+
+    def __init__(self, store: GatedStore, namespace: Namespace, layout: KVLayout, *, reads_layers: bool) -> None:
+        super().__init__()
+        self._store = store
+        self._layout = layout
+        self._reads_layers = reads_layers
+        self._enter(namespace)
+
+    @property
+    def reads_layers(self) -> bool:
+        return self._reads_layers
+
+    def _enter(self, namespace: Namespace) -> None:
+        self.namespace_id = namespace.id
+        self.chunks = self._store.chunks.setdefault(namespace.id, {})
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        self._store.pass_by("contains")
+        return super().contains(refs)
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        self._store.pass_by("get")
+        return self._copy(transfers, None)
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        self._store.pass_by("more" if layers.start else "get")
+        return self._copy(transfers, layers)
+
+    def _copy(self, transfers: Sequence[Transfer], layers: range | None) -> list[Outcome]:
+        return [self._copy_one(transfer.ref, transfer.buffer, layers) for transfer in transfers]
+
+    def _copy_one(self, ref: ChunkRef, buffer: ByteArray, layers: range | None) -> Outcome:
+        with self._lock:
+            payload = self.chunks.get(ref)
+            if payload is not None and ref in self._store.damaged:
+                del self.chunks[ref]
+                return Outcome.CORRUPT
+        if payload is None:
+            return Outcome.MISS
+        begin, end = 0, len(payload)
+        if layers is not None:
+            begin = self._layout.layer_range(layers.start, ref.num_blocks)[0]
+            end = self._layout.layer_range(layers[-1], ref.num_blocks)[1]
+        buffer[begin:end] = np.frombuffer(payload, np.uint8)[begin:end]
+        return Outcome.HIT
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        self._store.pass_by("put")
+        self._store.damaged.difference_update(transfer.ref for transfer in transfers)
+        return super().put(transfers)
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        self._store.pass_by("remove")
+        super().remove(refs)
+
+    def clear(self) -> None:
+        self._store.pass_by("clear")
+        super().clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        with self._lock:
+            before = self.chunks
+            self._enter(namespace)
+        self._store.pass_by("reset")  # fails, if at all, to let go of the old ones
+        with self._lock:
+            before.clear()

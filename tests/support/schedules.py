@@ -1,0 +1,63 @@
+"""How many random schedules a test tries: some in every run, thousands in ``make soak``.
+
+A schedule that has failed is kept for good, as an ``@example`` of its test: the next run need not find it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+EXAMPLES = 20
+SOAK_EXAMPLES = 2_000
+SOAK_TIMEOUT_S = 4 * 3600
+_QUIET = (
+    HealthCheck.too_slow,
+    HealthCheck.filter_too_much,
+    HealthCheck.data_too_large,
+    HealthCheck.function_scoped_fixture,
+)
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+class _Mode:
+    """Of this run; set before any test is collected."""
+
+    is_soak = False
+
+
+def begin_soak() -> None:
+    """Let all that is asked for from now on be thousands."""
+    _Mode.is_soak = True
+
+
+def schedule_settings(examples: int = EXAMPLES, **others: Any) -> settings:
+    """Hypothesis's settings, for state machines, which take no decorator. Mark their test ``schedules``."""
+    return settings(
+        max_examples=SOAK_EXAMPLES if _Mode.is_soak else examples,
+        deadline=None,
+        suppress_health_check=_QUIET,
+        print_blob=True,
+        **others,
+    )
+
+
+def schedules(examples: int = EXAMPLES) -> Callable[[Test], Test]:
+    """Above ``@given``: so many random examples, or thousands in a soak, of which the test is a part then."""
+
+    def decorate(test: Test) -> Test:
+        marked: Test = pytest.mark.schedules(schedule_settings(examples)(test))
+        return marked
+
+    return decorate
+
+
+def join_soak(item: pytest.Item) -> None:
+    """Make a test that tries random schedules a part of the soak, with time for thousands."""
+    if item.get_closest_marker("schedules") and _Mode.is_soak:
+        item.add_marker("soak")
+        item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT_S))

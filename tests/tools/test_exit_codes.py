@@ -1,0 +1,166 @@
+"""What a command exits with is what docs/commands.md says: 2 where nothing was done, 1 where something was found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cache_server import short_folder
+from support.diskwork import make_ref, path_of
+from support.redis_server import free_port
+
+from kvstore.errors import ConfigError, FolderOwnedError, TierError
+from kvstore.tiers._folder import FolderLock, make_folder
+from kvstore.tiers.base import Outcome, Transfer
+from kvstore.tiers.disk import DiskTier
+from kvstore.tools import warm as warming
+from kvstore.tools.pack import Source, Target, export, import_pack
+from kvstore.tools.warm import WarmReport
+
+Fill = Callable[..., Path]
+REFS = [make_ref(number) for number in range(5)]
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> Iterator[Path]:
+    """A folder that an engine is using."""
+    make_folder(tmp_path / "owned")
+    lock = FolderLock(tmp_path / "owned")
+    yield tmp_path / "owned"
+    lock.release()
+
+
+@pytest.fixture
+def pack(fill: Fill, tmp_path: Path) -> Path:
+    export(Source(fill(REFS, name="source")), tmp_path / "a.kvpack")
+    return tmp_path / "a.kvpack"
+
+
+def test_a_folder_in_use(owned: Path, pack: Path, fill: Fill, run: Any) -> None:
+    assert run("pack", "import", pack, "--folder", owned).exit_code == 2
+    busy = fill(REFS[:1], name="busy")
+    lock = FolderLock(busy)
+    assert run("verify", busy, "--fix").exit_code == 2
+    lock.release()
+    assert run("verify", busy, "--fix").exit_code == 0
+
+
+def test_a_server_that_uses_the_folder_of_another(owned: Path, run: Any, tmp_path: Path) -> None:
+    with short_folder() as sockets:
+        file = tmp_path / "cache.yaml"
+        file.write_text(
+            f"max_local_cpu_size: 0.1\nserver_listen: kvs+ipc://{sockets}\n"
+            f"local_disk: {owned}\nmax_local_disk_size: 0.1\n"
+        )
+        result = run("serve", "--config", file)
+    assert (result.exit_code, "in use" in result.stderr) == (2, True)
+
+
+def test_a_redis_that_is_not_there(pack: Path, run: Any) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    assert run("verify", url).exit_code == 2
+    assert run("pack", "import", pack, "--redis", url).exit_code == 2
+
+
+def test_a_target_that_breaks_in_the_middle(
+    pack: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was done before is there and told."""
+    put, left = DiskTier.put, [None, None]
+
+    def break_down(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
+        if not left:
+            raise TierError("the disk is gone")
+        left.pop()
+        return put(tier, transfers)
+
+    monkeypatch.setattr(DiskTier, "put", break_down)
+    result = run("pack", "import", pack, "--folder", tmp_path / "target")
+    assert result.exit_code == 1
+    assert "2 chunks imported" in result.stdout
+    assert "ended in the middle: the disk is gone" in result.stderr
+    with pytest.raises(TierError, match="the disk is gone"):
+        import_pack(pack, Target((tmp_path / "another",)))
+
+
+def test_a_pack_with_a_damaged_chunk(pack: Path, fill: Fill, run: Any, tmp_path: Path) -> None:
+    raw = bytearray(pack.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    pack.write_bytes(raw)
+    assert run("pack", "import", pack, "--folder", tmp_path / "target").exit_code == 1
+    folder = fill(REFS, name="damaged")
+    path_of(folder, REFS[0]).write_bytes(b"")
+    assert run("pack", "export", "--folder", folder, "-o", tmp_path / "b.kvpack").exit_code == 1
+    assert run("pack", "export", "--folder", folder, "-o", tmp_path / "none" / "b.kvpack").exit_code == 2
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FolderOwnedError("the folder is in use"), 2),
+        (TierError("the Redis does not answer"), 2),
+        (ConfigError("nothing to warm"), 2),
+        (OSError("no such model"), 2),
+        (ValueError("no such dtype"), 2),
+        (RuntimeError("the engine core did not start"), 2),
+    ],
+)
+def test_warm_that_cannot_start(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    """Whoever refuses, the tiers or vLLM: it is told in a line, and nothing was done."""
+
+    from kvstore.adapters.vllm import offline
+
+    def refuse(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(offline, "LLM", refuse)
+    file, config = tmp_path / "p.jsonl", tmp_path / "kvstore.yaml"
+    file.write_text("[1, 2, 3]\n")
+    config.write_text(f"max_local_cpu_size: 0.1\nlocal_disk: {tmp_path}/kv\nmax_local_disk_size: 0.1\n")
+    result = run("warm", "--model", tmp_path / "model", "--prompts", file, "--config", config)
+    assert (result.exit_code, str(error) in result.stderr) == (code, True)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [(WarmReport(), 0), (WarmReport(chunks_failed=1), 1), (WarmReport(interrupted=True, chunks_failed=1), 130)],
+)
+def test_warm_that_ran(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: WarmReport, code: int
+) -> None:
+    monkeypatch.setattr(warming, "warm", lambda *_, **__: report)
+    (tmp_path / "p.jsonl").write_text("[1, 2, 3]\n")
+    assert run("warm", "--model", tmp_path, "--prompts", tmp_path / "p.jsonl").exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("zmq", "serve --config {file}", "server"),
+        ("msgspec", "serve --config {file}", "server"),
+        ("zmq", "serve --check --config {file}", "server"),
+        ("zmq", "keygen --folder {folder} server", "server"),
+        ("zmq", "ping --url kvs://127.0.0.1:1", "server"),
+        ("redis", "verify redis://127.0.0.1:1", "redis"),
+        ("httpx", "prefetch --model m --prompts {folder}", "warm"),
+    ],
+)
+def test_a_package_that_is_missing(tmp_path: Path, missing: str, arguments: str, extra: str) -> None:
+    """A line that says what to install, and no traceback."""
+    file = tmp_path / "cache.yaml"
+    file.write_text(f"max_local_cpu_size: 0.1\nserver_listen: kvs+ipc://{tmp_path}/s\n")
+    (tmp_path / "p.txt").write_text("a prompt")
+    command = arguments.format(file=file, folder=tmp_path).split()
+    code = f"import sys; sys.modules[{missing!r}] = None; from kvstore.tools.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'vllm-kvstore[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,127 @@
+"""The lines of what vLLM's scheduler waits for: an event, the lookups of one pass, keys. Their limits are targets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.adapters.vllm.announcer import Adapter, Announcer
+from kvstore.adapters.vllm.lookups import RemoteLookup
+from kvstore.directory import RemoteDirectory
+from kvstore.index import ChunkIndex
+from kvstore.keys import Feature, KeyExtras, PrefixHasher
+from kvstore.layout import KVLayout
+from kvstore.remote import RemoteView
+from kvstore.tiers import open_tier
+from kvstore.tiers.base import ChunkRef, TierSetup
+from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.lines import Line, Subject
+from kvstore.tools.bench.samples import NAMESPACE, Pair, require, timed
+from kvstore.wrappers import TierWrapper
+
+EVENT_CHUNKS = 50_000
+EVENT_ROUNDS = 100
+LOOKUP_REQUESTS = 256
+LOOKUP_LATENCY_S = 0.003
+KEY_TOKENS = 131_072
+KEY_IMAGES = 1_024
+ROUNDS = 15
+_TIMEOUT_S = 0.5  # the default of lookup_timeout_ms
+_STEP_S = 0.02  # between two passes: the others decode
+_BLOCKS = 16  # of a chunk
+_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)
+EVENT = Subject(
+    "KV event, 50,000 chunks of one prefix",
+    "50 us",
+    "one chunk more is stored: what is to be announced is found out",
+)
+PASS = Subject(
+    "256 lookups at 3 ms, longest pass",
+    "10 ms",
+    "256 new requests at once, a remote tier that answers after 3 ms: the longest of the scheduler's passes; none may "
+    "be computed because nobody answered",
+)
+KEYS = Subject("keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a new prompt, from a Python list")
+
+
+@dataclass
+class _Prompt:
+    """The parts of a request that events carry."""
+
+    block_hashes: list[bytes]
+    all_token_ids: list[int]
+    lora_request: Adapter | None = None
+
+
+class _Far(TierWrapper):
+    """Holds everything, and takes a while to say so."""
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        time.sleep(LOOKUP_LATENCY_S)
+        return [True] * len(refs)
+
+
+def measure_scheduling() -> list[Line]:
+    """What the scheduler's thread does for events, lookups and keys.
+
+    Raises:
+        BenchError: an event was lost, or a lookup timed out.
+    """
+    return [
+        EVENT.line(_TINY, [Pair(50e-6, seconds) for seconds in _events()]),
+        PASS.line(_TINY, [Pair(10e-3, _longest_pass()) for _ in range(ROUNDS)]),
+        KEYS.line(_TINY, [Pair(100e-3, seconds) for seconds in _keys()]),
+    ]
+
+
+def _events() -> list[float]:
+    """How long each of some events takes, when many chunks that begin alike have been announced."""
+    announcer, index = Announcer(block_tokens=1), ChunkIndex(EVENT_CHUNKS + EVENT_ROUNDS, tracks_changes=True)
+    system = [b"system %d" % number for number in range(_BLOCKS // 4)]
+    seconds = []
+    for number in range(EVENT_CHUNKS + EVENT_ROUNDS):
+        own = [b"%d of %d" % (block, number) for block in range(_BLOCKS - len(system))]
+        ref = ChunkRef(b"%016d" % number, _BLOCKS)
+        index.complete_store(index.prepare_store([ref]), set())
+        announcer.describe(ref, 0, _Prompt([*system, *own], [1] * _BLOCKS))
+        took_s, said = timed(lambda: announcer.take(index))
+        require(len(said) == 1, f"{len(said)} events for one chunk")
+        seconds.append(took_s)
+    return seconds[EVENT_CHUNKS:]
+
+
+def _longest_pass() -> float:
+    """How long the scheduler was held up at most until all of a burst of requests know what is there."""
+    layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
+    tier = _Far(open_tier("gpu", TierSetup(NAMESPACE, layout, 1 << 20, {"device": "cpu"})))
+    lookup = RemoteLookup(RemoteDirectory([tier]), RemoteView(3.0), _TIMEOUT_S)
+    waiting = {f"{number}": [ChunkRef(os.urandom(16), 16) for _ in range(8)] for number in range(LOOKUP_REQUESTS)}
+    longest_s = 0.0
+    try:
+        while waiting:
+            begin_s = time.perf_counter()
+            waiting = {name: refs for name, refs in waiting.items() if not lookup.answered(name, refs)}
+            lookup.end_pass()
+            longest_s = max(longest_s, time.perf_counter() - begin_s)
+            time.sleep(_STEP_S)
+        require(not lookup.timeouts, f"{lookup.timeouts} of {LOOKUP_REQUESTS} requests were not answered in time")
+    finally:
+        lookup.close()
+    return longest_s
+
+
+def _keys() -> list[float]:
+    """How long the keys of a prompt full of images take."""
+    step = KEY_TOKENS // KEY_IMAGES
+    features = tuple(Feature(f"image {number:032x}", number * step, step // 2) for number in range(KEY_IMAGES))
+    tokens = [number * 7_919 % 100_003 for number in range(KEY_TOKENS)]
+    seconds = []
+    for _ in range(ROUNDS):
+        hasher = PrefixHasher(256, 16, KeyExtras(features=features))
+        took_s, _ = timed(partial(hasher.update, tokens))
+        require(len(hasher.chunk_keys()) == KEY_TOKENS // 256, "some chunks got no key")
+        seconds.append(took_s)
+    return seconds

@@ -1,0 +1,61 @@
+"""``kvstore engine``: what clients of a running engine keep from eviction, through its admin endpoint."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from http.client import HTTPException
+from typing import Annotated, Any
+
+import typer
+
+from kvstore.errors import ConfigError, TierError
+from kvstore.tools.console import AsJson, give_up
+
+_TIMEOUT_S = 10.0
+
+Admin = Annotated[str, typer.Option(help="The admin endpoint of an engine on this machine.")]
+_ADMIN = "http://127.0.0.1:6999"
+
+engine_app = typer.Typer(help="Administer a running engine on this machine.", no_args_is_help=True)
+
+
+@engine_app.command(epilog="Example: kvstore engine pins")
+def pins(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
+    """Show which prompts clients have pinned at an engine.
+
+    Needs internal_api_server_enabled there. Exits with 1 if nobody answers.
+    """
+    tree = _ask(admin, "/pins", "GET")
+    found = tree.get("pins", [])
+    lines = [f"{pin['name']}: {pin['chunks']:,} chunks, ends in {pin['ends_in_s']:,.0f} s" for pin in found]
+    ignored = [] if tree.get("counts") else ["pins of requests are ignored: request_fields does not list pin"]
+    print(json.dumps(tree) if as_json else "\n".join([*lines, f"{len(found):,} pins", *ignored]))
+
+
+@engine_app.command(epilog="Example: kvstore engine unpin --admin http://127.0.0.1:7000")
+def unpin(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
+    """End all pins of an engine's clients.
+
+    Needs internal_api_server_enabled there. Exits with 1 if nobody answers.
+    """
+    tree = _ask(admin, "/unpin", "POST")
+    text = f"{tree['pins']:,} pins ended" if "pins" in tree else str(tree.get("status"))
+    print(json.dumps(tree) if as_json else text)
+
+
+def _ask(admin: str, path: str, method: str) -> dict[str, Any]:
+    """What the endpoint answers; if there is none, the command ends."""
+    if not admin.startswith("http://"):
+        give_up(ConfigError(f"--admin is {admin!r}: it must be http://127.0.0.1:PORT"))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        asked = urllib.request.Request(admin.rstrip("/") + path, method=method)  # noqa: S310 - http
+        with opener.open(asked, timeout=_TIMEOUT_S) as answer:
+            tree = json.load(answer)
+    except (OSError, HTTPException, ValueError) as error:
+        remedy = "set internal_api_server_enabled, and see vLLM's log for its port"
+        give_up(TierError(f"no admin endpoint answers at {admin} ({error}): {remedy}"))
+    if not isinstance(tree, dict):
+        give_up(TierError(f"what answers at {admin} is no admin endpoint of kvstore"))
+    return tree

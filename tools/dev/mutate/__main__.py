@@ -1,0 +1,74 @@
+"""Do the tests notice? Put one small defect at a time into a copy of the tree, and see which test fails.
+
+The list is in tools/dev/mutate/areas/, one YAML file an area: for each mutation a place, the text before and after,
+and the tests that should fail. Ends with 1 if fewer than 95% are caught, if a survivor has no written reason, if a
+text is no longer found exactly once, or if the tests fail without any mutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kvstore.tools.dev.mutate.mutations import ListError, read_mutations
+from kvstore.tools.dev.mutate.report import as_json, faults, summary, table
+from kvstore.tools.dev.mutate.running import Options, Result, run_mutations
+
+ROOT = Path(__file__).resolve().parents[3]
+AREAS = Path(__file__).resolve().parent / "areas"
+EXAMPLE = """examples:
+  make mutate                                             all of them
+  make mutate ARGS="--only 'disk/*'"                      one area
+  make mutate ARGS="--only '*/redis.py' --jobs 1 --json"  those in one file, for a program
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run them, print the table, and say with the exit status whether all is well."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstore.tools.dev.mutate",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--only", metavar="GLOB", default="*", help="those whose name (area/name) or file matches")
+    parser.add_argument("--jobs", type=int, default=cores, help="copies of the tree side by side (default: the cores)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for the tests of one mutation")
+    parser.add_argument("--json", action="store_true", help="print JSON; progress goes to standard error")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
+    parser.add_argument("--list", type=Path, default=AREAS, help="the folder of the list")
+    given = parser.parse_args(arguments)
+    console = Console(stderr=given.json)
+    try:
+        mutations = read_mutations(given.list, given.only)
+    except ListError as error:
+        parser.error(str(error))
+    if not mutations or given.jobs < 1:
+        parser.error(f"nothing to do: --only {given.only!r} matches {len(mutations)} mutations, --jobs {given.jobs}")
+    begin_s = time.monotonic()
+
+    def say(result: Result) -> None:
+        console.print(f"{result.verdict:<9} {result.mutation.name}", markup=False, highlight=False)
+
+    options = Options(min(given.jobs, len(mutations)), given.timeout)
+    results = run_mutations(given.root, mutations, options, say)
+    if given.json:
+        print(json.dumps(as_json(results), indent=2))
+    else:
+        console.print(table(results))
+        console.print(f"{summary(results)} in {time.monotonic() - begin_s:.0f} s", highlight=False)
+        for line in faults(results):
+            console.print(f"error: {line}", style="red", markup=False, highlight=False)
+    return 1 if faults(results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Runs pytest again and again in forks of a process that has imported what all tests import, but nothing of the tree.
+
+Importing torch takes longer than most tests. Started as a program, in the tree and with the names of modules to import:
+each line on standard input is a JSON object with ``arguments`` for pytest and the path of its ``output``; each is
+answered by ``{"pid": ...}`` when it has begun, and by ``{"status": ...}`` when it has ended. Every run leads a process
+group of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from contextlib import suppress
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    sys.path[0] = ""  # as ``python -m pytest`` has it, and not this file's folder
+    for name in ("pytest", *sys.argv[1:]):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        task = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            _run(task["arguments"], task["output"])
+        print(json.dumps({"pid": pid}), flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _run(arguments: list[str], output: str) -> None:
+    """In the fork: does not return, nor wait for threads that a broken test has left."""
+    status = 3  # pytest's own for an internal error
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        sys.argv = ["pytest"]
+        import pytest  # noqa: PLC0415 - imported already
+
+        status = int(pytest.main(arguments))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The list of mutations: one YAML file an area, each a list of small defects with the tests that should notice them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class ListError(Exception):
+    """The list cannot be used as it stands."""
+
+
+class Mutation(BaseModel):
+    """One defect.
+
+    Attributes:
+        name: what is wrong, in a few words; the file's stem is put in front when the list is read.
+        file: where, from the root of the tree.
+        before: text that stands there exactly once.
+        after: what takes its place.
+        tests: files or node ids of pytest, the smallest selection that should fail.
+        survives: why no test notices, where that is so and cannot be changed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Text
+    file: Text
+    before: Text
+    after: str
+    tests: Annotated[tuple[Text, ...], Field(min_length=1)]
+    survives: Text | None = None
+
+    def line_in(self, text: str) -> int | None:
+        """The line at which ``before`` stands in a file's text; None unless it stands there exactly once."""
+        return text[: text.index(self.before)].count("\n") + 1 if text.count(self.before) == 1 else None
+
+
+_LIST = TypeAdapter(list[Mutation])
+
+
+def read_mutations(folder: Path, pattern: str = "*") -> list[Mutation]:
+    """The mutations of all areas whose name or file matches a glob pattern.
+
+    Raises:
+        ListError: a file of the list is malformed, or two mutations have one name.
+    """
+    found: dict[str, Mutation] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        for mutation in _read_area(path):
+            if mutation.name in found:
+                raise ListError(f"two mutations are called {mutation.name!r}: rename one")
+            found[mutation.name] = mutation
+    return [m for m in found.values() if fnmatchcase(m.name, pattern) or fnmatchcase(m.file, pattern)]
+
+
+def _read_area(path: Path) -> list[Mutation]:
+    try:
+        listed = _LIST.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValidationError) as error:
+        raise ListError(f"{path}: {error}") from error
+    for mutation in listed:
+        if mutation.before == mutation.after:
+            raise ListError(f"{path}: {mutation.name!r} changes nothing")
+    return [mutation.model_copy(update={"name": f"{path.stem}/{mutation.name}"}) for mutation in listed]

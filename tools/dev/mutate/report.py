@@ -1,0 +1,72 @@
+"""What came of the mutations, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvstore.tools.dev.mutate.running import Result, Verdict
+
+MIN_CAUGHT = 0.95
+
+
+def faults(results: Sequence[Result]) -> list[str]:
+    """Why this is no success, one line each; none if it is."""
+    lines = [
+        f"{result.mutation.name}: {result.verdict}: {result.by}"
+        for result in results
+        if result.verdict in {Verdict.STALE, Verdict.BROKEN, Verdict.UNTESTED}
+    ]
+    lines += [
+        f"{result.mutation.name}: survived: write a test that fails, or a reason ('survives') into the list"
+        for result in results
+        if result.verdict is Verdict.SURVIVED and not result.mutation.survives
+    ]
+    caught = sum(result.verdict.is_caught for result in results)
+    if caught < MIN_CAUGHT * len(results):
+        lines.append(f"{caught} of {len(results)} are caught: fewer than {MIN_CAUGHT:.0%}")
+    return lines
+
+
+def summary(results: Sequence[Result]) -> str:
+    """How many were caught."""
+    caught = sum(result.verdict.is_caught for result in results)
+    return f"{caught} of {len(results)} mutations are caught ({caught / max(1, len(results)):.0%})"
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Who caught what; of a survivor, why nobody did."""
+    shown = Table("mutation", "place", "result", "by", "s", title="Mutations")
+    shown.columns[-1].justify = "right"
+    for result in results:
+        mutation, verdict = result.mutation, result.verdict
+        place = mutation.file if result.line is None else f"{mutation.file}:{result.line}"
+        by = result.by or (mutation.survives or "" if verdict is Verdict.SURVIVED else "")
+        style = "green" if verdict.is_caught else "red"
+        cells = (mutation.name, place, f"[{style}]{verdict}[/]", escape(by), f"{result.seconds:.1f}")
+        shown.add_row(*cells)
+    return shown
+
+
+def as_json(results: Sequence[Result]) -> dict[str, Any]:
+    """The same for a program."""
+    return {
+        "caught": sum(result.verdict.is_caught for result in results),
+        "total": len(results),
+        "faults": faults(results),
+        "mutations": [
+            {
+                "name": result.mutation.name,
+                "file": result.mutation.file,
+                "line": result.line,
+                "verdict": str(result.verdict),
+                "by": result.by,
+                "survives": result.mutation.survives,
+                "seconds": round(result.seconds, 2),
+            }
+            for result in results
+        ],
+    }

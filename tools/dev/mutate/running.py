@@ -1,0 +1,152 @@
+"""Which tests notice which mutation: the unmutated tests first, then each mutation by itself, several side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
+
+from kvstore.tools.dev.mutate.mutations import Mutation
+from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
+
+_SOME_FAILED = 1  # exit status of pytest
+_NONE_FAILED = 0
+_NOT_FOUND = 4
+
+T = TypeVar("T")
+
+
+class Verdict(StrEnum):
+    """What came of a mutation."""
+
+    CAUGHT = "caught"
+    HUNG = "caught (time ran out)"
+    SURVIVED = "survived"
+    STALE = "stale"  # its text does not stand in its file exactly once
+    BROKEN = "broken"  # tests could not even be collected: not a defect that anybody would commit
+    UNTESTED = "untested"  # the tests it names fail without it, or none of them runs here
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a test has noticed."""
+        return self in {Verdict.CAUGHT, Verdict.HUNG}
+
+
+class Result(NamedTuple):
+    """A mutation, where it stands, what came of it, and which test noticed or why nothing can be said."""
+
+    mutation: Mutation
+    line: int | None
+    verdict: Verdict
+    by: str = ""
+    seconds: float = 0.0
+
+
+class Options(NamedTuple):
+    """How to run: copies side by side, seconds for the tests of one mutation, and for all tests without any."""
+
+    jobs: int
+    timeout_s: float = 120.0
+    baseline_timeout_s: float = 900.0
+
+
+Say = Callable[[Result], None]
+
+
+def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, say: Say) -> list[Result]:
+    """Try every mutation; the results in the order of the list.
+
+    Args:
+        root: the working tree. Nothing in it is touched.
+        mutations: which.
+        options: how.
+        say: told each result as it comes, from any thread.
+    """
+    with copies(root, options.jobs) as trees, ThreadPoolExecutor(options.jobs) as pool:
+        free: SimpleQueue[Tree] = SimpleQueue()
+        for tree in trees:
+            free.put(tree)
+
+        def with_tree(work: Callable[[Tree], T]) -> T:
+            tree = free.get()
+            try:
+                return work(tree)
+            finally:
+                free.put(tree)
+
+        def test_one(tree: Tree, mutation: Mutation) -> Result:
+            result = _try_one(tree, mutation, passed, options.timeout_s)
+            say(result)
+            return result
+
+        try:
+            parts = _parts(mutations, options.jobs)
+            passed: dict[str, bool] = {}
+            for runs in pool.map(lambda part: with_tree(lambda tree: _unmutated(tree, part, options)), parts):
+                passed |= _passed(runs)
+            return list(pool.map(lambda mutation: with_tree(lambda tree: test_one(tree, mutation)), mutations))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for tree in trees:
+                tree.close()
+            raise
+
+
+def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
+    """All tests that mutations name, cut into so many parts; tests of one file stay together."""
+    files: dict[str, dict[str, None]] = {}
+    for mutation in mutations:
+        for test in mutation.tests:
+            files.setdefault(test.split("::")[0], {})[test] = None
+    parts: list[list[str]] = [[] for _ in range(count)]
+    for tests in sorted(files.values(), key=len, reverse=True):
+        min(parts, key=len).extend(tests)
+    return [part for part in parts if part]
+
+
+def _unmutated(tree: Tree, tests: Sequence[str], options: Options) -> list[PytestRun]:
+    """Run tests as they are. Where one of them is not there pytest runs none, so then each is run by itself."""
+    run = tree.test(tests, options.baseline_timeout_s)
+    if run.status != _NOT_FOUND:
+        return [run]
+    return [tree.test([test], options.baseline_timeout_s) for test in tests]
+
+
+def _passed(runs: Iterable[PytestRun]) -> dict[str, bool]:
+    """Node ids of all tests that ran without a mutation, and whether they passed."""
+    found: dict[str, bool] = {}
+    for run in runs:
+        found |= dict.fromkeys(run.passed, True) | dict.fromkeys(run.failed, False)
+    return found
+
+
+def _try_one(tree: Tree, mutation: Mutation, passed: dict[str, bool], timeout_s: float) -> Result:
+    path = tree.home / mutation.file
+    line = mutation.line_in(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if line is None:
+        return Result(mutation, None, Verdict.STALE, f"its text does not stand in {mutation.file} exactly once")
+    for test in mutation.tests:
+        ran = [name for name in passed if name == test or name.startswith((f"{test}::", f"{test}["))]
+        failing = [name for name in ran if not passed[name]]
+        if failing or not any(passed[name] for name in ran):
+            return Result(mutation, line, Verdict.UNTESTED, f"{(failing or [test])[0]} does not pass without it")
+    begin_s = time.monotonic()
+    with tree.changed(mutation.file, mutation.before, mutation.after):
+        run = tree.test(mutation.tests, timeout_s, at_first=True)
+    return Result(mutation, line, *_judge(run), time.monotonic() - begin_s)
+
+
+def _judge(run: PytestRun) -> tuple[Verdict, str]:
+    if run.status is None:
+        return Verdict.HUNG, ""
+    if run.status == _NONE_FAILED:
+        return Verdict.SURVIVED, ""
+    if run.status == _SOME_FAILED and run.failed:
+        return Verdict.CAUGHT, run.failed[0]
+    if run.status < 0:  # a signal: it crashed the process
+        return Verdict.CAUGHT, f"signal {-run.status}"
+    return Verdict.BROKEN, next(iter(run.output.strip().splitlines()[-1:]), f"exit status {run.status}")

@@ -1,0 +1,167 @@
+"""A copy of the working tree in which tests run, so that a defect never gets near the tree itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+MODULES = ("torch", "hypothesis.stateful", "hypothesis.extra.numpy", "pydantic", "yaml", "rich.table")  # slow ones
+_FORKSERVER = Path(__file__).with_name("forkserver.py")
+
+
+class PytestRun(NamedTuple):
+    """What pytest did: how it ended (None: it took too long), and the node ids that passed, failed and were skipped."""
+
+    status: int | None
+    passed: frozenset[str]
+    failed: tuple[str, ...]
+    output: str
+
+
+class Tree:
+    """A copy of all files that git knows or would add, under a temporary folder of its own. One thread uses it.
+
+    Args:
+        root: the working tree.
+        home: where to put the copy; the folder must not be there.
+    """
+
+    def __init__(self, root: Path, home: Path) -> None:
+        self.home = home
+        self._scratch = home.with_name(f"{home.name}.t")
+        for name in _files(root):
+            target = home / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, target, follow_symlinks=False)
+        # By content, not by time: a mutation may come and go within the resolution of a file's time.
+        compiling = ("compileall", "-q", "--invalidation-mode", "checked-hash", ".")
+        subprocess.run([sys.executable, "-m", *compiling], cwd=home, check=False, env=self._environment())  # noqa: S603
+        modules: tuple[str, ...] = ()
+        if (home / "kvstore").exists():
+            self._check_imports()
+            modules = MODULES
+        self._server = subprocess.Popen(  # noqa: S603
+            [sys.executable, str(_FORKSERVER), *modules],
+            cwd=home,
+            env=self._environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @contextmanager
+    def changed(self, name: str, before: str, after: str) -> Iterator[None]:
+        """The one place where ``before`` stands in a file says ``after`` inside."""
+        path = self.home / name
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(before, after, 1), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(text, encoding="utf-8")
+
+    def test(self, tests: Sequence[str], timeout_s: float, *, at_first: bool = False) -> PytestRun:
+        """Run tests, to their end or to the first failure. Nothing that they started outlives the call."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir()
+        arguments = ["-q", "-rpfEs", "--tb=short", "--no-header", "--hypothesis-seed=0", "-p", "no:randomly"]
+        arguments += ["-p", "no:cacheprovider", f"--basetemp={self._scratch / 'b'}", *(["-x"] if at_first else [])]
+        output = self._scratch / "output"
+        status = self._run({"arguments": [*arguments, *tests], "output": str(output)}, timeout_s)
+        return _read(status, output.read_text(encoding="utf-8", errors="replace") if output.exists() else "")
+
+    def _run(self, task: dict[str, object], timeout_s: float) -> int | None:
+        """The exit status of pytest; None if time ran out."""
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(task) + "\n")
+        server.stdin.flush()
+        begun = server.stdout.readline()
+        if not begun:  # it was stopped
+            return None
+        pid = int(json.loads(begun)["pid"])
+        ran_out = threading.Event()
+
+        def run_out() -> None:
+            ran_out.set()
+            _kill(pid)
+
+        timer = threading.Timer(timeout_s, run_out)
+        timer.start()
+        try:
+            ended = server.stdout.readline()
+        finally:
+            timer.cancel()
+            _kill(pid)  # whatever the tests have left of it
+        return None if ran_out.is_set() or not ended else int(json.loads(ended)["status"])
+
+    def close(self) -> None:
+        """End the tests that run, from any thread."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        with self._server:  # closes its pipes, and waits for it
+            pass
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(self.home),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self._scratch / "h"),  # or one run would know what another has found
+            "COLUMNS": "240",
+        }
+
+    def _check_imports(self) -> None:
+        """See that tests import what lies here, and not an installed package."""
+        program = "import kvstore; print(kvstore.__file__)"
+        said = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", program], cwd=self.home, env=self._environment(), check=True, capture_output=True
+        ).stdout.decode()
+        if not Path(said.strip()).is_relative_to(self.home):
+            raise RuntimeError(f"tests in {self.home} would import {said.strip()}")
+
+
+@contextmanager
+def copies(root: Path, count: int) -> Iterator[list[Tree]]:
+    """So many copies of a tree, deleted at the end."""
+    prefix = "mutate-"  # short: tests put unix sockets below it
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder, ExitStack() as opened:
+        trees = []
+        for number in range(count):
+            trees.append(Tree(root, Path(folder, str(number))))
+            opened.callback(trees[-1].close)
+        yield trees
+
+
+def _files(root: Path) -> list[str]:
+    listing = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = subprocess.run(listing, cwd=root, check=True, capture_output=True).stdout.decode().split("\0")  # noqa: S603
+    return sorted({name for name in names if name and os.path.lexists(root / name)})
+
+
+def _read(status: int | None, output: str) -> PytestRun:
+    lines = [line.split(" ", 1) for line in output.splitlines()]
+    said = [(line[0], line[1].split(" - ", 1)[0]) for line in lines if len(line) == 2]
+    return PytestRun(
+        status,
+        frozenset(name for word, name in said if word == "PASSED"),
+        tuple(name for word, name in said if word in {"FAILED", "ERROR"}),
+        output,
+    )
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,18 @@
+"""What ``kvstore doctor`` says of each thing that it looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and what to do about it."""
+
+    topic: str
+    state: State
+    found: str
+    remedy: str = ""
