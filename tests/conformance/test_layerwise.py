@@ -275,7 +275,7 @@ class PartTier(FakeTier):
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         self.before_get()
-        for ref, buffer in transfers:
+        for ref, buffer, _ in transfers:
             begin = self.layout.layer_range(layers.start, ref.num_blocks)[0]
             end = self.layout.layer_range(layers[-1], ref.num_blocks)[1]
             buffer[begin:end] = np.frombuffer(self.chunks[ref], np.uint8)[begin:end]
@@ -643,7 +643,7 @@ def test_what_the_remote_said_before_a_clear_counts_no_more(rig: Rig, monkeypatc
         engine._view.clear()  # type: ignore[union-attr]
         answer = engine._directory.answer  # type: ignore[union-attr]
 
-        def overtaken(refs: Sequence[ChunkRef]) -> list[bool]:
+        def overtaken(refs: Sequence[ChunkRef]) -> Sequence[bool | None]:
             answers = answer(refs)
             engine.clear(TOKENS)
             return answers
