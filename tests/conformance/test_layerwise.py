@@ -643,7 +643,7 @@ def test_what_the_remote_said_before_a_clear_counts_no_more(rig: Rig, monkeypatc
         engine._view.clear()  # type: ignore[union-attr]
         answer = engine._directory.answer  # type: ignore[union-attr]
 
-        def overtaken(refs: Sequence[ChunkRef]) -> list[bool]:
+        def overtaken(refs: Sequence[ChunkRef]) -> Sequence[bool | None]:
             answers = answer(refs)
             engine.clear(TOKENS)
             return answers

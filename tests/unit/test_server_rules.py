@@ -23,9 +23,10 @@ from kvstore.server.freight import Ways
 from kvstore.server.locks import Locks
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
+from kvstore.server.rack import Shelf, ShelfOptions
 from kvstore.server.service import Service
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer, Session, Sessions
-from kvstore.server.shelves import ShelfOptions, Shelves
+from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock, StockOptions
 from kvstore.testing.harness import make_ref
@@ -36,6 +37,7 @@ LAYOUT = KVLayout((PAGE_BYTES // 2,), 1, 16, 64)  # a chunk of four blocks takes
 CHUNK_BYTES = 2 * PAGE_BYTES
 ONE, TWO, THREE = make_ref(1, 4), make_ref(2, 4), make_ref(3, 4)
 HANG_GUARD_S = 30.0
+LATER_S = 1e9
 
 
 class Shop:
@@ -86,8 +88,7 @@ def test_what_stays_while_others_want_its_pages(how: str) -> None:
     if how == "it is read":
         assert shop.stock.acquire(shop.space, ONE) is chunk
     else:
-        shop.stock.pin(shop.space, [ONE], is_wanted=True)
-        chunk.is_pinned = True  # whatever share of the memory may be pinned
+        shop.stock.pins.set(chunk, LATER_S)  # whatever share of the memory may be pinned
     assert shop.reserve(TWO) is None
     assert ONE in shop.space.chunks
     if how == "it is read":
@@ -135,7 +136,7 @@ def test_what_was_removed_is_not_written_to_disk() -> None:
 def test_a_pin_ends_with_its_chunk() -> None:
     shop = Shop()
     shop.store(ONE)
-    assert shop.stock.pin(shop.space, [ONE], is_wanted=True) == 1
+    assert shop.stock.pin(shop.space, [ONE], LATER_S) == 1
     assert shop.stock.pinned_bytes == CHUNK_BYTES
     shop.stock.remove(shop.space, [ONE])
     assert shop.stock.pinned_bytes == 0
@@ -243,9 +244,16 @@ class Desk:
         self.reported = threading.Semaphore(0)
         self.open_tokens: set[bytes] = set()
         ways = Ways(
-            lambda _peer, answer, _frames: self.sent.append(answer), self._report, self._is_open, dict, lambda: 0.0
+            send=lambda _peer, answer, _frames: self.sent.append(answer),
+            report=self._report,
+            is_open=self._is_open,
+            stats=dict,
+            may_order=lambda _peer: True,
+            now=lambda: 0.0,
         )
-        self.service = Service(self.pool, self.stock, self.sessions, None, ways, max_writes=1, owner=owner)
+        self.service = Service(
+            self.pool, self.stock, self.sessions, None, ways, max_writes=1, pin_max_s=LATER_S, owner=owner
+        )
         self.peer = Peer(0, b"one")
 
     def _report(self, work: Callable[[], None]) -> None:
@@ -458,6 +466,12 @@ def read(shelves: Shelves, chunk: Chunk, parts: Sequence[np.ndarray]) -> Outcome
     return outcome
 
 
+def shelf_of(shelves: Shelves, chunk: Chunk) -> Shelf:
+    shelf = shelves._rack._places[chunk.space.id].shelf
+    assert shelf is not None
+    return shelf
+
+
 def payload(parts: int) -> list[np.ndarray]:
     rng = np.random.default_rng(3)
     return [rng.integers(0, 256, CHUNK_BYTES // parts, np.uint8) for _ in range(parts)]
@@ -483,7 +497,7 @@ def test_works_on_one_file_end_in_their_order(shelves: Shelves, monkeypatch: pyt
     """The removal of an older version, behind the write of a newer one, would delete that."""
     chunk, order = chunk_of(ONE), []
     assert written(shelves, chunk, payload(1)) is not None
-    shelf = shelves._shelves[chunk.space.id]
+    shelf = shelf_of(shelves, chunk)
     began, goes_on, removed = threading.Event(), threading.Event(), threading.Event()
     real_put, real_remove = shelf.raw.put, shelf.raw.remove
 
@@ -515,7 +529,7 @@ def test_a_buffer_that_a_hung_read_may_write_to_is_not_used_again(
 ) -> None:
     chunk, pending, buffers = chunk_of(ONE), Future[Any](), []
     assert written(shelves, chunk, payload(1)) is not None
-    shelf = shelves._shelves[chunk.space.id]
+    shelf = shelf_of(shelves, chunk)
 
     def get(transfers: Any) -> Any:
         buffers.append(transfers[0].buffer)

@@ -13,7 +13,8 @@ from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transf
 from support.gate import HANG_GUARD_S, Gate
 
 from kvstore.keys import Namespace
-from kvstore.server.shelves import ShelfOptions, Shelves
+from kvstore.server.rack import ShelfOptions
+from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk, Space
 from kvstore.tiers import _folder, disk
 from kvstore.tiers.base import ByteArray, Outcome
