@@ -7,6 +7,7 @@ on the device, on disk, at the remote tier or on the way to one of them, is seen
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from kvstore.plans import Place
 from kvstore.requests import all_refs, hash_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
     from kvstore.tiers.base import Tier, TierSetup
 
@@ -266,8 +267,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         """Whoever closes a generator may use its blocks for something else at once."""
+        self.abandon(data.draw(st.sampled_from([*self.loading, *self.storing])))
+
+    def abandon(self, call: Loading | Storing) -> None:
         self.let_reads_through()
-        call = data.draw(st.sampled_from([*self.loading, *self.storing]))
         call.generator.close()
         self.poison(call.room)
         (self.loading if isinstance(call, Loading) else self.storing).remove(call)  # type: ignore[arg-type]
@@ -409,3 +412,55 @@ def test_the_engine_against_a_model() -> None:
 def test_the_engine_against_a_model_for_long() -> None:
     profile = settings(max_examples=3000, stateful_step_count=50, deadline=None, suppress_health_check=QUIET)
     run_state_machine_as_test(EngineMachine, settings=profile)
+
+
+# Runs that have fallen, each made short
+
+ONE = FAMILIES[0][:32]
+
+
+@contextmanager
+def machine(**start: Any) -> Iterator[EngineMachine]:
+    machine = EngineMachine()
+    chosen = {"slots": 6, "hot_slots": 6, "local_cpu": True, "has_disk": False, "reads_layers": True, **start}
+    machine.start(**chosen)
+    yield machine
+    machine.what_was_put_belongs_to_the_epoch()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("how", ["sequence", "condemn"])
+def test_copies_on_the_device_end_with_their_chunks(how: str) -> None:
+    with machine() as run:
+        run.store(ONE, loads=3)
+        run.remove(ONE, how, loads=3)
+
+
+def test_a_load_given_up_leaves_no_copy_on_the_device() -> None:
+    with machine() as run:
+        run.store(ONE)
+        for _ in range(3):
+            run.begin_load(ONE, advances=2)
+            run.abandon(run.loading[0])
+        run.retrieve(ONE)
+
+
+@pytest.mark.parametrize("place", ["remote", "disk"])
+def test_a_write_overtaken_by_new_weights_stores_nothing(place: str) -> None:
+    with machine(has_disk=True) as run:
+        run.trouble(place, "hold put", [0])
+        run.store(ONE)
+        run.trouble(place, "remove", [0, 0, 0])
+        run.reset()
+        run.trouble(place, "go on", [0])
+        run.retrieve(ONE)
+
+
+@pytest.mark.parametrize("how", ["sequence", "all", "weights"])
+@pytest.mark.parametrize("local_cpu", [True, False])
+def test_a_layered_load_ends_with_what_it_loads(how: str, local_cpu: bool) -> None:
+    with machine(has_disk=True, local_cpu=local_cpu) as run:
+        run.store(ONE)
+        run.begin_load(ONE, advances=2)
+        run.remove(ONE, how, loads=0)
+        run.advance_load(run.loading[0], LAYERS)
