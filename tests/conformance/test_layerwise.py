@@ -274,7 +274,7 @@ class PartTier(FakeTier):
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         self.before_get()
-        for ref, buffer in transfers:
+        for ref, buffer, _ in transfers:
             begin = self.layout.layer_range(layers.start, ref.num_blocks)[0]
             end = self.layout.layer_range(layers[-1], ref.num_blocks)[1]
             buffer[begin:end] = np.frombuffer(self.chunks[ref], np.uint8)[begin:end]
@@ -462,6 +462,36 @@ def test_abandoned_stores(rig: Rig, tmp_path: Path, advances: int) -> None:
         check_idle(engine)
 
 
+@pytest.mark.parametrize("advances", range(1, LAYERS))
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_has_come_in_part_is_not_in_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, advances: int, fails: bool, layer_reads: None
+) -> None:
+    """Given up before all layers were asked for, or with layers that do not come: it is read again, as a whole."""
+    tier = PartTier(rig.layout)
+    rigs.install(monkeypatch, tier)
+    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.0)  # a tier that has failed is tried again at once
+    with rig.open(local_disk=rigs.__file__) as engine:
+        rig.store(engine, TOKENS)
+        check_idle(engine)
+    with rig.open(local_disk=rigs.__file__, disk_io_threads=1) as engine:
+        load = Load(rig, engine, TOKENS)
+        with monkeypatch.context() as patch:
+            next(load.loading)
+            if fails:
+                patch.setattr(tier, "get_layers", lambda transfers, _: [Outcome.FAILED] * len(transfers))
+            for _ in range(1, advances):
+                next(load.loading)
+            load.loading.close()
+            end_abandoned(engine)
+        from_disk = engine.stats().mover.chunks_loaded_from_disk
+        assert from_disk in (0, 4)
+        assert from_disk == 0 or advances > 1, "all layers have come, though they were not used"
+        assert rig.retrieve(engine, TOKENS) == WHOLE
+        assert engine.stats().mover.chunks_loaded_from_disk == 4
+        check_idle(engine)
+
+
 def test_nothing_is_written_after_a_load_was_given_up(
     rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
@@ -479,6 +509,8 @@ def test_nothing_is_written_after_a_load_was_given_up(
         load.loading.close()
         rig.poison()
         gate.set()
+        engine._mover.aside(lambda: None).result(HANG_GUARD_S)  # the layer that was on its way has come
+        assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
         end_abandoned(engine)
         assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
         assert load_layers(rig, engine, TOKENS) == WHOLE
