@@ -10,14 +10,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple
 
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
+from kvstore.tasks import carry_out
 from kvstore.tiers.base import ChunkRef, Tier
 
 logger = logging.getLogger(__name__)
 
+_MAX_REFS: Final = 1024  # removed in one call, which has a deadline
 Then = Callable[[], None]
 
 
@@ -92,7 +95,7 @@ class Errands:
                     self._then.append(then)
                 self._schedule()
         if not is_taken and then is not None:
-            then()
+            _call([then])
 
     def clear(self) -> None:
         """Take everything off the tier."""
@@ -115,8 +118,7 @@ class Errands:
             then = (self._sweep.then if self._sweep is not None else []) + self._then
             self._removals, self._then, self._sweep = {}, [], None
             self._changed.notify_all()
-        for call in then:
-            call()
+        _call(then)
         self._thread.shutdown(wait=True)
 
     def _take_all(self, namespace: Namespace | None) -> None:
@@ -152,8 +154,7 @@ class Errands:
                 self._under_way = None
                 self._done = errand.number
                 self._changed.notify_all()
-            for call in errand.then:
-                call()
+            _call(errand.then)
 
     def _next(self) -> _Errand | None:
         with self._changed:
@@ -161,13 +162,17 @@ class Errands:
             if self._is_closed:
                 return None
             sweep, self._sweep = self._sweep, None
-            if sweep is None:
+            if sweep is not None:
+                self._under_way = _Errand(sweep, (), sweep.then, sweep.number)
+            elif len(self._removals) > _MAX_REFS:
+                self._under_way = _Errand(None, tuple(islice(self._removals, _MAX_REFS)), [], self._done)
+                for ref in self._under_way.refs:
+                    del self._removals[ref]
+            else:
                 self._under_way = _Errand(None, tuple(self._removals), self._then, self._queued)
                 self._removals, self._then = {}, []
-            else:
-                self._under_way = _Errand(sweep, (), sweep.then, sweep.number)
-                if sweep.number < self._queued:  # removals came after it
-                    self._start()
+            if self._under_way.number < self._queued:  # there is more
+                self._start()
             return self._under_way
 
     def _try(self, errand: _Errand) -> None:
@@ -184,6 +189,14 @@ class Errands:
             pass  # a write that hung came to its end after close: the next start finds what it left
         except TierError as error:
             self._complain(what, error)
+
+
+def _call(then: Iterable[Then]) -> None:
+    """Call each of them, whatever another one raises."""
+    for action in then:
+        called: Future[None] = Future()
+        carry_out((called, action))
+        _tell(called)
 
 
 def _tell(errand: Future[None]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,11 +158,19 @@ class Deadline(TierWrapper):
     def reset(self, namespace: Namespace) -> None:
         """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.
 
+        But for an earlier reset, which it comes after: the tier must end in the namespace that was named last.
+
         Raises:
             TierTimeoutError: timed out. Until its ``pending`` is done, other calls fail at once with ``TierError``.
             TierError: the tier would not let go of the old chunks.
         """
-        resetting = self._aside("reset", lambda: self.inner.reset(namespace))
+        before = self._late_reset
+
+        def reset() -> None:
+            wait_for([before])
+            self.inner.reset(namespace)
+
+        resetting = self._aside("reset", reset)
         try:
             resetting.result(self._slow_timeout_s)
         except TimeoutError as error:

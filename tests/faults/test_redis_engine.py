@@ -14,6 +14,7 @@ from support.rig import Rig, tokens_of
 
 from kvstore import opening
 from kvstore.errors import TierError
+from kvstore.flushed import Flushed
 from kvstore.opening import RemoteOptions
 
 TOKENS = tokens_of(1, 40)
@@ -92,7 +93,7 @@ def test_a_start_without_redis_and_its_return(
         assert "the remote tier cannot be used now" in caplog.text
         assert rig.store(engine, TOKENS) == 40
         assert rig.retrieve(engine, TOKENS) == 40
-        assert engine.flush(WAIT_S)
+        assert engine.flush(WAIT_S) == Flushed(failed=3)
         server.start()
         deadline_s = time.monotonic() + WAIT_S
         while not engine.stats().index.sends_done and time.monotonic() < deadline_s:

@@ -20,6 +20,7 @@ from kvstore import opening
 from kvstore.borrowing import BATCH
 from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError, TierError
+from kvstore.flushed import Flushed
 from kvstore.opening import RemoteOptions
 from kvstore.tiers.cpu import CpuTier
 
@@ -88,7 +89,7 @@ def test_reset_is_for_good(rig: Rig, server: ServerThread) -> None:
 def hits_again(rig: Rig, engine: CacheEngine) -> bool:
     """Store what got lost meanwhile, and look whether all is there."""
     rig.store(engine, LONG)
-    return engine.flush(WAIT_S) and rig.retrieve(engine, LONG) == len(LONG)
+    return bool(engine.flush(WAIT_S)) and rig.retrieve(engine, LONG) == len(LONG)
 
 
 class TestPassage:
@@ -205,7 +206,7 @@ def test_a_start_without_it_and_its_return(
             assert "the remote tier cannot be used now" in caplog.text
             assert rig.store(engine, TOKENS) == 40
             assert rig.retrieve(engine, TOKENS) == 40
-            assert engine.flush(WAIT_S)
+            assert engine.flush(WAIT_S) == Flushed(failed=3)
             server.start()
             deadline_s = time.monotonic() + WAIT_S
             while not engine.stats().index.sends_done and time.monotonic() < deadline_s:

@@ -19,7 +19,7 @@ from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.wrappers import (
     BreakerState,
     CircuitBreaker,
@@ -219,6 +219,21 @@ def test_a_reset_that_hangs_holds_back_what_comes_after_it(stack: ExitStack) -> 
     assert gate.wait(HANG_GUARD_S)
     assert deadline.get([transfer(1)]) == [MISS]
     assert deadline.put([transfer(2)]) == [STORED]
+
+
+def test_of_two_resets_that_hang_the_later_one_holds(stack: ExitStack) -> None:
+    """Or the tier would end in an epoch that is over."""
+    tier, later = FakeTier(), NAMESPACE.at_epoch("later")
+    faulty = FaultInjector(tier, [Fault(FaultKind.HANG, "reset", calls=range(1))])
+    deadline = Deadline(faulty, BRIEF_S, threads=2, slow_timeout_s=BRIEF_S)
+    stack.callback(deadline.close)
+    with pytest.raises(TierTimeoutError):
+        deadline.reset(NAMESPACE)
+    with pytest.raises(TierTimeoutError) as caught:
+        deadline.reset(later)
+    faulty.heal()
+    caught.value.pending.result(HANG_GUARD_S)
+    assert tier.namespaces == [NAMESPACE, later]
 
 
 def test_pending_of_a_late_write_tells_its_outcome(hanging: Callable[..., Hanging]) -> None:
@@ -590,7 +605,7 @@ def test_what_is_owed_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.breaker.get_layers([other, item], range(1)) == [HIT, MISS]
     assert (item.buffer == 0xEE).all()
     assert bench.breaker.contains([ref_of(1), ref_of(0)]) == [True, False]
-    lent = [np.zeros(1, np.uint8)]
+    lent: list[ByteArray | None] = [np.zeros(1, np.uint8)]
     monkeypatch.setattr(bench.tier, "borrow", lambda refs: Loan([HIT] * len(refs), lent * len(refs)), raising=False)
     with bench.breaker.borrow([ref_of(0), ref_of(1)]) as loan:
         assert loan.outcomes == [MISS, HIT]

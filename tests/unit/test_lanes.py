@@ -114,6 +114,8 @@ def gate() -> Iterator[Gate]:
 def test_a_write_overtaken_by_reset_stores_nothing(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     """Between the look at its slot and the tier lies a question to others, which takes its time."""
     bench = Bench(asks=True)
+    puts: list[None] = []
+    bench.tier.before_put = lambda: puts.append(None)
     monkeypatch.setattr(bench.tier, "contains", gate.before(bench.tier.contains))
     bench.write(1)
     assert gate.reached.wait(HANG_GUARD_S)
@@ -122,6 +124,7 @@ def test_a_write_overtaken_by_reset_stores_nothing(monkeypatch: pytest.MonkeyPat
     assert bench.tier.namespace_id == NEW.id
     gate.open()
     assert bench.lane.flush(HANG_GUARD_S)
+    assert puts == [], "nor is the tier asked to: it might be one that does not look at the epoch"
     assert bench.held() == set()
     assert bench.written == [(ref_of(1), False)]
     bench.lane.close()
@@ -263,6 +266,19 @@ def test_removals_that_wait_are_carried_out_together(bench: Bench, gate: Gate) -
     assert bench.held() == {ref_of(4)}
 
 
+def test_many_removals_are_carried_out_in_parts(bench: Bench, gate: Gate) -> None:
+    """A call to the tier has a deadline; a write waits for the last part."""
+    refs = [ChunkRef(number.to_bytes(16, "big"), BLOCKS_PER_CHUNK) for number in range(2500)]
+    bench.before_forgetting = gate
+    bench.lane.remove(refs)
+    bench.write(1)
+    gate.open()
+    assert bench.lane.flush(HANG_GUARD_S)
+    assert [len(part) for part in bench.forgotten if isinstance(part, list)] == [1024, 1024, 452]
+    assert {ref for part in bench.forgotten if isinstance(part, list) for ref in part} == set(refs)
+    assert bench.held() == {ref_of(1)}
+
+
 def test_a_reset_takes_the_place_of_what_waits(bench: Bench, gate: Gate) -> None:
     """And of an earlier one; a clear after it has nothing to do. What comes later is carried out later."""
     bench.before_forgetting = gate
@@ -310,6 +326,22 @@ def test_an_errand_that_fails_holds_up_nobody(bench: Bench, caplog: pytest.LogCa
     assert bench.written == [(ref_of(3), True)]
     bench.lane.close()  # or the last one might not have said it yet
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
+
+
+def test_a_report_that_fails_keeps_no_other_from_being_made(bench: Bench, gate: Gate) -> None:
+    """Two chunks were removed while they were written: both are reported by the errand that takes them off."""
+
+    def report(ref: ChunkRef, stored: bool) -> None:
+        bench.written.append((ref, stored))
+        raise ZeroDivisionError
+
+    bench.lane._on_written = report
+    bench.tier.before_put = gate
+    bench.write(1, 2, 3)
+    bench.lane.remove([ref_of(1), ref_of(2), ref_of(3)])
+    gate.open()
+    assert bench.lane.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(number), False) for number in (1, 2, 3)]
 
 
 def test_close_gives_up_what_waits(bench: Bench, gate: Gate) -> None:

@@ -54,7 +54,7 @@ def store_and_flush(
         return stored if engine.flush() else 0
 
     pair, written = paired(limit, path, limit_first=limit_first)
-    _require_all(written, workbench, "written in time")
+    _require_all(written, workbench, "written")
     return pair
 
 

@@ -46,8 +46,8 @@ class Kvstore:
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """See ``System``."""
         self._engine.store(tokens, slot_mapping=slots)
-        if not self._engine.flush(SETTLE_S):
-            raise SystemExit("kvstore: writes did not end")
+        if not (flushed := self._engine.flush(SETTLE_S)):
+            raise SystemExit(f"kvstore: not everything was written: {flushed}")
 
     def lookup(self, tokens: list[int]) -> int:
         """See ``System``."""
