@@ -179,6 +179,8 @@ class StoreWorker:
         for url in plan.peers:
             self._add_peer(url)
         self._mover.remove(Place.DISK, plan.removals)
+        if plan.recalls:
+            self._courier.finish_saves()  # or a write that an earlier step planned would begin after its removal
         self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
             self._courier.fetch(fetch)

@@ -462,7 +462,7 @@ def test_abandoned_stores(rig: Rig, tmp_path: Path, advances: int) -> None:
         check_idle(engine)
 
 
-@pytest.mark.parametrize("advances", range(1, LAYERS))
+@pytest.mark.parametrize("advances", range(1, LAYERS - 1))
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_has_come_in_part_is_not_in_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, advances: int, fails: bool, layer_reads: None
@@ -470,23 +470,25 @@ def test_what_has_come_in_part_is_not_in_memory(
     """Given up before all layers were asked for, or with layers that do not come: it is read again, as a whole."""
     tier = PartTier(rig.layout)
     rigs.install(monkeypatch, tier)
-    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.0)  # a tier that has failed is tried again at once
     with rig.open(local_disk=rigs.__file__) as engine:
         rig.store(engine, TOKENS)
         check_idle(engine)
-    with rig.open(local_disk=rigs.__file__, disk_io_threads=1) as engine:
+    with rig.open(local_disk=rigs.__file__) as engine:
         load = Load(rig, engine, TOKENS)
+        get_layers, victim = tier.get_layers, next(iter(tier.chunks))
+
+        def fail_one(transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+            return [Outcome.FAILED] if transfers[0].ref == victim else get_layers(transfers, layers)
+
         with monkeypatch.context() as patch:
             next(load.loading)
             if fails:
-                patch.setattr(tier, "get_layers", lambda transfers, _: [Outcome.FAILED] * len(transfers))
+                patch.setattr(tier, "get_layers", fail_one)
             for _ in range(1, advances):
                 next(load.loading)
             load.loading.close()
             end_abandoned(engine)
-        from_disk = engine.stats().mover.chunks_loaded_from_disk
-        assert from_disk in (0, 4)
-        assert from_disk == 0 or advances > 1, "all layers have come, though they were not used"
+        assert engine.stats().mover.chunks_loaded_from_disk == 0
         assert rig.retrieve(engine, TOKENS) == WHOLE
         assert engine.stats().mover.chunks_loaded_from_disk == 4
         check_idle(engine)

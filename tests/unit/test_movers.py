@@ -152,6 +152,7 @@ def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatc
         raise ZeroDivisionError
 
     job = StoreJob(StoreStep(ref_of(2), 1, ()), as_block_ids(range(8, 12)))
+    assert bench.load(1) == set()
     with monkeypatch.context() as patch:
         patch.setattr(bench.mover.paged, "gather", broken)
         with pytest.raises(ZeroDivisionError):
