@@ -34,7 +34,7 @@ class GatedStore:
     def __init__(self) -> None:
         self.chunks: dict[bytes, dict[ChunkRef, bytes]] = {}
         self.damaged: set[ChunkRef] = set()
-        self.stored: list[tuple[bytes | None, bytes]] = []  # under which namespace, and how the payload begins
+        self.stored: list[tuple[bytes, bytes]] = []  # under which namespace, and how the payload begins
         self.faults: Counter[str] = Counter()  # how many of the next calls fail
         self._held: set[str] = set()
         self._waiting: Counter[str] = Counter()
@@ -136,6 +136,7 @@ class GatedTier(FakeTier):
         outcomes = super().put(transfers)
         for transfer, outcome in zip(transfers, outcomes, strict=True):
             if outcome is Outcome.STORED:
+                assert self.namespace_id is not None
                 self._store.stored.append((self.namespace_id, transfer.buffer[:BEGINNING].tobytes()))
         return outcomes
 

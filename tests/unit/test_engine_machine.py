@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +33,13 @@ from support.rig import BLOCK, BLOCKS_PER_CHUNK, NAMESPACE, POISON, SLOT_BYTES, 
 
 from kvstore import layerwise, opening
 from kvstore.keys import NO_EXTRAS, PrefixHasher, PrefixKey
-from kvstore.lanes import WRITE_THREADS
+from kvstore.lanes import WRITE_THREADS, Lane
 from kvstore.plans import Place
 from kvstore.requests import all_refs, hash_tokens
+from kvstore.tiers import open_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     from kvstore.tiers.base import Tier, TierSetup
 
@@ -49,7 +51,7 @@ BLOCKS = LONGEST // BLOCK
 ROOMS = 5  # each of the blocks of one call: one for calls that come to their end at once, the others for generators
 
 
-@dataclass
+@dataclass(eq=False)
 class Loading:
     """A ``retrieve_layer`` that has not ended."""
 
@@ -61,7 +63,7 @@ class Loading:
     is_overtaken: bool = False  # by a chunk that was found to be wrong: what it has loaded, it has
 
 
-@dataclass
+@dataclass(eq=False)
 class Storing:
     """A ``store_layer`` that has not ended."""
 
@@ -90,6 +92,11 @@ class Versions:
         self.newest += 1
         self.base = self.newest
         self.since.clear()
+
+
+def all_wait(lane: Lane, waiting: Mapping[str, int]) -> bool:
+    """Whether no write of a tier is on its way to the gate."""
+    return waiting["put"] >= min(WRITE_THREADS, len(lane._writing))
 
 
 # Few, and one of them often: a defect needs several calls about the same chunk.
@@ -121,7 +128,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(opening, "PROBE_INTERVAL_S", 0.0)
         self.patch.setattr(layerwise, "READ_BYTES", 1)
-        open_tier = opening.open_tier
 
         def open_gated(kind: str, setup: TierSetup) -> Tier:
             if kind == "gpu":
@@ -164,8 +170,11 @@ class EngineMachine(RuleBasedStateMachine):
     def room(self, number: int, tokens: list[int]) -> list[int]:
         return [number * BLOCKS + block for block in range(len(tokens) // BLOCK)]
 
+    def calls(self) -> list[Loading | Storing]:
+        return [*self.loading, *self.storing]
+
     def free_room(self) -> int | None:
-        taken = {call.room for call in (*self.loading, *self.storing)}
+        taken = {call.room for call in self.calls()}
         return next((room for room in range(1, ROOMS) if room not in taken), None)
 
     def computed(self, tokens: list[int]) -> list[Any]:
@@ -203,9 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Until every write that was begun waits at its gate, or for a thread, or has ended."""
         for place, lane in self.engine._mover._lanes.items():
             store = self.stores[place.value]
-            assert store.wait_for(
-                lambda waiting, lane=lane: waiting["put"] >= min(WRITE_THREADS, len(lane._writing))
-            ), "a write neither waits nor ends"
+            assert store.wait_for(partial(all_wait, lane)), "a write neither waits nor ends"
             assert lane.settle(HANG_GUARD_S)
 
     def let_reads_through(self) -> None:
@@ -267,7 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         """Whoever closes a generator may use its blocks for something else at once."""
-        self.abandon(data.draw(st.sampled_from([*self.loading, *self.storing])))
+        self.abandon(data.draw(st.sampled_from(self.calls())))
 
     def abandon(self, call: Loading | Storing) -> None:
         self.let_reads_through()
@@ -385,7 +392,7 @@ class EngineMachine(RuleBasedStateMachine):
             for store in self.stores.values():
                 store.faults.clear()
                 store.release(*OPERATIONS)
-            for call in (*self.loading, *self.storing):
+            for call in self.calls():
                 call.generator.close()
             self.engine.prefetch([])
             assert not self.engine.flush(HANG_GUARD_S).pending
