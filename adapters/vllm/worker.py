@@ -179,6 +179,8 @@ class StoreWorker:
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
+        if plan.recalls:
+            self._courier.finish_saves()  # or a write that an earlier step planned would begin after its removal
         self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
             self._courier.fetch(fetch)

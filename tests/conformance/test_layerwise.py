@@ -463,6 +463,38 @@ def test_abandoned_stores(rig: Rig, tmp_path: Path, advances: int) -> None:
         check_idle(engine)
 
 
+@pytest.mark.parametrize("advances", range(1, LAYERS - 1))
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_has_come_in_part_is_not_in_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, advances: int, fails: bool, layer_reads: None
+) -> None:
+    """Given up before all layers were asked for, or with layers that do not come: it is read again, as a whole."""
+    tier = PartTier(rig.layout)
+    rigs.install(monkeypatch, tier)
+    with rig.open(local_disk=rigs.__file__) as engine:
+        rig.store(engine, TOKENS)
+        check_idle(engine)
+    with rig.open(local_disk=rigs.__file__) as engine:
+        load = Load(rig, engine, TOKENS)
+        get_layers, victim = tier.get_layers, next(iter(tier.chunks))
+
+        def fail_one(transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+            return [Outcome.FAILED] if transfers[0].ref == victim else get_layers(transfers, layers)
+
+        with monkeypatch.context() as patch:
+            next(load.loading)
+            if fails:
+                patch.setattr(tier, "get_layers", fail_one)
+            for _ in range(1, advances):
+                next(load.loading)
+            load.loading.close()
+            end_abandoned(engine)
+        assert engine.stats().mover.chunks_loaded_from_disk == 0
+        assert rig.retrieve(engine, TOKENS) == WHOLE
+        assert engine.stats().mover.chunks_loaded_from_disk == 4
+        check_idle(engine)
+
+
 def test_nothing_is_written_after_a_load_was_given_up(
     rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
@@ -480,6 +512,8 @@ def test_nothing_is_written_after_a_load_was_given_up(
         load.loading.close()
         rig.poison()
         gate.set()
+        engine._mover.aside(lambda: None).result(HANG_GUARD_S)  # the layer that was on its way has come
+        assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
         end_abandoned(engine)
         assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
         assert load_layers(rig, engine, TOKENS) == WHOLE

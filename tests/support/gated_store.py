@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.layout import KVLayout
     from kvstore.tiers.base import ByteArray, ChunkRef, Transfer
 
+BEGINNING = 8  # bytes of a payload that tell it from others
 OPERATIONS = ("put", "get", "more", "contains", "remove", "clear", "reset")  # "more": the layers behind the first ones
 
 
@@ -33,6 +34,7 @@ class GatedStore:
     def __init__(self) -> None:
         self.chunks: dict[bytes, dict[ChunkRef, bytes]] = {}
         self.damaged: set[ChunkRef] = set()
+        self.stored: list[tuple[bytes, bytes]] = []  # under which namespace, and how the payload begins
         self.faults: Counter[str] = Counter()  # how many of the next calls fail
         self._held: set[str] = set()
         self._waiting: Counter[str] = Counter()
@@ -131,7 +133,12 @@ class GatedTier(FakeTier):
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self._store.pass_by("put")
         self._store.damaged.difference_update(transfer.ref for transfer in transfers)
-        return super().put(transfers)
+        outcomes = super().put(transfers)
+        for transfer, outcome in zip(transfers, outcomes, strict=True):
+            if outcome is Outcome.STORED:
+                assert self.namespace_id is not None
+                self._store.stored.append((self.namespace_id, transfer.buffer[:BEGINNING].tobytes()))
+        return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         self._store.pass_by("remove")

@@ -10,6 +10,8 @@ from support.diskwork import flip_header
 from support.rig import SLOT_BYTES, Rig, tokens_of
 
 from kvstore.errors import ConfigError, TierError
+from kvstore.keys import NO_EXTRAS
+from kvstore.layerwise import LayerLoad
 from kvstore.tiers.gpu import GpuTier
 
 if TYPE_CHECKING:
@@ -144,6 +146,22 @@ def test_no_copy_is_taken_of_what_a_load_given_up_left(advances: int) -> None:
             for _ in range(advances):
                 next(loading)
             loading.close()
+            rig.poison()
+        assert rig.retrieve(engine, TOKENS) == 40
+        check_idle(engine)
+
+
+def test_no_copy_is_taken_before_every_layer_was_asked_for() -> None:
+    """As under vLLM, if a forward pass ends early."""
+    rig = Rig(num_layers=6)
+    with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
+        rig.store(engine, TOKENS)
+        mapping = rig.slot_mapping(rig.blocks(40), 40)
+        for _ in range(3):
+            jobs = engine._plan_load(engine._load_request(TOKENS, None, mapping, NO_EXTRAS))
+            load = LayerLoad(engine._mover, jobs)
+            load.move(0)
+            assert engine._complete_load(jobs, load.finish).failed == set()
             rig.poison()
         assert rig.retrieve(engine, TOKENS) == 40
         check_idle(engine)

@@ -23,6 +23,9 @@ from kvstore.wrappers import Deadline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvstore.pages import BlockIds
+    from kvstore.tiers.base import ByteArray
+
 HANG_GUARD_S = 30.0
 
 
@@ -138,6 +141,54 @@ def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
         bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
     assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2)
     assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False), (ref_of(3), False)]
+
+
+def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was in it before, either: some of that has been overwritten."""
+    bench.store(1, write=False)
+
+    def broken(_block_ids: BlockIds, payload: ByteArray) -> None:
+        payload[:100] = 0xEE
+        raise ZeroDivisionError
+
+    job = StoreJob(StoreStep(ref_of(2), 1, ()), as_block_ids(range(8, 12)))
+    assert bench.load(1) == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.mover.paged, "gather", broken)
+        with pytest.raises(ZeroDivisionError):
+            bench.mover.store([job])
+    assert bench.load(1) == {key_of(1)}
+    assert bench.mover.store([job]) == set()
+    assert bench.load(1) == {key_of(1)}
+
+
+def test_a_chunk_is_named_only_when_its_copy_is_there(
+    bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device a gather is only launched: what it brings is there once it was waited for."""
+    gather, paged = bench.mover.paged.gather, bench.mover.paged
+    launched: list[tuple[BlockIds, ByteArray]] = []
+
+    def launch(block_ids: BlockIds, payload: ByteArray) -> tuple[BlockIds, ByteArray]:
+        payload[:] = 0xEE
+        launched.append((block_ids, payload))
+        return launched[-1]
+
+    def reach(moment: tuple[BlockIds, ByteArray]) -> None:
+        number = int(moment[0][0]) // BLOCKS_PER_CHUNK
+        assert bench.cpu.read(number, ref_of(number)) is None, "may be read before it is there"
+        assert ref_of(number) not in tier.chunks
+        assert number not in {write.slot for write in bench.mover._lanes[Place.DISK]._writing}
+        gather(*moment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "gather", launch)
+        patch.setattr(paged, "reach", reach)
+        assert bench.store(1, 2, 3) == set()
+    assert len(launched) == 3
+    for number in (1, 2, 3):
+        assert bench.load(number) == set()
+        assert bench.held() == list(range(4 * number, 4 * number + 4))
 
 
 def test_removed_while_being_written(bench: Bench, tier: FakeTier) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.gate import HANG_GUARD_S, Gate
+from support.remote import REMOTE
+from support.remote import install as install_remote
 from support.rig import FakeTier, install
 
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, Written
@@ -250,6 +252,34 @@ def test_a_start_that_fails_leaves_the_folder_to_the_next(
         with pytest.raises(TierError, match="broken on purpose"):
             StoreWorker(paged, Namespace({"model": "one"}), options)
     StoreWorker(paged, Namespace({"model": "one"}), options).close()
+
+
+def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk was found to be wrong while a thread beside the model was about to send it."""
+    server = install_remote(monkeypatch)
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(
+        paged,
+        Namespace({"model": "one"}),
+        EngineOptions(4 * 4096, remote=REMOTE),
+        WorkerOptions(saves_beside=True),
+    )
+    gate, stores, finish_saves = Gate(), worker._courier._storer, worker._courier.finish_saves
+    monkeypatch.setattr(stores, "store", gate.before(stores.store))
+
+    def wait_for_saves() -> None:
+        gate.open()
+        finish_saves()
+
+    sent = StoreJob(StoreStep(REF, 0, (Place.REMOTE,)), as_block_ids([1, 2]))
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("store", stores=[sent])]))
+    assert gate.reached.wait(HANG_GUARD_S)
+    monkeypatch.setattr(worker._courier, "finish_saves", wait_for_saves)
+    worker.begin_step(StepPlan(2, 1, recalls=[REF]))
+    wait_for_saves()
+    assert not worker._mover.flush(HANG_GUARD_S).pending
+    assert not server.all_chunks()
+    worker.close()
 
 
 def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
