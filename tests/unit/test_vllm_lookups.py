@@ -448,12 +448,13 @@ def test_an_answer_that_nobody_else_may_use_is_enough_to_load(
 def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Callable[..., FakeVllm]) -> None:
     """They share the prompt; that nobody answered the first one says nothing about it."""
     server, gate = filled(build), Gate()
-    vllm = build(server=server, lookup_timeout_s=0.05)
+    vllm = build(server=server, lookup_timeout_s=HANG_GUARD_S)
+    assert vllm.scheduler._remote is not None
+    vllm.scheduler._remote._timeout_s = 0.02  # of the request, and not of the tier
     server.before_contains = gate
     vllm.ask("late", PROMPT, max_tokens=1)
     assert vllm.loaded_tokens["late"] == 0
     gate.open()
-    assert vllm.scheduler._remote is not None
     vllm.scheduler._remote._timeout_s = HANG_GUARD_S
     vllm.forget_local()
     vllm.settle()
