@@ -275,10 +275,10 @@ class TestSources:
         world.engines[url] = Storage()
         world.engines[url].hold(1)
         tier.read_from(url, refs(1))
+        assert not tier._routes
         assert get(tier, 1) == [Outcome.MISS]
         assert tier.look_at(url, refs(1)) == [None]
         assert [opened for opened, _ in world.opened] == [ONE, TWO]
-        assert not tier._routes
 
     def test_a_peer_is_no_source_it_is_read_anyway(self, tier: PeersTier, world: World) -> None:
         world.engines[ONE].hold(1)
