@@ -272,8 +272,6 @@ class Hub:
             if not message.is_whole:
                 if peer not in self._kicked:
                     self._kick(peer, "a message of too many frames")
-                if self._watch is not None and number == _TCP:
-                    self._watch.cut(int(message.frames[0].get(zmq.SRCFD)))
             elif peer not in self._kicked:
                 self._handle(peer, message.frames)
             if not int(door.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to be told by an exception
