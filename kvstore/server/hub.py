@@ -34,6 +34,7 @@ from kvstore.server.reports import Reporter
 from kvstore.server.service import Service
 from kvstore.server.sessions import Peer, Session, Sessions
 from kvstore.server.shelves import Shelves
+from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock, StockOptions
 from kvstore.server.watch import LOOK_S, Watch
 from kvstore.throttle import Throttle
@@ -200,8 +201,10 @@ class Hub:
     def _take_stock(self, shelves: Shelves) -> None:
         for namespace, layout, chunks in shelves.open_all():
             space = self.stock.enter(namespace, layout)
-            for ref, size_bytes in chunks if space is not None else ():
-                assert space is not None
+            if space is None:  # nobody could ever use them
+                shelves.forget(Space(namespace, layout))
+                continue
+            for ref, size_bytes in chunks:
                 self.stock.found_on_disk(space, ref, size_bytes)
 
     def _bind(self, address: str) -> zmq.Socket[bytes]:
@@ -272,8 +275,6 @@ class Hub:
             if not message.is_whole:
                 if peer not in self._kicked:
                     self._kick(peer, "a message of too many frames")
-                if self._watch is not None and number == _TCP:
-                    self._watch.cut(int(message.frames[0].get(zmq.SRCFD)))
             elif peer not in self._kicked:
                 self._handle(peer, message.frames)
             if not int(door.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to be told by an exception

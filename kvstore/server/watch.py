@@ -71,13 +71,8 @@ class Watch:
     def come(self, fd: int) -> None:
         """A connection was accepted."""
         self.go(fd)
-        try:
-            own = socket.socket(fileno=os.dup(fd))
-            is_ours = own.getsockname()[1] == self._port
-        except (OSError, IndexError):  # it has ended already, and the number may be another's
-            return
-        if not is_ours:
-            own.close()
+        own = _duplicate(fd, self._port)
+        if own is None:
             return
         self._connections[fd] = _Connection(own)
         if len(self._connections) > _MAX_CONNECTIONS:
@@ -128,3 +123,21 @@ class Watch:
         """Let go of all."""
         for fd in list(self._connections):
             self.go(fd)
+
+
+def _duplicate(fd: int, port: int) -> socket.socket | None:
+    """A descriptor of our own for a connection to a port; None if it has ended, and the number is another's by now."""
+    own_fd = -1
+    try:
+        own_fd = os.dup(fd)
+        own = socket.socket(fileno=own_fd)
+    except OSError:
+        if own_fd >= 0:
+            os.close(own_fd)
+        return None
+    with suppress(OSError):
+        name = own.getsockname()
+        if own.family in {socket.AF_INET, socket.AF_INET6} and name[1] == port:
+            return own
+    own.close()
+    return None

@@ -45,8 +45,7 @@ class Crew:
         for number in range(threads):
             _start(f"kvstore-{name}-{number}", self._work)
 
-    @property
-    def num_waiting(self) -> int:
+    def count_waiting(self) -> int:
         """Calls that no thread has begun."""
         return self._work.qsize()
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
+from support.redis_server import wait_for
 
 from kvstore.keys import Namespace
 from kvstore.runs import PAGE_BYTES
@@ -116,6 +117,10 @@ class TestRestarted(Served):
             server.close()
             assert server.drained
 
+    def _settle(self) -> None:
+        service = self.server.hub.service
+        wait_for("all is on disk", lambda: not service.is_changing_files)
+
     def raw_read(self, ref: ChunkRef) -> bytes | None:
         """Whether it is there: in memory, or in a file that will be used."""
         found = [space for space in self._spaces() if space.namespace.id == MINE.id and ref in space.chunks]
@@ -131,9 +136,11 @@ class TestRestarted(Served):
         refs = [make_ref(number) for number in range(8)]
         tier = self.start()
         self.put(*refs)
-        time.sleep(self.pause_s)  # longer than the files' clock is coarse
+        self._settle()
+        time.sleep(self.pause_s)  # longer than what counts as one moment
         self.get(*refs[::2])
         self.put(refs[1], version=1)
+        self._settle()
         order = [ref for ref, _ in tier.scan()]
         assert set(order[:3]) == set(refs[3::2])
         assert order[-1] == refs[1]

@@ -283,22 +283,14 @@ def test_with_all_threads_stuck_calls_fail_at_once_until_one_returns(hanging: Ca
     assert bench.deadline.get([transfer(1)]) == [HIT]
 
 
-def _waits(bench: Hanging) -> bool:
-    return bench.deadline._crew.num_waiting > 0
-
-
-def _has_begun(bench: Hanging, call: Future[list[Outcome]]) -> bool:
-    return call.running() and not _waits(bench)
-
-
 def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> None:
     bench = hanging(threads=1, timeout_s=HANG_GUARD_S, max_waiting=1)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(bench.deadline.get, [transfer(0)])]
-        while not _has_begun(bench, running[0]):
+        while bench.deadline._crew.count_waiting() or not running[0].running():
             time.sleep(0.001)
         running.append(pool.submit(bench.deadline.get, [transfer(1)]))
-        while not _waits(bench):
+        while not bench.deadline._crew.count_waiting():
             time.sleep(0.001)
         with pytest.raises(TierError, match="1 calls wait already"):
             bench.deadline.get([transfer(2)])

@@ -94,7 +94,18 @@ def raw_peer(server: ServerThread) -> socket.socket:
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     ready = b"\x05READY\x0bSocket-Type" + len(b"DEALER").to_bytes(4, "big") + b"DEALER"
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    _read(connection, 64)  # its greeting, and then its command: before that it takes no message
+    _read(connection, _read(connection, 2)[1])
     return connection
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        assert part
+        data += part
+    return data
 
 
 class ServerProcess:
