@@ -70,14 +70,14 @@ def open_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
         desk.shelves.close(HANG_GUARD_S)
 
 
-def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk]) -> None:
+def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
     """As many as are needed, and no more."""
     desk = open_desk(4 * CHUNK_BYTES)
     for number in range(4):
         assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
     desk.remove(FULL, 0, 1, 2)
     assert desk.wait(desk.write(WRITTEN, 9)) == CHUNK_BYTES
-    assert desk.shelves._shelves[FULL.id].raw.spare_bytes == 2 * CHUNK_BYTES
+    assert len(list((tmp_path / "disk" / FULL.id.hex() / _folder.FREE_NAME).iterdir())) == 2
     assert desk.shelves.used_bytes == 4 * CHUNK_BYTES
     assert desk.wait(desk.read(FULL, 3)) is Outcome.HIT
 
