@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transfer
 from support.gate import HANG_GUARD_S, Gate
+from support.redis_server import wait_for
 
 from kvstore.keys import Namespace
 from kvstore.server.shelves import ShelfOptions, Shelves
@@ -44,7 +45,9 @@ class Desk:
         return ended
 
     def remove(self, space: Space, *numbers: int) -> None:
+        """Remove chunks, and wait until their files are spare ones."""
         self.shelves.remove([(space, make_ref(number)) for number in numbers])
+        wait_for("removals", lambda: not self.shelves.is_busy)
 
     def wait(self, ended: list[Any]) -> Any:
         """What came of something, as it is reported."""
