@@ -474,6 +474,9 @@ def test_half_a_reply_is_read_by_nobody_else(server: RedisServer, tier: RedisTie
             link.send([pack("ECHO", "of the call that was cut")])
             raise ConnectionResetError
 
+    with node.link() as link:
+        link.call("PING")
+    server.admin().execute_command("CLIENT PAUSE", 300, "ALL")  # so that nothing has come when it is used again
     with pytest.raises(TierError):
         cut()
     with node.link() as link:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
     parser.add_argument("--list", type=Path, default=AREAS, help="the folder of the list")
     given = parser.parse_args(arguments)
-    console = Console(stderr=given.json)
+    console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 160)
     try:
         mutations = read_mutations(given.list, given.only)
     except ListError as error:

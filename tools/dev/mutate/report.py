@@ -40,6 +40,8 @@ def summary(results: Sequence[Result]) -> str:
 def table(results: Sequence[Result]) -> Table:
     """Who caught what; of a survivor, why nobody did."""
     shown = Table("mutation", "place", "result", "by", "s", title="Mutations")
+    for column in shown.columns:
+        column.overflow = "fold"  # a name that is cut off cannot be run
     shown.columns[-1].justify = "right"
     for result in results:
         mutation, verdict = result.mutation, result.verdict
