@@ -17,7 +17,7 @@ from support.redis_server import RedisServer, running, wait_for
 from kvstore.chunkfile import Damage
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.keys import Namespace
-from kvstore.server.shelves import ShelfOptions
+from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.shelf import Shelf, shelves
 from kvstore.tiers import _folder, open_tier
