@@ -239,6 +239,7 @@ def test_after_changed_weights_what_was_stored_since_is_asked_for(rig: Rig, serv
         rig.store(engine, TOKENS)
         assert engine.flush(HANG_GUARD_S)
         rig.store(engine, tokens_of(2, 48))  # takes the pool's place
+        assert engine.flush(HANG_GUARD_S), "or its slots would be in use"
         assert engine._view is not None
         engine._view.clear()
         assert engine.lookup(TOKENS) == 40
