@@ -238,8 +238,7 @@ class Rack:
         home = self._home(space)
         try:
             home.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
-            text = json.dumps({"namespace": dict(space.namespace.fields), "geometry": _geometry(space.layout)})
-            (home / _folder.GEOMETRY_FILE).write_text(text + "\n", encoding="utf-8")
+            _describe(home, space)
             if self._direct is None:
                 self._direct = _folder.probe_direct(options.folder)
         except OSError as error:
@@ -257,16 +256,38 @@ class Rack:
         return Shelf(raw, guarded(raw, guard, self._crew))
 
 
+def _describe(home: Path, space: Space) -> None:
+    """Say in a folder whose it is, unless it says so: without that the next start would delete it.
+
+    Raises:
+        OSError: the system refused.
+    """
+    described = {"namespace": dict(space.namespace.fields), "geometry": _geometry(space.layout)}
+    text = json.dumps(described) + "\n"
+    path = home / _folder.GEOMETRY_FILE
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)  # at once: whoever is killed here leaves the old one or the new one
+
+
 def read_home(home: Path) -> Space | None:
-    """The namespace whose folder this is; None if it does not say."""
+    """The namespace whose folder this is; None if it does not say.
+
+    Raises:
+        TierError: the disk does not let anybody read what it says.
+    """
     try:
         found = json.loads((home / _folder.GEOMETRY_FILE).read_bytes())
         geometry = dict(found["geometry"])
         geometry["page_bytes"] = tuple(geometry["page_bytes"])
         geometry["page_axes"] = tuple(geometry["page_axes"]) if geometry["page_axes"] else None
         return Space(Namespace(found["namespace"]), KVLayout(**geometry))
-    except (OSError, ValueError, TypeError, KeyError, LayoutError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, LayoutError):
         return None
+    except OSError as error:
+        raise TierError(f"cannot read {home / _folder.GEOMETRY_FILE}: {_folder.reason(error)}") from error
 
 
 def _geometry(layout: KVLayout) -> dict[str, Any]:

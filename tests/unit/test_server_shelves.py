@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transf
 from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import wait_for
 
+from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.shelves import Shelves
@@ -30,7 +33,10 @@ class Desk:
         self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         options = ShelfOptions(folder, capacity_bytes, timeout_s=timeout_s)
         self.shelves = Shelves(options, self._reports.put)
-        self.shelves.open_all()
+        with ExitStack() as opened:
+            opened.callback(self.shelves.close, HANG_GUARD_S)
+            self.shelves.open_all()
+            opened.pop_all()
 
     def write(self, space: Space, number: int) -> list[int | None]:
         """Begin to write a chunk; the list has its size, or None, once ``wait`` has seen the end."""
@@ -153,3 +159,28 @@ def test_a_folder_that_cannot_be_made_holds_up_nobody_else(
     finally:
         gate.open()
     assert desk.wait(new) == CHUNK_BYTES
+
+
+def test_a_folder_that_is_opened_again_keeps_its_name_whatever_happens(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Killed while it says whose it is, or on a disk that cannot be read now: the next start must not delete it."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
+    desk.shelves.close(HANG_GUARD_S)
+    note = tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda _: fail(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(TierError, match="Input/output error"):
+            open_desk(4 * CHUNK_BYTES)
+    note.write_text(note.read_text().replace("{", "{ ", 1))  # as another version would have written it
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: fail(OSError(errno.EIO, "killed here")))
+        with pytest.raises(ConfigError, match="Input/output error"):
+            open_desk(4 * CHUNK_BYTES)
+    again = open_desk(4 * CHUNK_BYTES)
+    assert again.wait(again.read(FULL, 1)) is Outcome.HIT
+
+
+def fail(error: Exception) -> NoReturn:
+    raise error
