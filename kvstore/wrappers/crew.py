@@ -43,7 +43,8 @@ class Crew:
         self._stuck: set[Future[Any]] = set()
         self._is_closed = False
         for number in range(threads):
-            _start(f"kvstore-{name}-{number}", self._work)
+            thread = threading.Thread(target=_serve, args=(self._work,), name=f"kvstore-{name}-{number}", daemon=True)
+            thread.start()
 
     def count_waiting(self) -> int:
         """Calls that no thread has begun."""
@@ -96,12 +97,8 @@ def start_aside(name: str, action: Callable[[], Result]) -> Future[Result]:
     work: SimpleQueue[Work | None] = SimpleQueue()
     work.put((future, action))
     work.put(None)
-    _start(name, work)
-    return future
-
-
-def _start(name: str, work: SimpleQueue[Work | None]) -> None:
     threading.Thread(target=_serve, args=(work,), name=name, daemon=True).start()
+    return future
 
 
 def _serve(work: SimpleQueue[Work | None]) -> None:
