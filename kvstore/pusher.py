@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
@@ -49,12 +49,13 @@ class PushJob(NamedTuple):
 
 @dataclass
 class PushCounters:
-    """Chunks since the start, by what became of them, and their bytes. Read without a lock."""
+    """Chunks since the start, by what became of them, and their bytes. Read without its lock."""
 
     sent: int = 0  # the receiver has them now, or had them
     refused: int = 0  # no room there, or here
     failed: int = 0
     sent_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)  # pushers may share them
 
 
 class Pusher:
@@ -83,7 +84,6 @@ class Pusher:
         self._senders: OrderedDict[Receiver, _Sender] = OrderedDict()  # the longest unused first
         self._leaving: list[_Sender] = []  # told to stop
         self._throttle = Throttle()
-        self._lock = threading.Lock()  # of the counters
         self._seconds: list[float] = []
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
@@ -97,7 +97,7 @@ class Pusher:
 
     def take_seconds(self) -> list[float]:
         """For each delivery since the last call, how long after its step all of it was there."""
-        with self._lock:
+        with self.counters.lock:
             seconds, self._seconds = self._seconds, []
             return seconds
 
@@ -140,7 +140,7 @@ class Pusher:
 
     def _refuse(self, job: PushJob) -> None:
         """The buffer stayed full for too long."""
-        with self._lock:
+        with self.counters.lock:
             self.counters.refused += 1
         if self._throttle.is_due("room"):
             logger.warning(
@@ -152,7 +152,7 @@ class Pusher:
     def _note(self, delivery: _Delivery, outcomes: Sequence[Outcome], error: KVStoreError | None) -> None:
         """On a sender's thread: a delivery has ended."""
         layout = self._paged.layout
-        with self._lock:
+        with self.counters.lock:
             for parcel, outcome in zip(delivery.parcels, outcomes, strict=True):
                 self.counters.sent += outcome is Outcome.STORED
                 self.counters.refused += outcome is Outcome.FULL
