@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvstore.errors import ClosedError, LayoutError, TierError
+from kvstore.errors import ClosedError, LayoutError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.spaces import Space
@@ -161,29 +161,36 @@ class Rack:
             self._claimed_bytes -= num_bytes
 
     def forget(self, space: Space) -> None:
-        """Delete a namespace's folder, of which nobody wants anything any more.
+        """Delete a namespace's folder, of which nobody wants anything any more. Who uses it meanwhile waits.
 
         Raises:
-            TierError: the disk hangs; or an error of a call that is still in it.
+            TierTimeoutError: the disk hangs; until its ``pending`` is done the folder may yet be deleted.
+            TierError: too many calls hang in it.
         """
         with self._lock:
-            place = self._places.get(space.id)
-        if place is not None:
+            place = self._places.setdefault(space.id, _Place())
+            place.users += 1
+        try:
             with place.opening:
                 if place.shelf is not None:
                     place.shelf.tier.close()
-                    place.closed_bytes = place.shelf.raw.used_bytes
                     place.shelf = None
-        home = self._home(space)
+                place.closed_bytes = 0
+                self._delete(self._home(space))
+        finally:
+            with self._lock:
+                place.users -= 1
+                if not place.users and place.shelf is None:
+                    del self._places[space.id]
+
+    def _delete(self, home: Path) -> None:
         deleting = self._crew.submit("forget", partial(shutil.rmtree, home, ignore_errors=True))
         try:
             deleting.result(_SLOW_TIMEOUT_S)
         except TimeoutError as error:
             self._crew.give_up(deleting)
-            raise TierError(f"a folder of the disk is not deleted within {_SLOW_TIMEOUT_S} s") from error
-        with self._lock:
-            if place is not None and not place.users:
-                del self._places[space.id]
+            message = f"a folder of the disk is not deleted within {_SLOW_TIMEOUT_S} s"
+            raise TierTimeoutError(message, deleting) from error
 
     def close(self) -> None:
         """Close all shelves, and end the threads."""

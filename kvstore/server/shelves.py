@@ -276,8 +276,9 @@ class Shelves:
         """
         if chunk.is_gone:  # and its namespace perhaps with it
             return Outcome.MISS
-        with self._rack.use(chunk.space) as shelf:
-            assert shelf is not None
+        with self._rack.use(chunk.space, makes=False) as shelf:
+            if shelf is None:
+                return Outcome.MISS
             buffer = parts[0] if len(parts) == 1 else self._room(chunk)
             (outcome,) = shelf.tier.get([Transfer(chunk.ref, buffer)])
         if outcome is Outcome.HIT and len(parts) > 1:
@@ -323,6 +324,10 @@ class Shelves:
     def _forget(self, space: Space, end: Callable[[], None]) -> None:
         try:
             self._rack.forget(space)
+        except TierTimeoutError as error:
+            self._complain(error)
+            error.pending.add_done_callback(lambda _: end())  # it would take along what is written before
+            return
         except TierError as error:
             self._complain(error)
         end()

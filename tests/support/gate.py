@@ -27,8 +27,8 @@ class Gate:
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, behind the gate."""
 
-        def held_up(*arguments: Any) -> Any:
+        def held_up(*arguments: Any, **options: Any) -> Any:
             self()
-            return call(*arguments)
+            return call(*arguments, **options)
 
         return held_up

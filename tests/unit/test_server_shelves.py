@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import queue
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from kvstore.server.spaces import Chunk, Space
 from kvstore.tiers import _folder, disk
 from kvstore.tiers.base import ByteArray, Outcome
 
+A_WHILE_S = 0.5
 FULL, READ, WRITTEN = (Space(Namespace({"model": name}), EVEN) for name in ("full", "read", "written"))
 
 
@@ -61,6 +63,12 @@ class Desk:
         while not ended:
             self._reports.get(timeout=HANG_GUARD_S)()
         return ended[0]
+
+    def wait_a_while(self, ended: list[Any]) -> None:
+        """Let something end that might."""
+        with suppress(queue.Empty):
+            while not ended:
+                self._reports.get(timeout=A_WHILE_S)()
 
 
 def payload_of(number: int) -> ByteArray:
@@ -180,6 +188,58 @@ def test_a_folder_that_is_opened_again_keeps_its_name_whatever_happens(
             open_desk(4 * CHUNK_BYTES)
     again = open_desk(4 * CHUNK_BYTES)
     assert again.wait(again.read(FULL, 1)) is Outcome.HIT
+
+
+def test_a_folder_is_not_opened_while_it_is_deleted(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that comes late would lock it anew, and nobody could write there any more."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
+    desk.remove(FULL, 1)
+    gate = Gate()
+    real = shutil.rmtree
+
+    def delete(home: Path, **options: Any) -> None:
+        real(home, **options)
+        gate()
+
+    monkeypatch.setattr("kvstore.server.rack.shutil.rmtree", delete)
+    desk.shelves.forget(FULL)
+    assert gate.reached.wait(HANG_GUARD_S)
+    late = desk.read(FULL, 1)
+    desk.wait_a_while(late)
+    gate.open()
+    assert desk.wait(late) is Outcome.MISS
+    wait_for("the folder is forgotten", lambda: not desk.shelves.is_busy)
+    assert desk.wait(desk.write(FULL, 2)) == CHUNK_BYTES
+    assert desk.wait(desk.read(FULL, 2)) is Outcome.HIT
+
+
+def test_a_late_read_makes_no_folder(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.read(FULL, 1)) is Outcome.MISS
+    assert not (tmp_path / "disk" / FULL.id.hex()).exists()
+
+
+def test_a_folder_whose_deletion_hangs_takes_nothing_along_that_came_later(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
+    desk.remove(FULL, 1)
+    gate = Gate()
+    monkeypatch.setattr("kvstore.server.rack.shutil.rmtree", gate.before(shutil.rmtree))
+    monkeypatch.setattr("kvstore.server.rack._SLOW_TIMEOUT_S", 0.1)
+    desk.shelves.forget(FULL)
+    assert gate.reached.wait(HANG_GUARD_S)
+    later = desk.write(FULL, 2)
+    desk.wait_a_while(later)
+    gate.open()
+    assert desk.wait(later) == CHUNK_BYTES
+    wait_for("the folder is forgotten", lambda: not desk.shelves.is_busy)
+    assert desk.wait(desk.read(FULL, 2)) is Outcome.HIT
+    assert (tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE).is_file()
 
 
 def fail(error: Exception) -> NoReturn:
