@@ -158,7 +158,10 @@ class Shelves:
     def remove(self, removals: Sequence[tuple[Space, ChunkRef]]) -> None:
         """Start to delete the files of chunks."""
         for space, ref in removals:
-            self._turns.take(space.id, space.key_of(ref), Work(partial(self._remove, space, ref), lambda: None))
+            self._turns.take(space.id, space.key_of(ref), self._removal(space, ref))
+
+    def _removal(self, space: Space, ref: ChunkRef) -> Work:
+        return Work(partial(self._remove, space, ref), lambda: None)
 
     def clear(self, space: Space, refs: Sequence[ChunkRef], done: Callable[[bool], None]) -> None:
         """Start to forget all files of a namespace, of which ``refs`` are known.
@@ -170,7 +173,7 @@ class Shelves:
 
         def give_up() -> None:
             report(False)
-            self.remove([(space, ref) for ref in refs])
+            self._remove_next(space, refs)
 
         self._turns.take_all(space.id, Work(partial(self._clear, space, refs, report), give_up))
 
@@ -304,9 +307,9 @@ class Shelves:
     def _clear(self, space: Space, refs: Sequence[ChunkRef], report: _Report[bool], end: Callable[[], None]) -> None:
         def finish(*, is_clear: bool) -> None:
             report(is_clear)
-            end()
             if not is_clear:
-                self.remove([(space, ref) for ref in refs])
+                self._remove_next(space, refs)
+            end()
 
         try:
             with self._rack.use(space, makes=False) as shelf:
@@ -320,6 +323,10 @@ class Shelves:
             finish(is_clear=False)
         else:
             finish(is_clear=True)
+
+    def _remove_next(self, space: Space, refs: Sequence[ChunkRef]) -> None:
+        """Delete files one by one after a clear that failed, but none that is written from now on."""
+        self._turns.take_next(space.id, [(space.key_of(ref), self._removal(space, ref)) for ref in refs])
 
     def _forget(self, space: Space, end: Callable[[], None]) -> None:
         try:

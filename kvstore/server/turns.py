@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -86,6 +86,11 @@ class Turns:
     def take_all(self, space_id: bytes, work: Work) -> None:
         """Do something to a namespace: what was begun before ends first, and what comes later waits."""
         self._take(space_id, _Held(None, work))
+
+    def take_next(self, space_id: bytes, works: Sequence[tuple[bytes, Work]]) -> None:
+        """Do something to files before what waits. For what is alone, to be called before it says that it has ended."""
+        with self._lock:
+            self._traffic[space_id].held.extendleft(_Held(key, work) for key, work in reversed(works))
 
     def _take(self, space_id: bytes, item: _Held) -> None:
         with self._lock:

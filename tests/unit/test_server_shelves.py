@@ -242,5 +242,31 @@ def test_a_folder_whose_deletion_hangs_takes_nothing_along_that_came_later(
     assert (tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE).is_file()
 
 
+def test_a_clear_that_fails_takes_nothing_along_that_is_stored_later(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there before goes, file by file."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    for number in (1, 2):
+        assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
+    gate = Gate()
+
+    def refuse(_tier: disk.DiskTier) -> NoReturn:
+        gate()
+        fail(TierError("the folder does not let go"))
+
+    monkeypatch.setattr(disk.DiskTier, "clear", refuse)
+    cleared: list[bool] = []
+    desk.shelves.clear(FULL, [make_ref(1), make_ref(2)], cleared.append)
+    assert gate.reached.wait(HANG_GUARD_S)
+    later = desk.write(FULL, 1)
+    gate.open()
+    assert desk.wait(cleared) is False
+    assert desk.wait(later) == CHUNK_BYTES
+    wait_for("removals", lambda: not desk.shelves.is_busy)
+    assert desk.wait(desk.read(FULL, 1)) is Outcome.HIT
+    assert desk.wait(desk.read(FULL, 2)) is Outcome.MISS
+
+
 def fail(error: Exception) -> NoReturn:
     raise error
