@@ -42,8 +42,9 @@ class Told:
         self._heard: list[_Heard] = []
         self._gave_up = False
 
-    def note(self, answers: Mapping[ChunkRef, bool | None], expires_s: float, serial: int) -> None:
+    def note(self, answers: Mapping[ChunkRef, bool | None], now_s: float, expires_s: float, serial: int) -> None:
         """Take in answers to this request's questions; where nobody could say, a chunk is not there for it."""
+        self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may ask for minutes
         self._heard.append(_Heard(answers, expires_s, serial))
 
     def give_up(self) -> None:
@@ -60,10 +61,11 @@ class Told:
     def forget_missing(self) -> None:
         """Drop the answers that said "no", as those chunks are on their way."""
         self._gave_up = False
-        self._heard = [
+        found = (
             heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
             for heard in self._heard
-        ]
+        )
+        self._heard = [heard for heard in found if heard.answers]
 
 
 NOTHING_TOLD: Final = Told()  # for those who do not ask
@@ -101,7 +103,7 @@ class RemoteView:
 
     def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float) -> None:
         """Let answers count for a request: for a second at least, as vLLM may ask again until it has blocks."""
-        told.note(answers, now_s + max(self._hold_s, MIN_TOLD_S), self._serial)
+        told.note(answers, now_s, now_s + max(self._hold_s, MIN_TOLD_S), self._serial)
 
     def deny(self, refs: Sequence[ChunkRef], now_s: float) -> None:
         """The tier has not got some chunks, or they must not be read there, whatever was answered before."""

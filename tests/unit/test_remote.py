@@ -14,7 +14,7 @@ from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, Rig, tokens_of
 from kvstore.engine import all_refs
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher
-from kvstore.remote import RemoteView
+from kvstore.remote import RemoteView, Told
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
@@ -341,6 +341,20 @@ def test_a_view_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     refs = [ChunkRef(bytes([number]) * 16, 1) for number in range(5)]
     view.note(refs, [True] * 5, now_s=0)
     assert [view.holds(ref, 0) for ref in refs] == [None, None, True, True, True]
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 3.0])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_who_asks_again_and_again_keeps_only_what_counts(hold_s: float, *, forgets: bool) -> None:
+    """A request may wait for blocks, or for what another engine sends it, and asks with each pass until then."""
+    view, told = RemoteView(hold_s), Told()
+    ref = ChunkRef(bytes(16), 1)
+    for now_s in range(100):
+        view.tell(told, {ref: now_s % 2 == 0 and not forgets}, now_s)
+        if forgets:
+            told.forget_missing()
+        assert len(told._heard) <= 3
+    assert view.holds(ref, 99, told) is (None if forgets else False)
 
 
 def hasher_of(tokens: list[int]) -> PrefixHasher:
