@@ -30,16 +30,20 @@ class Question:
 
     Attributes:
         refs: the chunks.
+        since: the serial of the asker's ``RemoteView`` when it asked.
         asked_s, answered_s: when; by ``time.monotonic``.
         answers: for each chunk, once ``is_done``.
         told: the same, by chunk.
         is_done: everything is known that will be known.
     """
 
-    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "tell", "told")
+    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "since", "tell", "told")
 
-    def __init__(self, refs: Sequence[ChunkRef], tell: Callable[[Question], object] | None = None) -> None:
+    def __init__(
+        self, refs: Sequence[ChunkRef], tell: Callable[[Question], object] | None = None, since: int = 0
+    ) -> None:
         self.refs = tuple(refs)
+        self.since = since
         self.asked_s = time.monotonic()
         self.answered_s = 0.0
         self.answers: Sequence[Answer] = ()

@@ -130,15 +130,20 @@ class RemoteLookup:
         source, tell = asking.told.source, self._answered.append
         asking.asked = refs
         wanted = self.view.unknown(refs, now_s) if source else refs
-        under_way = [self._open.get(ref) for ref in wanted]
+        since, under_way = self.view.serial, [self._under_way(ref) for ref in wanted]
         asking.questions = [question for question in dict.fromkeys(under_way) if question is not None]
         fresh = [ref for ref, question in zip(wanted, under_way, strict=True) if question is None]
         if fresh:
-            question = self._directory.ask(fresh, tell=tell)
+            question = self._directory.ask(fresh, tell=tell, since=since)
             self._open.update(dict.fromkeys(fresh, question))
             asking.questions.append(question)
         if source:
-            asking.questions.append(self._directory.ask(refs, source))
+            asking.questions.append(self._directory.ask(refs, source, since=since))
+
+    def _under_way(self, ref: ChunkRef) -> Question | None:
+        """A question about a chunk whose answer will count; one from before the chunk was removed does not."""
+        question = self._open.get(ref)
+        return question if question is not None and not self.view.is_void(ref, question.since) else None
 
     def _wait(self, questions: Sequence[Question]) -> None:
         """Wait for answers that are nearly here, as far as this pass may."""
@@ -155,7 +160,7 @@ class RemoteLookup:
         while self._answered:
             question = self._answered.popleft()
             self._took_s = question.answered_s - question.asked_s
-            self.view.note(question.refs, question.answers, question.answered_s)
+            self.view.note(question.refs, question.answers, question.answered_s, question.since)
             for ref in question.refs:
                 if self._open.get(ref) is question:
                     del self._open[ref]
@@ -166,10 +171,10 @@ class RemoteLookup:
         asking.questions = []
         if not asking.told.source:
             for question in questions:
-                self.view.tell(asking.told, question.told, now_s)
+                self.view.tell(asking.told, question.told, now_s, question.since)
             return
         answers = {ref: any(question.told.get(ref) for question in questions) for ref in asking.asked}
-        self.view.tell(asking.told, answers, now_s)
+        self.view.tell(asking.told, answers, now_s, min(question.since for question in questions))
 
 
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:

@@ -351,7 +351,7 @@ def test_who_asks_again_and_again_keeps_only_what_counts(hold_s: float, *, forge
     view, told = RemoteView(hold_s), Told()
     ref = ChunkRef(bytes(16), 1)
     for now_s in range(100):
-        view.tell(told, {ref: now_s % 2 == 0 and not forgets}, now_s)
+        view.tell(told, {ref: now_s % 2 == 0 and not forgets}, now_s, view.serial)
         if forgets:
             told.forget_missing()
         assert len(told._heard) <= 3

@@ -291,6 +291,34 @@ def test_what_was_removed_is_not_loaded_by_who_was_told_of_it_before(world: Worl
     assert world.holds("two", refs(1, 2, 3)) == [False, False, False]
 
 
+@pytest.mark.parametrize("hold_s", [0.0, 60.0])
+@pytest.mark.parametrize("source", ["", SOURCE])
+def test_what_was_removed_while_the_tier_was_asked_is_not_there(world: World, hold_s: float, source: str) -> None:
+    """The answer is older than the removal, although it comes later."""
+    world.new(hold_s=hold_s)
+    world.lookup.begin("one", source)
+    gate = world.hang(world.remote)
+    world.remote.there = world.source.there = set(refs(1, 2))
+    assert not world.lookup.answered("one", refs(1, 2))
+    assert gate.reached.wait(HANG_GUARD_S)
+    world.lookup.view.forget(refs(1))
+    gate.open()
+    assert world.ask("one", refs(1, 2)) == [False, True]
+    assert world.unknown(refs(1, 2)) == (refs(1) if hold_s else refs(1, 2))
+
+
+def test_who_comes_after_a_removal_asks_anew(world: World) -> None:
+    gate = world.hang(world.remote)
+    world.remote.there = set(refs(1))
+    assert not world.lookup.answered("before", refs(1))
+    assert gate.reached.wait(HANG_GUARD_S)
+    world.lookup.view.forget(refs(1))
+    assert not world.lookup.answered("after", refs(1))
+    gate.open()
+    assert world.ask("after", refs(1)) == [True]
+    assert world.remote.questions == [refs(1), refs(1)]
+
+
 def test_after_new_weights_old_answers_count_for_nobody(world: World) -> None:
     gate = world.hang(world.remote)
     world.remote.there = set(refs(1))
