@@ -77,6 +77,8 @@ class RemoteDirectory:
         with self._lock:
             self._is_closed = True
             askers = [self._asker, *self._source_askers.values()]
+        for asker in askers:  # all of them, before one is waited for
+            asker.refuse()
         for asker in askers:
             asker.close()
         self._shards.shutdown(wait=True)

@@ -84,8 +84,8 @@ class Asker:
             done.cancel()
         return done
 
-    def close(self) -> None:
-        """End the thread, which ends with the question under way; those that wait get no answer."""
+    def refuse(self) -> None:
+        """Take no more questions; those that wait get no answer."""
         with self._lock:
             self._is_closed = True
             waiting = list(self._waiting)
@@ -95,6 +95,10 @@ class Asker:
                 self._finish([item], [None] * len(item.refs))
             else:
                 item[1].cancel()
+
+    def close(self) -> None:
+        """``refuse``, and end the thread, which ends with the question under way."""
+        self.refuse()
         self._thread.shutdown(wait=True)
 
     def _queue(self, item: Question | tuple[Callable[[], None], Future[None]]) -> bool:

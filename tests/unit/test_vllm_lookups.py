@@ -399,6 +399,24 @@ def test_close_answers_who_waits_and_ends_the_threads(world: World) -> None:
         directory.answer(refs(1))
 
 
+def test_close_waits_for_all_that_hang_at_once(world: World) -> None:
+    """Or each source might begin one more question while others are waited for."""
+    gates = world.hang(world.remote), world.hang(world.source)
+    directory = world.lookup._directory
+    for gate, source in zip(gates, ("", SOURCE), strict=True):
+        directory.ask(refs(1), source)
+        assert gate.reached.wait(HANG_GUARD_S)
+    waiting = [directory.ask(refs(2)), directory.ask(refs(2), SOURCE)]
+    closing = threading.Thread(target=directory.close)
+    closing.start()
+    assert directory.wait(waiting, HANG_GUARD_S)
+    for gate in gates:
+        gate.open()
+    closing.join(HANG_GUARD_S)
+    assert not closing.is_alive()
+    assert [list(question.answers) for question in waiting] == [[None], [None]]
+
+
 def test_an_error_that_nobody_expected_is_said_and_ends_no_thread(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
