@@ -376,6 +376,31 @@ def test_a_source_that_hangs_holds_up_only_who_names_it(world: World) -> None:
 # Its end
 
 
+def test_a_pass_waits_once_for_a_source_that_hangs_and_goes_on_waiting_for_the_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.hang(world.source)
+    lookup, waits = world.lookup, list[int]()
+    wait = lookup._directory.wait
+
+    def counted(questions: Sequence[Question], timeout_s: float) -> bool:
+        waits.append(len(questions))
+        wait(questions[:1], HANG_GUARD_S)  # the tier answers in time, whatever this machine is busy with
+        return all(question.is_done for question in questions)
+
+    monkeypatch.setattr(lookup._directory, "wait", counted)
+    lookup.begin("names", SOURCE)
+    for _ in range(3):
+        assert not lookup.answered("names", refs(1))
+        lookup._left_s = PASS_BUDGET_S
+    assert waits == [2]
+    lookup._took_s = 0.0
+    assert lookup.answered("another", refs(2))
+    lookup.end_pass()
+    assert not lookup.answered("names", refs(1))
+    assert waits == [2, 1]
+
+
 def test_close_answers_who_waits_and_ends_the_threads(world: World) -> None:
     gate = world.hang(world.remote)
     directory = world.lookup._directory
