@@ -34,7 +34,11 @@ class RemoteDirectory:
         self._resetting: Future[None] | None = None
 
     def ask(
-        self, refs: Sequence[ChunkRef], source: str = "", tell: Callable[[Question], object] | None = None
+        self,
+        refs: Sequence[ChunkRef],
+        source: str = "",
+        tell: Callable[[Question], object] | None = None,
+        since: int = 0,
     ) -> Question:
         """Start to find out which chunks are there, every part of them.
 
@@ -42,8 +46,9 @@ class RemoteDirectory:
             refs: the chunks.
             source: one of the engines that requests may name, to ask only that; empty for all but those.
             tell: is called with the question when it is done, on a thread that must not be held up.
+            since: is kept with the question.
         """
-        question = Question(refs, tell)
+        question = Question(refs, tell, since)
         asker = self._asker_of(source) if source else self._asker
         asker.put(question)
         return question
@@ -72,6 +77,8 @@ class RemoteDirectory:
         with self._lock:
             self._is_closed = True
             askers = [self._asker, *self._source_askers.values()]
+        for asker in askers:  # all of them, before one is waited for
+            asker.refuse()
         for asker in askers:
             asker.close()
         self._shards.shutdown(wait=True)

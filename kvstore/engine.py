@@ -423,7 +423,7 @@ class CacheEngine:
         for _ in range(QUESTION_ROUNDS):
             with self._index_lock:
                 self._begin_decision()
-                clears = self._clears
+                clears, since = self._clears, self._view.serial if self._view is not None else 0
                 match = self._index.lookup(hasher, skip_tokens, told)
                 questions = self._index.questions(hasher, match, skip_tokens, told)
                 if self._directory is None or self._view is None or not questions:
@@ -432,8 +432,8 @@ class CacheEngine:
             with self._index_lock:
                 if clears == self._clears:  # or they are about what is gone
                     now_s = time.monotonic()
-                    self._view.note(questions, answers, now_s)
-                    self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s)
+                    self._view.note(questions, answers, now_s, since)
+                    self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s, since)
         with self._index_lock:
             self._begin_decision()
             return then(self._index.lookup(hasher, skip_tokens, told))

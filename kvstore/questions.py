@@ -30,16 +30,20 @@ class Question:
 
     Attributes:
         refs: the chunks.
+        since: the serial of the asker's ``RemoteView`` when it asked.
         asked_s, answered_s: when; by ``time.monotonic``.
         answers: for each chunk, once ``is_done``.
         told: the same, by chunk.
         is_done: everything is known that will be known.
     """
 
-    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "tell", "told")
+    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "since", "tell", "told")
 
-    def __init__(self, refs: Sequence[ChunkRef], tell: Callable[[Question], object] | None = None) -> None:
+    def __init__(
+        self, refs: Sequence[ChunkRef], tell: Callable[[Question], object] | None = None, since: int = 0
+    ) -> None:
         self.refs = tuple(refs)
+        self.since = since
         self.asked_s = time.monotonic()
         self.answered_s = 0.0
         self.answers: Sequence[Answer] = ()
@@ -80,8 +84,8 @@ class Asker:
             done.cancel()
         return done
 
-    def close(self) -> None:
-        """End the thread, which ends with the question under way; those that wait get no answer."""
+    def refuse(self) -> None:
+        """Take no more questions; those that wait get no answer."""
         with self._lock:
             self._is_closed = True
             waiting = list(self._waiting)
@@ -91,6 +95,10 @@ class Asker:
                 self._finish([item], [None] * len(item.refs))
             else:
                 item[1].cancel()
+
+    def close(self) -> None:
+        """``refuse``, and end the thread, which ends with the question under way."""
+        self.refuse()
         self._thread.shutdown(wait=True)
 
     def _queue(self, item: Question | tuple[Callable[[], None], Future[None]]) -> bool:

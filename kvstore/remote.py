@@ -42,8 +42,9 @@ class Told:
         self._heard: list[_Heard] = []
         self._gave_up = False
 
-    def note(self, answers: Mapping[ChunkRef, bool | None], expires_s: float, serial: int) -> None:
+    def note(self, answers: Mapping[ChunkRef, bool | None], now_s: float, expires_s: float, serial: int) -> None:
         """Take in answers to this request's questions; where nobody could say, a chunk is not there for it."""
+        self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may ask for minutes
         self._heard.append(_Heard(answers, expires_s, serial))
 
     def give_up(self) -> None:
@@ -60,10 +61,11 @@ class Told:
     def forget_missing(self) -> None:
         """Drop the answers that said "no", as those chunks are on their way."""
         self._gave_up = False
-        self._heard = [
+        found = (
             heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
             for heard in self._heard
-        ]
+        )
+        self._heard = [heard for heard in found if heard.answers]
 
 
 NOTHING_TOLD: Final = Told()  # for those who do not ask
@@ -86,22 +88,39 @@ class RemoteView:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def note(self, refs: Iterable[ChunkRef], answers: Iterable[bool | None], now_s: float) -> None:
-        """Take in what the tier said, or what its behaviour told; None where it said nothing."""
+    @property
+    def serial(self) -> int:
+        """Counts what makes answers void: to be remembered with a question, as its answer is as old as that."""
+        return self._serial
+
+    def note(
+        self, refs: Iterable[ChunkRef], answers: Iterable[bool | None], now_s: float, since: int | None = None
+    ) -> None:
+        """Take in what the tier said, or what its behaviour told; None where it said nothing.
+
+        An answer to a question of a serial, ``since``, counts unless it has been made void meanwhile.
+        """
         if not self._hold_s:
             return
         known, expires_s = self._answers, now_s + self._hold_s
         said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
         for ref, is_there in zip(refs, answers, strict=True):
-            if is_there is not None:
+            if is_there is not None and (since is None or not self.is_void(ref, since)):
                 known[ref] = said[is_there]
                 known.move_to_end(ref)
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float) -> None:
-        """Let answers count for a request: for a second at least, as vLLM may ask again until it has blocks."""
-        told.note(answers, now_s + max(self._hold_s, MIN_TOLD_S), self._serial)
+    def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float, since: int) -> None:
+        """Let answers to a question of a serial, ``since``, count for a request.
+
+        For a second at least, as vLLM may ask again until it has blocks.
+        """
+        told.note(answers, now_s, now_s + max(self._hold_s, MIN_TOLD_S), since)
+
+    def is_void(self, ref: ChunkRef, since: int) -> bool:
+        """Whether what was asked at a serial, ``since``, counts no longer for a chunk."""
+        return self._void_since(ref) > since
 
     def deny(self, refs: Sequence[ChunkRef], now_s: float) -> None:
         """The tier has not got some chunks, or they must not be read there, whatever was answered before."""
@@ -113,7 +132,7 @@ class RemoteView:
         is_there = self._is_there(ref, now_s)
         if is_there:
             return True
-        own = told.holds(ref, now_s, max(self._void.get(ref, 0), self._void_all))
+        own = told.holds(ref, now_s, self._void_since(ref))
         return is_there if own is None and not told.source else own
 
     def _is_there(self, ref: ChunkRef, now_s: float) -> bool | None:
@@ -148,6 +167,9 @@ class RemoteView:
         self._void_all = self._serial
         self._void.clear()
         self._answers.clear()
+
+    def _void_since(self, ref: ChunkRef) -> int:
+        return max(self._void.get(ref, 0), self._void_all)
 
     def _make_void(self, refs: Iterable[ChunkRef]) -> None:
         self._serial += 1

@@ -100,10 +100,6 @@ class AdapterFiles:
             return None
         return found
 
-    def last_known(self, adapter: Adapter) -> str:
-        """The fingerprint under which requests of this adapter were looked up, whether or not it is still trusted."""
-        return self._known.get(adapter.number, "unknown")
-
     def close(self, timeout_s: float = 1.0) -> None:
         """End the threads; one that a folder holds up is left behind."""
         with self._lock:

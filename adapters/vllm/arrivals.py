@@ -14,7 +14,7 @@ PASS_BUDGET_S: Final = 0.001
 """How long one pass of the scheduler may wait for looks at files, for all its requests together: most take less."""
 
 Admit = Callable[[str, bool], None]
-"""Takes a request on, with the fingerprint of its adapter, and whether it may make use of the cache."""
+"""Takes a request on, with the fingerprint of its adapter if that is known, and whether it may use the cache."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Arrivals:
             return False
         del self._waiting[request_id]
         files = self._adapters.take(arrival.adapter, arrival.look)
-        arrival.admit(files or self._adapters.last_known(arrival.adapter), files is not None)
+        arrival.admit(files or "", files is not None)
         return True
 
     def end(self, request_id: str) -> None:

@@ -57,6 +57,7 @@ class RemoteLookup:
         self._answered: deque[Question] = deque()  # handed over by the threads that ask
         self._left_s = PASS_BUDGET_S  # of this pass
         self._took_s = 0.0  # the last answer
+        self._slow_sources: set[str] = set()  # for which a pass has waited in vain since they last answered
 
     def begin(self, request_id: str, source: str) -> None:
         """Ask an engine that a request names for that request, too, if it may be named."""
@@ -81,7 +82,7 @@ class RemoteLookup:
             asking.deadline_s = now_s + self._timeout_s
         if not asking.questions:
             self._ask(asking, refs, now_s)
-        self._wait(asking.questions)
+        self._wait(asking)
         if all(question.is_done for question in asking.questions):
             self._tell(asking)
             return True
@@ -130,23 +131,37 @@ class RemoteLookup:
         source, tell = asking.told.source, self._answered.append
         asking.asked = refs
         wanted = self.view.unknown(refs, now_s) if source else refs
-        under_way = [self._open.get(ref) for ref in wanted]
+        since, under_way = self.view.serial, [self._under_way(ref) for ref in wanted]
         asking.questions = [question for question in dict.fromkeys(under_way) if question is not None]
         fresh = [ref for ref, question in zip(wanted, under_way, strict=True) if question is None]
         if fresh:
-            question = self._directory.ask(fresh, tell=tell)
+            question = self._directory.ask(fresh, tell=tell, since=since)
             self._open.update(dict.fromkeys(fresh, question))
             asking.questions.append(question)
         if source:
-            asking.questions.append(self._directory.ask(refs, source))
+            asking.questions.append(self._directory.ask(refs, source, since=since))
 
-    def _wait(self, questions: Sequence[Question]) -> None:
-        """Wait for answers that are nearly here, as far as this pass may."""
+    def _under_way(self, ref: ChunkRef) -> Question | None:
+        """A question about a chunk whose answer will count; one from before the chunk was removed does not."""
+        question = self._open.get(ref)
+        return question if question is not None and not self.view.is_void(ref, question.since) else None
+
+    def _wait(self, asking: _Asking) -> None:
+        """Wait for answers that are nearly here, as far as this pass may.
+
+        A source that hangs costs one such wait, and changes nothing for those who did not name it.
+        """
+        questions, source = asking.questions, asking.told.source
+        if source in self._slow_sources:
+            return
         if self._left_s <= 0 or self._took_s > PASS_BUDGET_S or all(question.is_done for question in questions):
             return
         begin_s = time.monotonic()
         if not self._directory.wait(questions, self._left_s):
-            self._took_s = self._timeout_s  # until an answer says otherwise
+            if source:
+                self._slow_sources.add(source)
+            else:
+                self._took_s = self._timeout_s  # until an answer says otherwise
         self._left_s -= time.monotonic() - begin_s
         self._take_in()
 
@@ -155,7 +170,7 @@ class RemoteLookup:
         while self._answered:
             question = self._answered.popleft()
             self._took_s = question.answered_s - question.asked_s
-            self.view.note(question.refs, question.answers, question.answered_s)
+            self.view.note(question.refs, question.answers, question.answered_s, question.since)
             for ref in question.refs:
                 if self._open.get(ref) is question:
                     del self._open[ref]
@@ -166,10 +181,11 @@ class RemoteLookup:
         asking.questions = []
         if not asking.told.source:
             for question in questions:
-                self.view.tell(asking.told, question.told, now_s)
+                self.view.tell(asking.told, question.told, now_s, question.since)
             return
+        self._slow_sources.discard(asking.told.source)
         answers = {ref: any(question.told.get(ref) for question in questions) for ref in asking.asked}
-        self.view.tell(asking.told, answers, now_s)
+        self.view.tell(asking.told, answers, now_s, min(question.since for question in questions))
 
 
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:

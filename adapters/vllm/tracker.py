@@ -104,11 +104,16 @@ class RequestTracker:
         return cls(request, extras, hasher, rules, params, saves)
 
     def local_hasher(self) -> PrefixHasher:
-        """Gives equal keys where vLLM's own prefix cache shares blocks: it knows nothing of tags."""
-        if not self.extras.tags:
+        """Gives equal keys where vLLM's own prefix cache shares blocks.
+
+        It knows nothing of tags, nor of what is in an adapter's files: one request may have been looked up under their
+        fingerprint, and another be served without the cache because they took too long to read.
+        """
+        adapter = self.extras.lora
+        if not self.extras.tags and adapter is None:
             return self.hasher
         if self._local_hasher is None:
-            extras = replace(self.extras, tags=())
+            extras = replace(self.extras, tags=(), lora=(adapter[0], "") if adapter is not None else None)
             self._local_hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, extras)
         self._local_hasher.update(self.request.all_token_ids)
         return self._local_hasher

@@ -13,8 +13,9 @@ from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, Rig, tokens_of
 
 from kvstore.engine import all_refs
 from kvstore.errors import TierError
+from kvstore.flushed import Flushed
 from kvstore.keys import PrefixHasher
-from kvstore.remote import RemoteView
+from kvstore.remote import RemoteView, Told
 from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
@@ -181,10 +182,10 @@ def test_the_queue_is_bounded_and_made_good_for(rig: Rig, server: FakeServer) ->
         assert rig.store(engine, TOKENS) == 40
         assert engine.stats().index.sends_dropped == 2
         gate.set()
-        assert engine.flush(HANG_GUARD_S)
-        for _ in range(2):
+        assert engine.flush(HANG_GUARD_S) == Flushed(full=2)
+        for left in (1, 0):
             assert rig.store(engine, TOKENS) == 0
-            assert engine.flush(HANG_GUARD_S)
+            assert engine.flush(HANG_GUARD_S) == Flushed(full=left)
         assert len(server.all_chunks()) == 3
         check_idle(engine)
 
@@ -256,7 +257,7 @@ def test_a_tier_that_cannot_be_asked(rig: Rig, server: FakeServer, tmp_path: Pat
     with rig.open(remote=REMOTE, local_disk=tmp_path) as engine:
         assert engine.lookup(TOKENS) == 0
         assert rig.store(engine, TOKENS) == 40
-        assert engine.flush(HANG_GUARD_S)
+        assert engine.flush(HANG_GUARD_S) == Flushed(failed=3)
         assert rig.retrieve(engine, TOKENS) == 40
         assert engine.stats().index.sends_failed == 3
         check_idle(engine)
@@ -341,6 +342,20 @@ def test_a_view_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     refs = [ChunkRef(bytes([number]) * 16, 1) for number in range(5)]
     view.note(refs, [True] * 5, now_s=0)
     assert [view.holds(ref, 0) for ref in refs] == [None, None, True, True, True]
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 3.0])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_who_asks_again_and_again_keeps_only_what_counts(hold_s: float, *, forgets: bool) -> None:
+    """A request may wait for blocks, or for what another engine sends it, and asks with each pass until then."""
+    view, told = RemoteView(hold_s), Told()
+    ref = ChunkRef(bytes(16), 1)
+    for now_s in range(100):
+        view.tell(told, {ref: now_s % 2 == 0 and not forgets}, now_s, view.serial)
+        if forgets:
+            told.forget_missing()
+        assert len(told._heard) <= 3
+    assert view.holds(ref, 99, told) is (None if forgets else False)
 
 
 def hasher_of(tokens: list[int]) -> PrefixHasher:

@@ -117,7 +117,6 @@ def test_an_adapter_whose_files_changed_is_never_trusted_again(
     weights.write_bytes(content)
     assert fingerprint(adapters, named(folder)) is None
     assert fingerprint(adapters, named(folder, 2)) == found, "another number is loaded anew"
-    assert adapters.last_known(named(folder)) == found
 
 
 @pytest.mark.parametrize(("path", "in_place"), [("nowhere", False), ("adapter", True)])
@@ -235,14 +234,14 @@ class TestArrivals:
     def test_one_that_has_waited_too_long_does_without_the_cache(
         self, adapters: AdapterFiles, folder: Path, admitted: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        known = fingerprint(adapters, named(folder))
+        assert fingerprint(adapters, named(folder)) is not None
         touch(folder / "adapter_config.json")
         gate = Gate()
         monkeypatch.setattr(adapterfiles, "digest_of", gate.before(digest_whole))
         arriving = Arrivals(adapters, 0.0)
         arriving.add("late", named(folder), lambda *known: admitted.append(known))
         assert arriving.is_admitted("late")
-        assert admitted == [(known, False)], "it may share vLLM's own blocks with one that came in time"
+        assert admitted == [("", False)]
         gate.open()
 
     def test_one_that_is_gone_is_forgotten(

@@ -291,6 +291,34 @@ def test_what_was_removed_is_not_loaded_by_who_was_told_of_it_before(world: Worl
     assert world.holds("two", refs(1, 2, 3)) == [False, False, False]
 
 
+@pytest.mark.parametrize("hold_s", [0.0, 60.0])
+@pytest.mark.parametrize("source", ["", SOURCE])
+def test_what_was_removed_while_the_tier_was_asked_is_not_there(world: World, hold_s: float, source: str) -> None:
+    """The answer is older than the removal, although it comes later."""
+    world.new(hold_s=hold_s)
+    world.lookup.begin("one", source)
+    gate = world.hang(world.remote)
+    world.remote.there = world.source.there = set(refs(1, 2))
+    assert not world.lookup.answered("one", refs(1, 2))
+    assert gate.reached.wait(HANG_GUARD_S)
+    world.lookup.view.forget(refs(1))
+    gate.open()
+    assert world.ask("one", refs(1, 2)) == [False, True]
+    assert world.unknown(refs(1, 2)) == (refs(1) if hold_s else refs(1, 2))
+
+
+def test_who_comes_after_a_removal_asks_anew(world: World) -> None:
+    gate = world.hang(world.remote)
+    world.remote.there = set(refs(1))
+    assert not world.lookup.answered("before", refs(1))
+    assert gate.reached.wait(HANG_GUARD_S)
+    world.lookup.view.forget(refs(1))
+    assert not world.lookup.answered("after", refs(1))
+    gate.open()
+    assert world.ask("after", refs(1)) == [True]
+    assert world.remote.questions == [refs(1), refs(1)]
+
+
 def test_after_new_weights_old_answers_count_for_nobody(world: World) -> None:
     gate = world.hang(world.remote)
     world.remote.there = set(refs(1))
@@ -348,6 +376,31 @@ def test_a_source_that_hangs_holds_up_only_who_names_it(world: World) -> None:
 # Its end
 
 
+def test_a_pass_waits_once_for_a_source_that_hangs_and_goes_on_waiting_for_the_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.hang(world.source)
+    lookup, waits = world.lookup, list[int]()
+    wait = lookup._directory.wait
+
+    def counted(questions: Sequence[Question], timeout_s: float) -> bool:
+        waits.append(len(questions))
+        wait(questions[:1], HANG_GUARD_S)  # the tier answers in time, whatever this machine is busy with
+        return all(question.is_done for question in questions)
+
+    monkeypatch.setattr(lookup._directory, "wait", counted)
+    lookup.begin("names", SOURCE)
+    for _ in range(3):
+        assert not lookup.answered("names", refs(1))
+        lookup._left_s = PASS_BUDGET_S
+    assert waits == [2]
+    lookup._took_s = 0.0
+    assert lookup.answered("another", refs(2))
+    lookup.end_pass()
+    assert not lookup.answered("names", refs(1))
+    assert waits == [2, 1]
+
+
 def test_close_answers_who_waits_and_ends_the_threads(world: World) -> None:
     gate = world.hang(world.remote)
     directory = world.lookup._directory
@@ -369,6 +422,24 @@ def test_close_answers_who_waits_and_ends_the_threads(world: World) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-ask")]
     with pytest.raises(ClosedError):
         directory.answer(refs(1))
+
+
+def test_close_waits_for_all_that_hang_at_once(world: World) -> None:
+    """Or each source might begin one more question while others are waited for."""
+    gates = world.hang(world.remote), world.hang(world.source)
+    directory = world.lookup._directory
+    for gate, source in zip(gates, ("", SOURCE), strict=True):
+        directory.ask(refs(1), source)
+        assert gate.reached.wait(HANG_GUARD_S)
+    waiting = [directory.ask(refs(2)), directory.ask(refs(2), SOURCE)]
+    closing = threading.Thread(target=directory.close)
+    closing.start()
+    assert directory.wait(waiting, HANG_GUARD_S)
+    for gate in gates:
+        gate.open()
+    closing.join(HANG_GUARD_S)
+    assert not closing.is_alive()
+    assert [list(question.answers) for question in waiting] == [[None], [None]]
 
 
 def test_an_error_that_nobody_expected_is_said_and_ends_no_thread(

@@ -139,6 +139,18 @@ def test_tags_are_unknown_to_vllms_own_prefix_cache() -> None:
     assert list(tagged.local_hasher().chunk_keys()) == list(plain.local_hasher().chunk_keys())
 
 
+def test_vllms_own_prefix_cache_knows_an_adapter_by_its_name() -> None:
+    """One request may have come before its files could be read, and another share its blocks."""
+    request = FakeRequest("one", list(range(CHUNK)))
+    rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
+    lora = [("french", "1234"), ("french", ""), ("german", ""), None]
+    trackers = [RequestTracker.start(request, KeyExtras(lora=named), rules) for named in lora]
+    told, untold, other, base = (list(tracker.local_hasher().chunk_keys()) for tracker in trackers)
+    assert told == untold
+    assert untold != other
+    assert base not in (untold, other)
+
+
 def test_restart_offers_everything_again() -> None:
     request, tracker = tracker_of(40)
     tracker.take_save(40)
