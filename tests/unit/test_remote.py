@@ -13,6 +13,7 @@ from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, Rig, tokens_of
 
 from kvstore.engine import all_refs
 from kvstore.errors import TierError
+from kvstore.flushed import Flushed
 from kvstore.keys import PrefixHasher
 from kvstore.remote import RemoteView
 from kvstore.tiers.base import ChunkRef
@@ -182,10 +183,10 @@ def test_the_queue_is_bounded_and_made_good_for(rig: Rig, server: FakeServer) ->
         assert rig.store(engine, TOKENS) == 40
         assert engine.stats().index.sends_dropped == 2
         gate.set()
-        assert engine.flush(HANG_GUARD_S)
-        for _ in range(2):
+        assert engine.flush(HANG_GUARD_S) == Flushed(full=2)
+        for dropped in (1, 0):
             assert rig.store(engine, TOKENS) == 0
-            assert engine.flush(HANG_GUARD_S)
+            assert engine.flush(HANG_GUARD_S) == Flushed(full=dropped)
         assert len(server.all_chunks()) == 3
         check_idle(engine)
 
@@ -278,7 +279,7 @@ def test_a_tier_that_cannot_be_asked(rig: Rig, server: FakeServer, tmp_path: Pat
     with rig.open(remote=REMOTE, local_disk=tmp_path) as engine:
         assert engine.lookup(TOKENS) == 0
         assert rig.store(engine, TOKENS) == 40
-        assert engine.flush(HANG_GUARD_S)
+        assert engine.flush(HANG_GUARD_S) == Flushed(failed=3)
         assert rig.retrieve(engine, TOKENS) == 40
         assert engine.stats().index.sends_failed == 3
         check_idle(engine)
