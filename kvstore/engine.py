@@ -347,8 +347,11 @@ class CacheEngine:
                 self._index.clear()
             namespace = self._namespace.at_epoch(new_epoch())
             self._mover.reset(namespace)
-            if self._directory is not None:
+            if self._directory is not None and self._view is not None:
                 self._directory.reset([namespace])
+                with self._index_lock:
+                    self._clears += 1  # once more: a lookup meanwhile was told of what is gone
+                    self._view.clear()
         self._settle()
 
     def flush(self, timeout_s: float | None = None) -> Flushed:

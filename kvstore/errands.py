@@ -36,7 +36,7 @@ class _Errand(NamedTuple):
     """What is carried out at once: a sweep, or removals; and what is called then, whatever came of it."""
 
     sweep: _Sweep | None
-    refs: tuple[ChunkRef, ...]
+    refs: dict[ChunkRef, None]
     then: list[Then]
     number: int  # of the last one that this one stands for
 
@@ -82,7 +82,7 @@ class Errands:
             under_way = self._under_way
             if self._sweep is not None or (under_way is not None and under_way.sweep is not None):
                 return True
-            leaving = under_way.refs if under_way is not None else ()
+            leaving = under_way.refs if under_way is not None else {}
             return any(ref in self._removals or ref in leaving for ref in refs)
 
     def remove(self, refs: Iterable[ChunkRef], then: Then | None = None) -> None:
@@ -163,13 +163,13 @@ class Errands:
                 return None
             sweep, self._sweep = self._sweep, None
             if sweep is not None:
-                self._under_way = _Errand(sweep, (), sweep.then, sweep.number)
+                self._under_way = _Errand(sweep, {}, sweep.then, sweep.number)
             elif len(self._removals) > _MAX_REFS:
-                self._under_way = _Errand(None, tuple(islice(self._removals, _MAX_REFS)), [], self._done)
+                self._under_way = _Errand(None, dict.fromkeys(islice(self._removals, _MAX_REFS)), [], self._done)
                 for ref in self._under_way.refs:
                     del self._removals[ref]
             else:
-                self._under_way = _Errand(None, tuple(self._removals), self._then, self._queued)
+                self._under_way = _Errand(None, self._removals, self._then, self._queued)
                 self._removals, self._then = {}, []
             if self._under_way.number < self._queued:  # there is more
                 self._start()

@@ -24,7 +24,7 @@ from kvstore.errors import TierError, TierTimeoutError
 from kvstore.flushed import Flushed
 from kvstore.keys import Namespace
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
 from kvstore.tiers.cpu import CpuTier
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,8 @@ class Lane:
 
     def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
         """Start to bring a chunk, or some layers of it, to a slot."""
-        return self._readers.submit(self._read, ref, slot, layers, self._sweeps)
+        buffer = self._cpu.claim(slot)  # now: should nothing come, what the slot held before is not taken for it
+        return self._readers.submit(self._read, ref, buffer, layers, self._sweeps)
 
     @property
     def lends(self) -> bool:
@@ -183,10 +184,10 @@ class Lane:
             pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
         self._tier.close()
 
-    def _read(self, ref: ChunkRef, slot: int, layers: range | None, sweeps: int) -> Arrival:
+    def _read(self, ref: ChunkRef, buffer: ByteArray, layers: range | None, sweeps: int) -> Arrival:
         if sweeps != self._sweeps or self._errands.hides([ref]):
             return Arrival(Outcome.MISS)
-        transfers = [Transfer(ref, self._cpu.claim(slot))]
+        transfers = [Transfer(ref, buffer)]
         try:
             outcome = (self._tier.get_layers(transfers, layers) if layers else self._tier.get(transfers))[0]
             return Arrival(outcome if sweeps == self._sweeps else Outcome.FAILED)

@@ -292,15 +292,15 @@ class Mover:
 
     def clear(self) -> None:
         """Forget everything, in every tier: in memory now, elsewhere as soon as may be. Waits for no tier."""
-        self._forget_memory()
         for lane in self._lanes.values():
             lane.clear()
+        self._forget_memory()  # last: a read that a lane had let through till now has its slot taken away
 
     def reset(self, namespace: Namespace) -> None:
         """``clear``, and keep what comes under another namespace. Nothing of before is found from here on."""
-        self._forget_memory()
         for lane in self._lanes.values():
             lane.reset(namespace)
+        self._forget_memory()  # last, as in ``clear``
 
     def _forget_memory(self) -> None:
         self.cpu.clear()
@@ -357,6 +357,7 @@ class Mover:
         lane = self._lanes.get(step.source)
         if lane is not None and not self.is_stuck(step.slot):
             return lane.read(step.ref, step.slot, layers)
+        self.cpu.claim(step.slot)  # a load that was to find the chunk there must not find what was there before
         refused: Future[Arrival] = Future()
         refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))
         return refused

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class PushCounters:
     refused: int = 0  # no room there, or here
     failed: int = 0
     sent_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)  # pushers may share them
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
 
 class Pusher:
@@ -82,7 +82,7 @@ class Pusher:
         self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes)
         self._room = _Room(self._pool.num_slots)
         self._senders: OrderedDict[Receiver, _Sender] = OrderedDict()  # the longest unused first
-        self._leaving: list[_Sender] = []  # told to stop
+        self._leaving: list[_Sender] = []  # get nothing more
         self._throttle = Throttle()
         self._seconds: list[float] = []
 
@@ -95,6 +95,11 @@ class Pusher:
                 step.add(jobs, sender)
         return step
 
+    def change(self, connect: Callable[[Receiver], Transport]) -> None:
+        """Between steps: open the ways to receivers like this from now on. What is on its way goes on as it began."""
+        former, self._senders, self._connect = self._senders, OrderedDict(), connect
+        self._leave(former.values())
+
     def take_seconds(self) -> list[float]:
         """For each delivery since the last call, how long after its step all of it was there."""
         with self.counters.lock:
@@ -104,7 +109,7 @@ class Pusher:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything gathered so far was sent, or given up; False if time ran out first."""
         deadline_s = time.monotonic() + timeout_s
-        return all(sender.flush(deadline_s) for sender in self._senders.values())
+        return all(sender.flush(deadline_s) for sender in [*self._senders.values(), *self._leaving])
 
     def close(self, timeout_s: float) -> None:
         """Let what is under way end within the bound, then hang up."""
@@ -133,10 +138,13 @@ class Pusher:
     def _drop_idle(self) -> bool:
         idle = next((receiver for receiver, sender in self._senders.items() if sender.is_idle), None)
         if idle is not None:
-            sender = self._senders.pop(idle)
-            sender.stop()
-            self._leaving = [*(other for other in self._leaving if other.is_alive), sender]
+            self._leave([self._senders.pop(idle)])
         return idle is not None
+
+    def _leave(self, senders: Collection[_Sender]) -> None:
+        for sender in senders:
+            sender.retire()
+        self._leaving = [*(sender for sender in self._leaving if sender.is_alive), *senders]
 
     def _refuse(self, job: PushJob) -> None:
         """The buffer stayed full for too long."""
@@ -383,6 +391,12 @@ class _Sender:
         with self._changed:
             left_s = max(0.0, deadline_s - time.monotonic())
             return self._changed.wait_for(lambda: not self._waiting and not self._is_sending, left_s)
+
+    def retire(self) -> None:
+        """Hang up once all is sent or given up; nothing more will come."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Send nothing more, and hang up once what is under way has ended."""

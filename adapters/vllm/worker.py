@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -134,11 +133,9 @@ class StoreWorker:
         self._layered_load: LayeredLoad | None = None
         self._layered_store: LayeredStore | None = None
         self._push = options.push
-        self._pushed = PushCounters()
         self._push_meter = Meter()
         self._push_namespace = namespace
         self._pusher: Pusher | None = None  # with the first request that is handed over
-        self._retiring: list[threading.Thread] = []  # ends of those of former epochs
         self._step_push: StepPush | None = None
 
     def facts(self) -> WorkerFacts:
@@ -174,8 +171,7 @@ class StoreWorker:
             if self._server is not None:
                 self._server.enter(namespace)
             self._mover.reset(namespace)  # the slower tiers follow behind, in order with what comes
-            self._retire_pushes()
-            self._push_namespace = namespace
+            self._enter_pushes(namespace)
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
@@ -228,19 +224,18 @@ class StoreWorker:
         if self._step_push is not None or not metas or self._push is None:
             return
         if self._pusher is None:
-            self._pusher = self._open_pusher(self._push)
+            way = self._way_of_pushes(self._push, self._push_namespace)
+            self._pusher = Pusher(self._paged, self._push.buffer_bytes, way, PushCounters())
         self._step_push = self._pusher.begin(
             [(meta.receiver.receiver(self._push.rank), meta.pushes) for meta in metas if meta.receiver]
         )
 
-    def _open_pusher(self, push: PushOptions) -> Pusher:
-        namespace = self._push_namespace  # what is on its way when another begins stays under this one
-
+    def _way_of_pushes(self, push: PushOptions, namespace: Namespace) -> Callable[[Receiver], Transport]:
         def connect(receiver: Receiver) -> Transport:
             url = server_url(receiver.host, receiver.port)
             return push.connect(url, namespace, self._layout, push.settings)
 
-        return Pusher(self._paged, push.buffer_bytes, connect, self._pushed)
+        return connect
 
     def end_loads(self) -> None:
         """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
@@ -331,19 +326,17 @@ class StoreWorker:
             with record_function("kvstore::push"):
                 push.finish(trusted=trusted)
 
-    def _retire_pushes(self) -> None:
-        """Send nothing more under this namespace. What is on its way arrives beside the model, within the bound."""
-        if self._step_push is not None:
-            self._step_push.finish(trusted=False)
-            self._step_push = None
-        self._retiring = [retiring for retiring in self._retiring if retiring.is_alive()]
-        pusher, self._pusher = self._pusher, None
-        if pusher is not None:
-            end = threading.Thread(
-                target=pusher.close, args=[self._engine.io_timeout_s], name="kvstore-close", daemon=True
-            )
-            end.start()
-            self._retiring.append(end)
+    def _enter_pushes(self, namespace: Namespace) -> None:
+        """Hand over under another namespace. What is on its way arrives beside the model, under the former."""
+        self._drop_step_push()
+        self._push_namespace = namespace
+        if self._pusher is not None and self._push is not None:
+            self._pusher.change(self._way_of_pushes(self._push, namespace))
+
+    def _drop_step_push(self) -> None:
+        push, self._step_push = self._step_push, None
+        if push is not None:
+            push.finish(trusted=False)
 
     def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
         layered, self._layered_store = self._layered_store, None
@@ -426,7 +419,7 @@ class StoreWorker:
             return None if report.computed is None else report
         self._meter.read(report.tally)
         if self._pusher is not None:
-            self._push_meter.advance(push_totals(self._pushed), report.tally)
+            self._push_meter.advance(push_totals(self._pusher.counters), report.tally)
             report.tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
         return report
 
@@ -434,10 +427,9 @@ class StoreWorker:
         """Let pending writes reach the disk, within the configured bound, and release everything."""
         if self._layered_load is not None:
             self._layered_load.finish()
-        self._retire_pushes()
-        deadline_s = time.monotonic() + 2 * self._engine.io_timeout_s  # it lets go, and then hangs up
-        for retiring in self._retiring:
-            retiring.join(max(0.0, deadline_s - time.monotonic()))
+        self._drop_step_push()
+        if self._pusher is not None:
+            self._pusher.close(self._engine.io_timeout_s)
         self._courier.close(self._engine.io_timeout_s)
         if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(

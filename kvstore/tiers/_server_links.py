@@ -111,11 +111,23 @@ class Links:
         if self._is_closed:
             raise ClosedError("the server tier was closed")
 
-    def move(self, namespace: Namespace) -> None:
-        """Use connections for another namespace from now on."""
+    def move(self, namespace: Namespace, farewell: Callable[[Link, Home], object]) -> None:
+        """Use connections for another namespace from now on; then do something at last over one for the former.
+
+        Raises:
+            ClosedError: after ``close``.
+            TierError: the server cannot be reached, or all connections are in use for too long; or as ``farewell``.
+        """
+        self.require_open()
         with self._changed:
-            self.home = Home(namespace)
+            former, self.home = self.home, Home(namespace)
         self._hang_up_idle()
+        with self._turn():
+            link = self._connect(former)
+            try:
+                farewell(link, former)
+            finally:
+                link.close()
 
     def close(self) -> None:
         """Let uses under way end for as long as the server may be silent, then hang up. Idempotent."""

@@ -179,15 +179,9 @@ class ServerTier(Tier):
             TierError: the server failed; some of the chunks may be left.
         """
         wanted = list(dict.fromkeys(refs))
-
-        def ask(link: Link, home: Home) -> None:
-            for begin in range(0, len(wanted), wire.MAX_REFS):
-                packed = wire.pack_refs(wanted[begin : begin + wire.MAX_REFS])
-                home.note(link.ask(wire.Remove(link.new_serial(), packed), wire.Done).usage)
-
         self._links.require_open()
         if wanted:
-            self._links.use(ask)
+            self._links.use(partial(_remove, refs=wanted))
 
     def clear(self) -> None:
         """Forget every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
@@ -202,11 +196,10 @@ class ServerTier(Tier):
 
         The old ones cannot be got here from then on, whether or not the server answers.
         """
-        try:
-            self._links.use(_clear)
+        try:  # it moves first: what a put under way stores after the clear, that takes back itself
+            self._links.move(namespace, _clear)
         except TierError as error:
             logger.warning("chunks of the old namespace stay at the cache server until it needs the room: %s", error)
-        self._links.move(namespace)
 
     def stored_bytes(self, num_blocks: int) -> int:
         """The bytes of the server's pages that a chunk of ``num_blocks`` blocks takes."""
@@ -267,8 +260,13 @@ class ServerTier(Tier):
     def _put(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
         namespace_id = home.namespace.id
         mine = [body.belongs_to(namespace_id) for body in batch]
-        stored = iter(self._put_all(link, home, [body for body, is_mine in zip(batch, mine, strict=True) if is_mine]))
-        return [next(stored) if is_mine else Outcome.FAILED for is_mine in mine]
+        bodies = [body for body, is_mine in zip(batch, mine, strict=True) if is_mine]
+        outcomes = self._put_all(link, home, bodies)
+        if Outcome.STORED in outcomes and self._links.home is not home:  # a reset came first, and may have cleared
+            _remove(link, home, [body.ref for body in bodies])
+            outcomes = [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
+        answers = iter(outcomes)
+        return [next(answers) if is_mine else Outcome.FAILED for is_mine in mine]
 
     def _put_all(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
         if not batch:
@@ -295,6 +293,12 @@ def _move_batch(link: Link, home: Home, batch: Sequence[Body], move: _Way) -> li
             if outcome in _UNTOUCHED:
                 (outcomes[number],) = move(link, home, [batch[number]])
     return outcomes
+
+
+def _remove(link: Link, home: Home, refs: Sequence[ChunkRef]) -> None:
+    for begin in range(0, len(refs), wire.MAX_REFS):
+        packed = wire.pack_refs(refs[begin : begin + wire.MAX_REFS])
+        home.note(link.ask(wire.Remove(link.new_serial(), packed), wire.Done).usage)
 
 
 def _clear(link: Link, home: Home) -> None:

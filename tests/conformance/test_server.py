@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,10 +17,12 @@ from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, LendingTests, TierConformance
-from kvstore.testing.harness import make_ref
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
+from kvstore.testing.harness import make_ref, make_transfer
+from kvstore.tiers._server_link import Link
+from kvstore.tiers._server_links import Home
+from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup
 from kvstore.tiers.peers import PeersTier
-from kvstore.tiers.server import ServerTier
+from kvstore.tiers.server import Body, ServerTier
 from kvstore.wrappers import GuardOptions, guarded, layers
 
 HANG_GUARD_S = 60.0
@@ -60,6 +62,24 @@ class Served(TierConformance):
         *_, tier = layers(self.tier)
         assert isinstance(tier, ServerTier)
         return tier
+
+    def test_a_put_that_a_reset_overtakes_leaves_nothing_in_the_namespace_left(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or who starts in that namespace later finds what was computed with the weights of before."""
+        self.start()
+        tier, ref = self.server_tier(), make_ref(1)
+        put_all = tier._put_all
+
+        def overtaken(link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
+            tier.reset(MINE.at_epoch("next"))
+            return put_all(link, home, batch)
+
+        monkeypatch.setattr(tier, "_put_all", overtaken)
+        assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.FAILED]
+        assert self.raw_read(ref) is None
+        monkeypatch.setattr(tier, "_put_all", put_all)
+        assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.STORED]
 
     def raw_used_bytes(self) -> int:
         """Of the namespace that the tier is in: after a reset that is another one."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from support.gate import Gate
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
 from kvstore.errors import TierError
 from kvstore.flushed import Flushed
+from kvstore.keys import Namespace
 from kvstore.lanes import WRITE_THREADS, Lane
 from kvstore.movers import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
 from kvstore.plans import LoadStep, Place, StoreStep
@@ -21,7 +23,7 @@ from kvstore.tiers.cpu import CpuTier
 from kvstore.wrappers import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvstore.pages import BlockIds
     from kvstore.tiers.base import ByteArray
@@ -295,6 +297,38 @@ def test_a_write_without_a_gather_writes_what_the_slot_holds(bench: Bench, tier:
     assert bench.load(1, from_disk=True) == set()
     assert bench.held() == [4, 5, 6, 7]
     assert bench.mover.counters.chunks_stored == 1
+
+
+def test_a_slot_to_which_nothing_came_has_not_what_was_there_before(
+    bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store(1)
+    assert bench.mover.flush(HANG_GUARD_S)
+    gate = Gate()
+    monkeypatch.setattr(tier, "remove", lambda _refs: gate())
+    bench.mover.remove(Place.DISK, [ref_of(1)])  # from now on it is not read; its slot still has it
+    ids = as_block_ids(range(60, 60 - BLOCKS_PER_CHUNK, -1))
+    jobs = [LoadJob(LoadStep(ref_of(1), 1, source), ids, 0) for source in (Place.DISK, Place.MEMORY)]
+    failed = bench.mover.load(jobs[:1]).failed, bench.mover.load(jobs[1:]).failed
+    gate.open()
+    assert failed == ({key_of(1)}, {key_of(1)})
+
+
+@pytest.mark.parametrize("forgets", [Mover.clear, lambda mover: mover.reset(Namespace({"model": "another"}))])
+def test_what_is_read_while_all_is_forgotten_is_in_no_slot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, forgets: Callable[[Mover], None]
+) -> None:
+    bench.store(1)
+    assert bench.mover.flush(HANG_GUARD_S)
+    beside, clear = bench.mover.beside(), bench.cpu.clear
+
+    def clear_then_load() -> None:
+        clear()
+        beside.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)])
+
+    monkeypatch.setattr(bench.cpu, "clear", clear_then_load)
+    forgets(bench.mover)
+    assert bench.cpu.read(3, ref_of(1)) is None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED])

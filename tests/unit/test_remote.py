@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.engine import CacheEngine
+    from kvstore.keys import Namespace
 
 TOKENS = tokens_of(1, 40)  # two chunks and a tail of two blocks
 HANG_GUARD_S = 30.0
@@ -183,9 +184,9 @@ def test_the_queue_is_bounded_and_made_good_for(rig: Rig, server: FakeServer) ->
         assert engine.stats().index.sends_dropped == 2
         gate.set()
         assert engine.flush(HANG_GUARD_S) == Flushed(full=2)
-        for left in (1, 0):
+        for dropped in (1, 0):
             assert rig.store(engine, TOKENS) == 0
-            assert engine.flush(HANG_GUARD_S) == Flushed(full=left)
+            assert engine.flush(HANG_GUARD_S) == Flushed(full=dropped)
         assert len(server.all_chunks()) == 3
         check_idle(engine)
 
@@ -221,6 +222,27 @@ def test_forgetting_everything(rig: Rig, server: FakeServer, forget: str) -> Non
         assert rig.store(engine, TOKENS) == 40
         assert engine.flush(HANG_GUARD_S)
         assert engine.clear() == 3
+        check_idle(engine)
+
+
+def test_a_lookup_in_the_middle_of_a_reset_leaves_no_answer_about_what_is_gone(
+    rig: Rig, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may look up between any two of its parts."""
+    store_elsewhere(rig)
+    with rig.open(remote=REMOTE) as engine:
+        reset = engine._mover.reset
+
+        def look_then_reset(namespace: Namespace) -> None:
+            assert engine.lookup(TOKENS) == 40
+            reset(namespace)
+
+        monkeypatch.setattr(engine._mover, "reset", look_then_reset)
+        engine.reset_cache()
+        assert engine.lookup(TOKENS) == 0
+        assert rig.store(engine, TOKENS) == 40
+        assert engine.flush(HANG_GUARD_S)
+        assert len(server.all_chunks()) == 3, "sent, although others have the old ones"
         check_idle(engine)
 
 

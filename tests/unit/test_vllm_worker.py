@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.remote import REMOTE
 from support.remote import install as install_remote
 from support.rig import FakeTier, install
 
+from kvstore.adapters.vllm.disagg import DisaggSpec
 from kvstore.adapters.vllm.steps import ReqMeta, StepPlan, StepReport, StepResult, Written
 from kvstore.adapters.vllm.worker import PushOptions, StoreWorker, WorkerOptions
 from kvstore.binding import bind_paged_kv
@@ -21,7 +23,7 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.movers import LoadJob, Mover, StoreJob, as_block_ids
 from kvstore.plans import LoadStep, Place, StoreStep
-from kvstore.pusher import Receiver
+from kvstore.pusher import PushJob
 from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.disk import DiskTier
 from kvstore.transports.base import Transport
@@ -184,30 +186,39 @@ def test_a_step_waits_for_no_removal_and_no_reset(
     worker.close()
 
 
-def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if its receiver is connected to later; and the model's thread does not wait for what is on its way."""
+def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
+    """Also if its receiver is connected to later; the model's thread does not wait for what is on its way."""
     connected: list[Namespace] = []
+    gate, namespace = Gate(), Namespace({"model": "one"})
 
     def connect(_url: str, namespace: Namespace, *_: object) -> Transport:
+        gate()
         connected.append(namespace)
         raise TierError("nobody there")
 
-    gate, namespace = Gate(), Namespace({"model": "one"})
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     push = PushOptions(0, 1 << 20, connect=connect)
     worker = StoreWorker(paged, namespace, EngineOptions(4 * 4096), WorkerOptions(push=push))
-    pusher = worker._pusher = worker._open_pusher(push)
-    monkeypatch.setattr(pusher, "close", gate.before(pusher.close))
-    worker.begin_step(StepPlan(1, 0, epoch="new"))
+    handed = ReqMeta("r", receiver=DisaggSpec("r", "127.0.0.1", (7000,)), pushes=[PushJob(REF, as_block_ids([1, 2]))])
+    carry_out(worker, StepPlan(1, 0, [handed]))
     assert gate.reached.wait(HANG_GUARD_S)
-    for opened in (pusher, worker._open_pusher(push)):
-        with pytest.raises(TierError):
-            opened._connect(Receiver("127.0.0.1", 7000))
-        opened._pool.close()
-    assert connected == [namespace, namespace.at_epoch("new")]
+    pusher, buffers = worker._pusher, buffer_of(worker)
+    for number in range(2, 6):
+        carry_out(worker, StepPlan(number, number - 1, [handed], epoch=f"epoch {number}"))
+    assert (worker._pusher, buffer_of(worker)) == (pusher, buffers), "no memory for each reset"
     gate.open()
     worker.close()
-    assert not any(retiring.is_alive() for retiring in worker._retiring)
+    assert {space.id for space in connected} == {
+        namespace.id,
+        *(namespace.at_epoch(f"epoch {n}").id for n in range(2, 6)),
+    }
+    assert not any(thread.name == "kvstore-push" for thread in threading.enumerate())
+
+
+def buffer_of(worker: StoreWorker) -> int:
+    """The address of what is handed over."""
+    assert worker._pusher is not None
+    return int(worker._pusher._pool.slot(0).ctypes.data)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
