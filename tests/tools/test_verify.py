@@ -200,7 +200,7 @@ def test_names_that_are_no_chunks(fill: Fill) -> None:
 
 def test_what_was_set_aside_stays(fill: Fill) -> None:
     """A chunk may be damaged, stored anew and damaged again."""
-    folder = fill([make_ref(1)])
+    folder = fill([make_ref(1), make_ref(2)])  # the second is sound, which shows that the geometry is right
     for number in range(3):
         fill([make_ref(1)])
         diskwork.flip(path_of(folder, make_ref(1)), 5000 + number)
