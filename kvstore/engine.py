@@ -426,17 +426,16 @@ class CacheEngine:
         for _ in range(QUESTION_ROUNDS):
             with self._index_lock:
                 self._begin_decision()
-                clears, since = self._clears, self._view.serial if self._view is not None else 0
+                since = self._view.serial if self._view is not None else 0  # what is gone by then is not told
                 match = self._index.lookup(hasher, skip_tokens, told)
                 questions = self._index.questions(hasher, match, skip_tokens, told)
                 if self._directory is None or self._view is None or not questions:
                     return then(match)
             answers = self._directory.answer(questions)
             with self._index_lock:
-                if clears == self._clears:  # or they are about what is gone
-                    now_s = time.monotonic()
-                    self._view.note(questions, answers, now_s, since)
-                    self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s, since)
+                now_s = time.monotonic()
+                self._view.note(questions, answers, now_s, since)
+                self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s, since)
         with self._index_lock:
             self._begin_decision()
             return then(self._index.lookup(hasher, skip_tokens, told))

@@ -9,7 +9,7 @@ import pytest
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import FakeTier
 
-from kvstore.directory import RemoteDirectory
+from kvstore.directory import RemoteDirectory, all_have
 from kvstore.keys import Namespace
 from kvstore.testing.harness import make_ref
 from kvstore.tiers.base import ChunkRef
@@ -37,3 +37,11 @@ def test_an_answer_waits_for_the_reset_before_it(monkeypatch: pytest.MonkeyPatch
     asking.join(HANG_GUARD_S)
     directory.close()
     assert entered == [new]
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [((True, True), True), ((True, False), False), ((None, False), False), ((True, None), None), ((False,), False)],
+)
+def test_a_chunk_is_there_if_all_its_parts_are(parts: tuple[bool | None, ...], whole: bool | None) -> None:
+    assert all_have(parts) is whole

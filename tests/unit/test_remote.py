@@ -109,6 +109,13 @@ def test_answers_are_remembered_for_a_while(rig: Rig, server: FakeServer) -> Non
         assert rig.retrieve(engine, TOKENS) == 40
 
 
+def test_an_answer_counts_for_its_time_and_no_longer() -> None:
+    view, ref = RemoteView(3.0), ChunkRef(b"k" * 16, 2)
+    view.note([ref], [True], 0.0)
+    assert view.holds(ref, 2.9) is True
+    assert view.holds(ref, 3.0) is None
+
+
 @pytest.mark.parametrize("hold_s", [0.0, 60.0])
 def test_an_answer_that_is_held_for_nobody_else_is_enough_to_load(rig: Rig, server: FakeServer, hold_s: float) -> None:
     store_elsewhere(rig)
