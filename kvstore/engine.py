@@ -350,8 +350,7 @@ class CacheEngine:
             if self._directory is not None and self._view is not None:
                 self._directory.reset([namespace])
                 with self._index_lock:
-                    self._clears += 1  # once more: a lookup meanwhile was told of what is gone
-                    self._view.clear()
+                    self._view.clear()  # once more: a lookup meanwhile was told of what is gone
         self._settle()
 
     def flush(self, timeout_s: float | None = None) -> Flushed:

@@ -51,6 +51,7 @@ def test_owned_folder(
     plain_outputs: list[Completion],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the cache is required vLLM stops; where it is not, it answers without."""
     from kvstore.keys import Namespace
@@ -63,8 +64,10 @@ def test_owned_folder(
     with pytest.raises(FolderOwnedError, match=str(tmp_path / "disk")), Engine(tiny_model, store):
         pass
     forget_failed_start()
-    # So that it does not join vLLM's, which caplog cannot see.
-    logging.getLogger("kvstore").addHandler(logging.NullHandler())
+    # So that it does not join vLLM's, which caplog cannot see; an engine that started before in this process has.
+    ours = logging.getLogger("kvstore")
+    monkeypatch.setattr(ours, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(ours, "propagate", True)
     with Engine(tiny_model, replace(store, extra={"kvstore.required": False})) as engine:
         assert_same_outputs(plain_outputs, engine.generate(prompts))
         engine.forget_local()
