@@ -89,7 +89,8 @@ def test_what_comes_from_the_disk_again_is_copied_again(rig: Rig, tmp_path: Path
         rig.store(engine, TOKENS)
         for _ in range(3):
             rig.retrieve(engine, TOKENS)
-        rig.store(engine, tokens_of(2, 48))
+        assert engine.flush(30.0), "only what is on disk gives its slot up"
+        assert rig.store(engine, tokens_of(2, 48)) == 48
         assert engine.flush(30.0)
         for expected in (3, 3, 6):
             assert rig.retrieve(engine, TOKENS) == 40
