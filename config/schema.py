@@ -14,12 +14,12 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from kvstore.codecs import CODEC_NAMES
 from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
 from kvstore.config.places import ListedPlace
 from kvstore.errors import ConfigError
-from kvstore.loopback import is_loopback
+from kvstore.format.codecs import CODEC_NAMES
 from kvstore.policies import POLICIES, choose_policy
+from kvstore.protocol.loopback import is_loopback
 from kvstore.tiers import known_schemes, tier_behind
 
 GIB_BYTES: Final = 2**30

@@ -28,19 +28,19 @@ from typing import Self, TypeVar
 import numpy as np
 import torch
 
-from kvstore.copiers import copy_threads
+from kvstore.assembly import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
+from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.catalog.plans import IndexCounters, Match, Place
+from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.errors import ClosedError, InvalidCallError
-from kvstore.flushed import Flushed
-from kvstore.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
-from kvstore.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
-from kvstore.movers import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
-from kvstore.opening import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
-from kvstore.pages import BlockIds, PagedKV
-from kvstore.plans import IndexCounters, Match, Place
-from kvstore.remote import RemoteView, Told
+from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.paged.copiers import copy_threads
 from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
 from kvstore.tiers.base import ChunkRef, TierCounters
+from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 
 __all__ = ["CacheEngine", "EngineOptions", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
 

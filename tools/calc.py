@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore import chunkfile
 from kvstore.errors import ConfigError
+from kvstore.format import chunkfile
 from kvstore.layout import KVLayout
 
 GIB = 1 << 30

@@ -128,7 +128,7 @@ def simulate(
 
     Sizes are in chunks unless --bytes-per-token is given. Exits with 2 if a trace cannot be read.
     """
-    from kvstore.tools.simulate_run import SimulateOptions, simulate_and_print  # noqa: PLC0415
+    from kvstore.tools.simulate.run import SimulateOptions, simulate_and_print  # noqa: PLC0415
 
     try:
         options = SimulateOptions.parse(

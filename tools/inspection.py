@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.images import MAX_HEADER_BYTES, Facts, read_facts
+from kvstore.format.images import MAX_HEADER_BYTES, Facts, read_facts
+from kvstore.format.pack import MAGIC, open_pack
 from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
-from kvstore.packs import MAGIC, open_pack
-from kvstore.shelf import Shelf, shelves
-from kvstore.tiers._folder import parse_chunk_name
+from kvstore.tiers.disk.folder import parse_chunk_name
+from kvstore.tiers.disk.shelf import Shelf, shelves
 
 Tree = dict[str, Any]
 

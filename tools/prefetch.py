@@ -18,7 +18,7 @@ except ImportError as error:
 
 from kvstore.errors import ConfigError
 from kvstore.tools.demo.client import TOKENS_LOADED, read_counter
-from kvstore.tools.prompts import Chat, Prompt, Rejected
+from kvstore.tools.warm.prompts import Chat, Prompt, Rejected
 
 _TIMEOUT_S = 600.0
 

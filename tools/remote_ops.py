@@ -20,7 +20,7 @@ from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors
 
 if TYPE_CHECKING:
     from kvstore.keys import KeyExtras
-    from kvstore.server.operator import Found, Operator
+    from kvstore.tiers.server.operator import Found, Operator
 
 _MIB = 1 << 20
 _REASONS = {
@@ -65,8 +65,8 @@ def asking(
     """A connection to a server; what goes wrong is told, and ends the command."""
     try:
         load_tier("server")  # says what to install, if need be
-        from kvstore.server.operator import Operator  # noqa: PLC0415 - an extra
-        from kvstore.tiers._server_url import parse_server  # noqa: PLC0415
+        from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
+        from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
 
         keys = {"client_key_file": key_file, "server_key_file": server_key_file}
         operator = Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))

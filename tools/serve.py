@@ -17,8 +17,8 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors, give_up
 
 if TYPE_CHECKING:
-    from kvstore.admin_http import PageServer
     from kvstore.config import StoreConfig
+    from kvstore.ops.admin_http import PageServer
     from kvstore.server.hub import Hub
     from kvstore.server.options import ServerOptions
 
@@ -73,7 +73,7 @@ def keygen(
 ) -> None:
     """Make a pair of keys, for a server that other hosts reach, or for one of its clients."""
     try:
-        from kvstore.keyfiles import make_keys  # noqa: PLC0415 - an extra
+        from kvstore.protocol.keyfiles import make_keys  # noqa: PLC0415 - an extra
 
         public, secret = make_keys(folder, name)
     except (ConfigError, ImportError) as error:
@@ -90,7 +90,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
     Raises:
         ConfigError: it cannot be used for one.
     """
-    from kvstore.keyfiles import read_list, read_pair  # noqa: PLC0415
+    from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen, parse_quotas  # noqa: PLC0415
     from kvstore.server.rack import ShelfOptions  # noqa: PLC0415
 
@@ -141,7 +141,7 @@ def planned(options: ServerOptions) -> dict[str, object]:
 
 def _load(path: Path) -> StoreConfig:
     from kvstore.config import load_config  # noqa: PLC0415
-    from kvstore.hostlimits import require_memory  # noqa: PLC0415
+    from kvstore.memory.limits import require_memory  # noqa: PLC0415
 
     config = load_config(path=path).config
     require_memory(config.max_local_cpu_bytes, "the cache server")
@@ -185,7 +185,7 @@ def _keep_freed_memory() -> None:
 
 
 def _open_pages(hub: Hub, port: int) -> PageServer:
-    from kvstore.admin_http import PageServer  # noqa: PLC0415
+    from kvstore.ops.admin_http import PageServer  # noqa: PLC0415
     from kvstore.server.reports import exposition  # noqa: PLC0415
 
     def metrics() -> tuple[int, str]:

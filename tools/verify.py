@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.chunkfile import Damage
 from kvstore.errors import ConfigError
-from kvstore.packs import open_pack
-from kvstore.shelf import Place, Shelf, shelves
+from kvstore.format.chunkfile import Damage
+from kvstore.format.pack import open_pack
 from kvstore.tiers import leads_to, load_tier
-from kvstore.tiers._folder import FOLDER_MODE, LOCK_FILE, FolderLock
+from kvstore.tiers.disk.folder import FOLDER_MODE, LOCK_FILE, FolderLock
+from kvstore.tiers.disk.shelf import Place, Shelf, shelves
 
 if TYPE_CHECKING:
-    from kvstore.redis_shelf import RedisPlace
-    from kvstore.tiers._redis_chunk import Home
+    from kvstore.tiers.redis.chunk import Home
+    from kvstore.tiers.redis.shelf import RedisPlace
 
 QUARANTINE = ".quarantine"
 NOT_A_NAME = "not a chunk's name"
@@ -196,7 +196,7 @@ def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
 
 def _verify_redis(url: str, options: Mapping[str, object], *, fix: bool, tick: Tick) -> VerifyReport:
     load_tier("redis")  # says what to install, if need be
-    from kvstore.redis_shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
+    from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
 
     shelf = RedisShelf(url, options)
     report = VerifyReport()

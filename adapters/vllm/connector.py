@@ -22,19 +22,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstore import hostlimits
-from kvstore.adapters.vllm import logs, translate
-from kvstore.adapters.vllm.adapterfiles import AdapterFiles
-from kvstore.adapters.vllm.arrivals import Arrivals
-from kvstore.adapters.vllm.events import as_kv_events
-from kvstore.adapters.vllm.params import WITHOUT_CACHE
-from kvstore.adapters.vllm.prometheus import StoreMetrics, StoreStats
-from kvstore.adapters.vllm.scheduler import StoreScheduler
-from kvstore.adapters.vllm.steps import StepPlan, StepReport, WorkerFacts
-from kvstore.adapters.vllm.worker import StoreWorker
-from kvstore.admin_http import AdminServer
+from kvstore.adapters.vllm.glue import logs, translate
+from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
+from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
+from kvstore.adapters.vllm.requests.arrivals import Arrivals
+from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.adapters.vllm.telemetry.events import as_kv_events
+from kvstore.adapters.vllm.telemetry.prometheus import StoreMetrics, StoreStats
+from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.config import load_config
 from kvstore.errors import InvalidCallError, KVStoreError
+from kvstore.memory import limits
+from kvstore.ops.admin_http import AdminServer
 from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
         if self._config.listens:
             asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
-        hostlimits.require_memory(self._config.host_memory_bytes * workers, asked)
+        limits.require_memory(self._config.host_memory_bytes * workers, asked)
         paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
         namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:

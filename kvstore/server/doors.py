@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+from kvstore.protocol.messages import TOKEN_BYTES
 from kvstore.throttle import Throttle
-from kvstore.wire import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
 

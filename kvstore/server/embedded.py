@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.keyfiles import KeyPair
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.protocol.keyfiles import KeyPair
 from kvstore.server.doors import DOOR_NAME, is_alive
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor

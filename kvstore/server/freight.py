@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore import wire
 from kvstore.errors import ProtocolError
-from kvstore.pieces import Placing, checksum
+from kvstore.protocol import messages
+from kvstore.protocol.pieces import Placing, checksum
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import MAX_PIECES, Lease, Peer, Session, Sessions
 from kvstore.server.spaces import Chunk
@@ -39,7 +39,7 @@ class Ways:
         now: seconds.
     """
 
-    send: Callable[[Peer, wire.Answer, Sequence[Buffer]], None]
+    send: Callable[[Peer, messages.Answer, Sequence[Buffer]], None]
     report: Callable[[Callable[[], None]], None]
     is_open: Callable[[bytes], bool]
     stats: Callable[[], dict[str, Any]]
@@ -62,7 +62,7 @@ class Freight:
         self._ways = ways
         self._copiers = ThreadPoolExecutor(_copy_threads(), "kvstore-copy")
 
-    def take(self, session: Session, request: wire.Piece, frame: Buffer) -> None:
+    def take(self, session: Session, request: messages.Piece, frame: Buffer) -> None:
         """Put a piece where it belongs, and say so when it is there.
 
         Raises:
@@ -89,7 +89,7 @@ class Freight:
         self._begin(session, lease)
         self._start(copy, lambda: copied(is_sound=False))
 
-    def hand_out(self, session: Session, request: wire.Fetch) -> None:
+    def hand_out(self, session: Session, request: messages.Fetch) -> None:
         """Send a part of a chunk, once its checksum is known: at once if it was sent or asked for like that before.
 
         Raises:
@@ -103,7 +103,7 @@ class Freight:
         sums, part_of_chunk = lease.chunk.sums, (request.offset_bytes, request.num_bytes)
 
         def send(added_up: bytes) -> None:
-            self._ways.send(session.peer, wire.Data(request.serial, added_up), [part.data for part in parts])
+            self._ways.send(session.peer, messages.Data(request.serial, added_up), [part.data for part in parts])
 
         if part_of_chunk in sums:
             send(sums[part_of_chunk])
@@ -160,7 +160,7 @@ class Freight:
         self._sessions.copied(lease, is_sound=is_sound)
 
     def _say(self, session: Session, serial: int, outcome: Outcome) -> None:
-        self._ways.send(session.peer, wire.Done(serial, wire.pack_outcomes([outcome]), wire.NO_USAGE), ())
+        self._ways.send(session.peer, messages.Done(serial, messages.pack_outcomes([outcome]), messages.NO_USAGE), ())
 
     def _parts(self, lease: Lease, offset_bytes: int, num_bytes: int) -> list[ByteArray]:
         """Views of a part of a chunk's payload."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvstore import wire
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
-from kvstore.loopback import buffer_bytes
+from kvstore.protocol import messages
+from kvstore.protocol.loopback import buffer_bytes
 from kvstore.server.doors import Doors
 from kvstore.server.freight import Ways
 from kvstore.server.intake import Intake
@@ -211,7 +211,7 @@ class Hub:
         door = self._context.socket(zmq.ROUTER)
         door.linger = 0
         door.router_mandatory = True
-        door.maxmsgsize = wire.MAX_FRAME_BYTES
+        door.maxmsgsize = messages.MAX_FRAME_BYTES
         door.rcvhwm, door.sndhwm = _RECEIVE_QUEUE, _SEND_QUEUE
         door.sndbuf = door.rcvbuf = buffer_bytes(address)
         door.handshake_ivl = 5000
@@ -331,7 +331,7 @@ class Hub:
         self.num_malformed += 1
         if self._throttle.is_due("kick"):
             logger.warning("a client was cut off: %s; more of this kind stays unsaid for a minute", why[:200])
-        self._send(peer, wire.Refused(0, wire.Refusal.MALFORMED, why[:200]), ())
+        self._send(peer, messages.Refused(0, messages.Refusal.MALFORMED, why[:200]), ())
         self._kicked[peer] = None
         if len(self._kicked) > _MAX_KICKED:
             self._kicked.popitem(last=False)
@@ -341,12 +341,12 @@ class Hub:
         elif session is not None:
             self.service.end(session)
 
-    def _send(self, peer: Peer, answer: wire.Answer, payload: Sequence[Buffer]) -> None:
+    def _send(self, peer: Peer, answer: messages.Answer, payload: Sequence[Buffer]) -> None:
         door = self._sockets[peer.door]
         try:
             more = zmq.SNDMORE if payload else 0
             door.send(peer.name, zmq.SNDMORE | zmq.NOBLOCK)
-            door.send(wire.encode(answer), more | zmq.NOBLOCK)
+            door.send(messages.encode(answer), more | zmq.NOBLOCK)
             for number, part in enumerate(payload, start=1):
                 door.send(part, (zmq.SNDMORE if number < len(payload) else 0) | zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:  # it has gone, or does not read its answers

@@ -9,8 +9,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore.errors import ConfigError
-from kvstore.keyfiles import KeyPair
-from kvstore.loopback import is_loopback
+from kvstore.protocol.keyfiles import KeyPair
+from kvstore.protocol.loopback import is_loopback
 from kvstore.server.rack import ShelfOptions
 
 ANYBODY: Final = "*"

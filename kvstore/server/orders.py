@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Final
 
-from kvstore import wire
+from kvstore.protocol import messages
+from kvstore.protocol.messages import Refusal
 from kvstore.server.freight import Ways
 from kvstore.server.spaces import Space
 from kvstore.server.stock import Stock
-from kvstore.wire import Refusal
 
 _MAX_LISTED: Final = 1024  # pins that end together
 
@@ -31,21 +31,21 @@ class Orders:
         self._pin_max_s = pin_max_s
         self._clear = clear
 
-    def carry_out(self, order: wire.Order) -> wire.Answer:
+    def carry_out(self, order: messages.Order) -> messages.Answer:
         """Do it, and say what came of it."""
         match order:
-            case wire.ClearSpaces():
+            case messages.ClearSpaces():
                 return report(order, {"chunks": sum(map(self._clear, self._spaces(order.space)))})
-            case wire.UnpinSpaces():
+            case messages.UnpinSpaces():
                 pinned = [chunk for chunk in self._stock.pins if order.space in {b"", chunk.space.id}]
                 return report(order, {"chunks": self._stock.unpin(pinned)})
-            case wire.Pins():
+            case messages.Pins():
                 return report(order, self._pins())
         space = self._stock.spaces.get(order.space)
         if space is None:
-            return wire.Refused(order.serial, Refusal.UNKNOWN, "there is no such namespace")
-        refs = wire.unpack_refs(order.refs)
-        if isinstance(order, wire.Explain):
+            return messages.Refused(order.serial, Refusal.UNKNOWN, "there is no such namespace")
+        refs = messages.unpack_refs(order.refs)
+        if isinstance(order, messages.Explain):
             return report(order, {"chunks": [self._stock.why(space, ref) for ref in refs]})
         if order.is_wanted:
             seconds = min(order.seconds or self._pin_max_s, self._pin_max_s)
@@ -67,6 +67,6 @@ class Orders:
         return {"pins": listed, "left_out": len(views) - len(listed)}
 
 
-def report(request: wire.Request, tree: object) -> wire.Report:
+def report(request: messages.Request, tree: object) -> messages.Report:
     """An answer for people."""
-    return wire.Report(request.serial, json.dumps(tree).encode())
+    return messages.Report(request.serial, json.dumps(tree).encode())

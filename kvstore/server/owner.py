@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from kvstore import wire
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
+from kvstore.protocol import messages
 from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -25,15 +25,15 @@ class Owner:
 
     def __init__(self, namespace: Namespace, layout: KVLayout) -> None:
         self.namespace = namespace
-        self._geometry = wire.Geometry.of(layout)
+        self._geometry = messages.Geometry.of(layout)
         self._throttle = Throttle()
 
-    def objection(self, hello: wire.Hello) -> str:
+    def objection(self, hello: messages.Hello) -> str:
         """Why a client cannot come in: the names of the fields in which its KV is another; empty if it may.
 
         The owner's own processes, which come through its private folder, may be an epoch ahead, or behind.
         """
-        differing = set(self.namespace.differing_fields(wire.namespace_of(hello.fields)))
+        differing = set(self.namespace.differing_fields(messages.namespace_of(hello.fields)))
         if hello.token:
             differing.discard(EPOCH_FIELD)
         if hello.geometry != self._geometry:

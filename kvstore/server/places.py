@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from kvstore import wire
 from kvstore.errors import ProtocolError
-from kvstore.runs import PAGE_BYTES
+from kvstore.protocol import messages
+from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.freight import Ways
 from kvstore.server.pool import Pool, pages_of
 from kvstore.server.sessions import MAX_LATE, Session, Sessions
@@ -48,7 +48,7 @@ class _Batch:
     serial: int
     refs: list[ChunkRef]
     is_write: bool
-    grants: list[wire.Grant] = field(default_factory=list)
+    grants: list[messages.Grant] = field(default_factory=list)
     num_waiting: int = 0
     is_late: bool = False
 
@@ -80,18 +80,18 @@ class Places:
         self._keeper = keeper
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
 
-    def find(self, session: Session, request: wire.Reserve | wire.Acquire) -> wire.Granted | None:
+    def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> messages.Granted | None:
         """The places that a client asks for; None if the answer is sent later.
 
         Raises:
             ProtocolError: there can be no such chunks, or too many such answers are due to one client.
         """
-        refs = wire.unpack_refs(request.refs)
+        refs = messages.unpack_refs(request.refs)
         if not all(map(session.space.has_size, refs)):
             raise ProtocolError(f"a chunk of this namespace has 1 to {session.space.layout.blocks_per_chunk} blocks")
-        return self._collect(_Batch(session, request.serial, refs, isinstance(request, wire.Reserve)))
+        return self._collect(_Batch(session, request.serial, refs, isinstance(request, messages.Reserve)))
 
-    def _collect(self, batch: _Batch) -> wire.Granted | None:
+    def _collect(self, batch: _Batch) -> messages.Granted | None:
         """Find places, but not for so long that others wait for it."""
         most = self._stock.num_displaced + _MAX_DISPLACED
         while len(batch.grants) < len(batch.refs):
@@ -123,7 +123,7 @@ class Places:
             if batch.session.num_late > MAX_LATE:
                 raise ProtocolError(f"more than {MAX_LATE} questions for places at once")
 
-    def _reserve(self, session: Session, ref: ChunkRef) -> wire.Grant:
+    def _reserve(self, session: Session, ref: ChunkRef) -> messages.Grant:
         if self._keeper.is_closing or not self._may_lease(session, ref):
             return _no_grant(Outcome.FAILED)
         chunk = self._stock.reserve(session.space, ref, session.capacity_bytes)
@@ -145,10 +145,10 @@ class Places:
             batch.num_waiting += 1
             self._load(chunk, partial(self._arrived, batch, number, chunk))
 
-    def _granted(self, batch: _Batch) -> wire.Granted:
+    def _granted(self, batch: _Batch) -> messages.Granted:
         batch.session.num_late -= batch.is_late
-        usage = wire.Usage(self._stock.stamp, batch.session.space.used_bytes)
-        return wire.Granted(batch.serial, batch.grants, usage)
+        usage = messages.Usage(self._stock.stamp, batch.session.space.used_bytes)
+        return messages.Granted(batch.serial, batch.grants, usage)
 
     def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
         """Bring a chunk, which is in use, from disk to its pages."""
@@ -184,12 +184,12 @@ class Places:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
         return self._sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
 
-    def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> wire.Grant:
+    def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> messages.Grant:
         lease = self._sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
         if outcome is Outcome.HIT:
             self._stock.note_read(chunk)
-        return wire.Grant(wire.number_of(outcome), lease.number, chunk.runs)
+        return messages.Grant(messages.number_of(outcome), lease.number, chunk.runs)
 
 
-def _no_grant(outcome: Outcome) -> wire.Grant:
-    return wire.Grant(wire.number_of(outcome))
+def _no_grant(outcome: Outcome) -> messages.Grant:
+    return messages.Grant(messages.number_of(outcome))

@@ -21,10 +21,10 @@ from kvstore.errors import ClosedError, LayoutError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.spaces import Space
-from kvstore.tiers import _folder
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk import DiskTier
-from kvstore.wrappers import CircuitBreaker, Crew, Deadline, GuardOptions, find, guarded
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import CircuitBreaker, Crew, Deadline, GuardOptions, find, guarded
 
 WRITE_THREADS: Final = 4
 MAX_OPEN: Final = 64  # more, if so many are in use

@@ -11,13 +11,13 @@ from operator import attrgetter
 from typing import Any, Final
 
 import kvstore
+from kvstore.protocol.messages import fields_bytes
 from kvstore.server.pool import Pool
 from kvstore.server.service import Service
 from kvstore.server.sessions import Sessions
 from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import NO_QUOTA, Space
 from kvstore.server.stock import Stock
-from kvstore.wire import fields_bytes
 
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
+from kvstore.protocol import messages
+from kvstore.protocol.messages import Refusal
 from kvstore.server.freight import Freight, Ways
 from kvstore.server.orders import Orders, report
 from kvstore.server.owner import Owner
@@ -21,7 +22,6 @@ from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.server.stock import Stock
 from kvstore.tiers.base import ChunkRef, Outcome
-from kvstore.wire import Refusal
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -95,14 +95,14 @@ class Service:
         """
         if not 1 <= len(message) <= 2:
             raise ProtocolError(f"a message of {len(message)} frames")
-        request, frames = wire.decode_request(memoryview(message[0])), message[1:]
-        if isinstance(request, wire.Piece) != bool(frames):
+        request, frames = messages.decode_request(memoryview(message[0])), message[1:]
+        if isinstance(request, messages.Piece) != bool(frames):
             raise ProtocolError("payload stands behind a piece, and behind nothing else")
         answer = self._answer_anybody(peer, request)
         if answer is not None:
             self._ways.send(peer, answer, ())
         elif (session := self._sessions.by_peer.get(peer)) is None:
-            refusal = wire.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
+            refusal = messages.Refused(request.serial, Refusal.NO_SESSION, "say hello first")
             self._ways.send(peer, refusal, ())
         else:
             session.heard_s = self._ways.now()
@@ -168,100 +168,102 @@ class Service:
         """End the threads."""
         self._freight.close()
 
-    def _answer_anybody(self, peer: Peer, request: wire.Request) -> wire.Answer | None:
+    def _answer_anybody(self, peer: Peer, request: messages.Request) -> messages.Answer | None:
         """The answer to what may be asked without a session; None if it is something else."""
         match request:
-            case wire.Hello():
+            case messages.Hello():
                 return self._hello(peer, request)
-            case wire.Ping():
+            case messages.Ping():
                 return report(request, {"status": "closing" if self.is_closing else "ok"})
-            case wire.Stats():
+            case messages.Stats():
                 return report(request, self._ways.stats())
-            case wire.ClearSpaces() | wire.Pin() | wire.Explain() | wire.Pins() | wire.UnpinSpaces():
+            case (
+                messages.ClearSpaces() | messages.Pin() | messages.Explain() | messages.Pins() | messages.UnpinSpaces()
+            ):
                 if not self._ways.may_order(peer):
-                    return wire.Refused(request.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
+                    return messages.Refused(request.serial, Refusal.NO_OPERATOR, _NO_OPERATOR)
                 return self._orders.carry_out(request)
         return None
 
-    def _serve(self, session: Session, request: wire.Request, frames: Sequence[Buffer]) -> None:
+    def _serve(self, session: Session, request: messages.Request, frames: Sequence[Buffer]) -> None:
         match request:
-            case wire.Piece():
+            case messages.Piece():
                 self._freight.take(session, request, frames[0])
-            case wire.Fetch():
+            case messages.Fetch():
                 self._freight.hand_out(session, request)
-            case wire.Release():
+            case messages.Release():
                 self._release(session, request)
             case _:
                 answer = self._answer(session, request)
                 if answer is not None:
                     self._ways.send(session.peer, answer, ())
 
-    def _answer(self, session: Session, request: wire.Request) -> wire.Answer | None:
+    def _answer(self, session: Session, request: messages.Request) -> messages.Answer | None:
         """The answer to a client; None if it will be sent later."""
         match request:
-            case wire.Lookup():
+            case messages.Lookup():
                 return self._lookup(session, request)
-            case wire.Acquire():
+            case messages.Acquire():
                 return self._places.find(session, request)
-            case wire.Reserve():
+            case messages.Reserve():
                 return self._places.find(session, request)
-            case wire.Commit():
+            case messages.Commit():
                 return self._commit(session, request)
-            case wire.Remove():
-                self._stock.remove(session.space, wire.unpack_refs(request.refs))
-            case wire.Clear():
+            case messages.Remove():
+                self._stock.remove(session.space, messages.unpack_refs(request.refs))
+            case messages.Clear():
                 return self._clear(session, request)
-            case wire.Scan():
+            case messages.Scan():
                 return self._scan(session, request)
         return self._done(session, request)
 
-    def _usage(self, space: Space) -> wire.Usage:
-        return wire.Usage(self._stock.stamp, space.used_bytes)
+    def _usage(self, space: Space) -> messages.Usage:
+        return messages.Usage(self._stock.stamp, space.used_bytes)
 
-    def _done(self, session: Session, request: wire.Request, outcomes: Sequence[Outcome] = ()) -> wire.Done:
-        return wire.Done(request.serial, wire.pack_outcomes(outcomes), self._usage(session.space))
+    def _done(self, session: Session, request: messages.Request, outcomes: Sequence[Outcome] = ()) -> messages.Done:
+        return messages.Done(request.serial, messages.pack_outcomes(outcomes), self._usage(session.space))
 
     # -- of anybody --------------------------------------------------------------------------------------------------
 
-    def _hello(self, peer: Peer, request: wire.Hello) -> wire.Answer:
-        if request.version != wire.PROTOCOL_VERSION:
-            message = f"this server speaks version {wire.PROTOCOL_VERSION} of the protocol, not {request.version}"
-            return wire.Refused(request.serial, Refusal.VERSION, message)
+    def _hello(self, peer: Peer, request: messages.Hello) -> messages.Answer:
+        if request.version != messages.PROTOCOL_VERSION:
+            message = f"this server speaks version {messages.PROTOCOL_VERSION} of the protocol, not {request.version}"
+            return messages.Refused(request.serial, Refusal.VERSION, message)
         if self.is_closing:
-            return wire.Refused(request.serial, Refusal.CLOSING, "the server is closing")
+            return messages.Refused(request.serial, Refusal.CLOSING, "the server is closing")
         if request.token and not self._ways.is_open(request.token):
-            return wire.Refused(request.serial, Refusal.TOKEN, "the connection to the unix socket is gone")
+            return messages.Refused(request.serial, Refusal.TOKEN, "the connection to the unix socket is gone")
         if self._owner is not None and (objection := self._owner.objection(request)):
-            return wire.Refused(request.serial, Refusal.FOREIGN, objection)
+            return messages.Refused(request.serial, Refusal.FOREIGN, objection)
         old = self._sessions.by_peer.get(peer) or (request.token and self._sessions.of_token(request.token))
         if old:
             raise ProtocolError("hello was said already")
         if len(self._sessions.by_peer) >= MAX_SESSIONS:
-            return wire.Refused(request.serial, Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
-        if wire.fields_bytes(request.fields) > wire.MAX_FIELDS_BYTES:
-            message = f"the fields of a namespace have at most {wire.MAX_FIELDS_BYTES} bytes"
-            return wire.Refused(request.serial, Refusal.LIMIT, message)
+            return messages.Refused(request.serial, Refusal.LIMIT, f"there are {MAX_SESSIONS} clients already")
+        if messages.fields_bytes(request.fields) > messages.MAX_FIELDS_BYTES:
+            message = f"the fields of a namespace have at most {messages.MAX_FIELDS_BYTES} bytes"
+            return messages.Refused(request.serial, Refusal.LIMIT, message)
         layout = request.geometry.layout()
         if layout.payload_bytes(layout.blocks_per_chunk) > self._pool.num_bytes:
             message = f"a chunk of {layout.slot_bytes} bytes does not fit into the server's {self._pool.num_bytes}"
-            return wire.Refused(request.serial, Refusal.LIMIT, message)
-        space = self._stock.enter(wire.namespace_of(request.fields), layout)
+            return messages.Refused(request.serial, Refusal.LIMIT, message)
+        space = self._stock.enter(messages.namespace_of(request.fields), layout)
         if space is None:
-            return wire.Refused(request.serial, Refusal.LIMIT, "there are too many namespaces")
+            return messages.Refused(request.serial, Refusal.LIMIT, "there are too many namespaces")
         capacity_bytes = request.capacity_bytes or NO_QUOTA
         self._stock.limit(space, capacity_bytes)
         self._sessions.begin(peer, space, capacity_bytes, request.token, self._ways.now())
-        return wire.Welcome(request.serial, self._pool.num_bytes, self._usage(space))
+        return messages.Welcome(request.serial, self._pool.num_bytes, self._usage(space))
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
-    def _lookup(self, session: Session, request: wire.Lookup) -> wire.Answer:
-        refs = wire.unpack_pairs(request.refs)
+    def _lookup(self, session: Session, request: messages.Lookup) -> messages.Answer:
+        refs = messages.unpack_pairs(request.refs)
         found = self._stock.lookup(session.space, refs)
         self._touches.append((session.space, refs))
-        return wire.Held(request.serial, found, self._usage(session.space))
+        return messages.Held(request.serial, found, self._usage(session.space))
 
-    def _commit(self, session: Session, request: wire.Commit) -> wire.Answer:
+    def _commit(self, session: Session, request: messages.Commit) -> messages.Answer:
         outcomes = [self._commit_one(session, number, is_whole=request.is_whole) for number in request.leases]
         return self._done(session, request, outcomes)
 
@@ -275,17 +277,17 @@ class Service:
             self._write_behind(lease.chunk)
         return outcome
 
-    def _release(self, session: Session, request: wire.Release) -> None:
+    def _release(self, session: Session, request: messages.Release) -> None:
         for number in request.leases:
             lease = session.leases.get(number)
             if lease is not None and not lease.is_write:
                 self._sessions.give_back(session, lease, is_whole=True)
 
-    def _clear(self, session: Session, request: wire.Clear) -> wire.Answer | None:
+    def _clear(self, session: Session, request: messages.Clear) -> messages.Answer | None:
         """Forget the chunks of a namespace; the answer says that they do not come back either."""
 
         def cleared(is_clear: bool) -> None:
-            refusal = wire.Refused(request.serial, Refusal.DISK, "the disk has not let go of all chunks yet")
+            refusal = messages.Refused(request.serial, Refusal.DISK, "the disk has not let go of all chunks yet")
             if not session.is_over:
                 self._ways.send(session.peer, self._done(session, request) if is_clear else refusal, ())
 
@@ -301,10 +303,10 @@ class Service:
             self._shelves.clear(space, refs, cleared)
         return count
 
-    def _scan(self, session: Session, request: wire.Scan) -> wire.Answer:
+    def _scan(self, session: Session, request: messages.Scan) -> messages.Answer:
         chunks = session.space.chunks
-        part = islice(chunks, min(request.first, len(chunks)), request.first + wire.MAX_REFS)
-        return wire.Listing(request.serial, wire.pack_refs(part), len(chunks), self._usage(session.space))
+        part = islice(chunks, min(request.first, len(chunks)), request.first + messages.MAX_REFS)
+        return messages.Listing(request.serial, messages.pack_refs(part), len(chunks), self._usage(session.space))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

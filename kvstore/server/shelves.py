@@ -22,16 +22,17 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvstore import chunkfile
 from kvstore.errors import ConfigError, TierError, TierTimeoutError
+from kvstore.format import chunkfile
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.rack import WRITE_THREADS, Rack, ShelfOptions, read_home
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.turns import Once, Turns, Work
 from kvstore.throttle import Throttle
-from kvstore.tiers import _folder, _survey
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk import survey
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Shelves:
         self._owner = _folder.FolderLock(options.folder)
         try:
             _refuse_engines(options.folder)
-            _survey.check_room([options.folder], options.capacity_bytes)
+            survey.check_room([options.folder], options.capacity_bytes)
         except (OSError, ConfigError):
             self._owner.release()
             raise

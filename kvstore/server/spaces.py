@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.layout import KVLayout
-from kvstore.runs import PAGE_BYTES, Run
+from kvstore.protocol.messages import REF_BYTES, encode_geometry, pack_refs
+from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pool import pages_of
 from kvstore.tiers.base import ChunkRef
-from kvstore.wire import REF_BYTES, encode_geometry, pack_refs
 
 NO_QUOTA = 1 << 62
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.departed import Departed
+from kvstore.catalog.departed import Departed
+from kvstore.catalog.plans import MissReason
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.plans import MissReason
 from kvstore.policies import Policy, open_policy
-from kvstore.runs import PAGE_BYTES, Run
+from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space

@@ -15,13 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore import wire
+from kvstore.protocol import messages
 from kvstore.server.sessions import MAX_PIECES, MAX_SESSIONS
 
 LOOK_S: Final = 0.05
 _STRANGER_BYTES: Final = 1 << 20  # before a hello
 _ALL_STRANGERS_BYTES: Final = 64 << 20
-_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (wire.PIECE_BYTES + wire.MAX_MESSAGE_BYTES)  # more than may be under way
+_CLIENT_BYTES: Final = (MAX_PIECES + 4) * (
+    messages.PIECE_BYTES + messages.MAX_MESSAGE_BYTES
+)  # more than may be under way
 _MAX_CONNECTIONS: Final = MAX_SESSIONS + 1024
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info

@@ -20,7 +20,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvstore.errors import InvalidCallError
 from kvstore.keys import PrefixKey
 from kvstore.policies.base import Policy
-from kvstore.simulation import SimulatedStore
+from kvstore.policies.simulation import SimulatedStore
 from kvstore.testing.policy_machine import SETTINGS, PolicyMachine
 
 _ENTRIES_PER_KEY = 16  # objects a policy may hold for a key it remembers: generous, but no leak stays below it for long

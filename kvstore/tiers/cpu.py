@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.slabs import SlabPool
+from kvstore.memory.slabs import SlabPool
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
 
 

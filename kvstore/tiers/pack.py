@@ -14,13 +14,13 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from kvstore import chunkfile
-from kvstore.chunkfile import Damage
-from kvstore.codecs import CODEC_NAMES, open_codec
-from kvstore.coding import ChunkCoder
 from kvstore.errors import ClosedError, ConfigError
+from kvstore.format import chunkfile
+from kvstore.format.chunkfile import Damage
+from kvstore.format.codecs import CODEC_NAMES, open_codec
+from kvstore.format.coding import ChunkCoder
+from kvstore.format.pack import Extent, Pack, open_pack
 from kvstore.keys import ChunkKey
-from kvstore.packs import Extent, Pack, open_pack
 from kvstore.tiers.base import GIVEN_BY_URL, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
-from kvstore.runs import PAGE_BYTES
-from kvstore.tiers._batches import all_of
+from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Loan, Outcome, Tier, TierCounters, Transfer, payload_view
+from kvstore.tiers.batches import all_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.adapters.vllm.connector import KVStoreConnector, PlanMetadata
-from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
-from kvstore.adapters.vllm.steps import ReqMeta, StepPlan
-from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.adapters.vllm.worker import StoreWorker
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.worker.worker import StoreWorker
 
 pytestmark = pytest.mark.vllm
 

@@ -11,9 +11,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvstore.adapters.vllm.announcer import Blocks, Removed, Stored
-from kvstore.adapters.vllm.events import as_kv_events
-from kvstore.plans import Place
+from kvstore.adapters.vllm.telemetry.announcer import Blocks, Removed, Stored
+from kvstore.adapters.vllm.telemetry.events import as_kv_events
+from kvstore.catalog.plans import Place
 
 pytestmark = pytest.mark.vllm
 

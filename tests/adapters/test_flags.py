@@ -40,7 +40,7 @@ def test_most_pages_show_some() -> None:
 
 def test_flags_behind_two_dashes() -> None:
     """Only those that were given are handed on; what warming decides itself is refused."""
-    from kvstore.adapters.vllm.offline import parse_engine_args
+    from kvstore.adapters.vllm.offline.engine import parse_engine_args
 
     assert parse_engine_args([]) == {}
     flags = ["--dtype", "float32", "--block-size", "32", "--enforce-eager", "--tensor-parallel-size", "2"]

@@ -22,12 +22,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvstore.adapters.vllm import translate
+from kvstore.adapters.vllm.glue import translate
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.keys import Namespace
-from kvstore.movers import as_block_ids
-from kvstore.pages import LayerCache
+from kvstore.paged.base import LayerCache
+from kvstore.transfer.mover import as_block_ids
 
 pytestmark = pytest.mark.vllm
 

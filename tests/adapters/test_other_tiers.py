@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.example_tier import install_example
 
-from kvstore.adapters.vllm import translate
+from kvstore.adapters.vllm.glue import translate
+from kvstore.assembly import open_remote
 from kvstore.config import load_config
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.opening import open_remote
 from kvstore.tiers.base import GIVEN_BY_URL
 
 pytestmark = pytest.mark.vllm

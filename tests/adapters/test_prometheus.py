@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvstore import metrics
 from kvstore.adapters.vllm.connector import KVStoreConnector
-from kvstore.adapters.vllm.prometheus import BUCKETS_S, PREFIX, StoreStats
-from kvstore.metrics import METRICS, Kind, Tally
+from kvstore.adapters.vllm.telemetry.prometheus import BUCKETS_S, PREFIX, StoreStats
+from kvstore.ops import metrics
+from kvstore.ops.metrics import METRICS, Kind, Tally
 
 pytestmark = pytest.mark.vllm
 

@@ -11,9 +11,9 @@ from support.payloads import let_some_shrink
 
 from kvstore.testing import TierConformance
 from kvstore.testing.harness import MINE
-from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import folder
+from kvstore.tiers.disk.tier import DiskTier
 
 NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 
@@ -40,7 +40,7 @@ class TestDiskTier(TierConformance):
         return sum(path.stat().st_size for path in files)
 
     def path(self, ref: ChunkRef) -> Path:
-        return self.folder / MINE.id.hex() / _folder.chunk_name(ref)
+        return self.folder / MINE.id.hex() / folder.chunk_name(ref)
 
 
 class TestDiskTierWithLz4(TestDiskTier):

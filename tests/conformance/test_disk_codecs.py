@@ -16,14 +16,14 @@ from safetensors.numpy import load as load_safetensors
 from support.diskwork import MINE, bytes_on_disk, make_slot, path_of
 from support.schedules import schedules
 
-from kvstore import chunkfile
 from kvstore.errors import ConfigError
+from kvstore.format import chunkfile
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierSetup, Transfer
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.striped import open_folders
-from kvstore.wrappers import GuardOptions, guarded
+from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import GuardOptions, guarded
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import ByteArray

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.testing import TierConformance
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
-from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.gpu.tier import GpuTier
 
 
 class TestGpuTierOnCpu(TierConformance):

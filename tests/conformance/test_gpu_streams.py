@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.binding import bind_paged_kv
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
-from kvstore.movers import as_block_ids
-from kvstore.pages import PagedKV
-from kvstore.slabs import SlabPool
+from kvstore.memory.slabs import SlabPool
+from kvstore.paged.base import PagedKV
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, TierSetup, Transfer
-from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.gpu.tier import GpuTier
+from kvstore.transfer.mover import as_block_ids
 
 pytestmark = pytest.mark.gpu
 

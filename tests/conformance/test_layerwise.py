@@ -18,13 +18,14 @@ from support.remote import install as install_remote
 from support.rig import BLOCK, CHUNK, POISON, FakeTier, Rig, tokens_of
 from support.schedules import schedules
 
-from kvstore import layerwise, opening
+from kvstore import assembly
 from kvstore.errors import ClosedError, InvalidCallError
-from kvstore.layerwise import layer_groups
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import Outcome
-from kvstore.tiers.striped import open_folders
-from kvstore.wrappers import Fault, FaultInjector, FaultKind, Statistics, find
+from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.guards import Fault, FaultInjector, FaultKind, Statistics, find
+from kvstore.transfer import layerwise
+from kvstore.transfer.layerwise import layer_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -372,7 +373,7 @@ def test_a_tier_that_fails_in_the_middle(
         fault = Fault(kind, "get_layers", calls=(call,))
         return FaultInjector(open_folders(*arguments, **keywords), [fault])
 
-    monkeypatch.setattr(opening, "open_folders", open_broken)
+    monkeypatch.setattr(assembly, "open_folders", open_broken)
     with rig.open(local_disk=tmp_path, local_cpu=False, disk_io_threads=1) as engine:
         rig.store(engine, TOKENS)
         check_idle(engine)

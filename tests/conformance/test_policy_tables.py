@@ -13,8 +13,8 @@ import pytest
 from support.workloads import WORKLOADS
 
 from kvstore.policies import POLICIES, open_policy
-from kvstore.simulation import SimulatedStore
-from kvstore.tools.simulate import Cell, Scale, Trace, best, load, replay
+from kvstore.policies.simulation import SimulatedStore
+from kvstore.tools.simulate.cells import Cell, Scale, Trace, best, load, replay
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 SIZES = (1000, 3000, 5859, 10000, 20000, 40000)

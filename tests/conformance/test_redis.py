@@ -24,11 +24,11 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
-from kvstore.tiers._redis_chunk import PREFIX
-from kvstore.tiers._redis_ledger import WRITE_ID_BYTES, Ledger
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
-from kvstore.tiers.redis import RedisTier
-from kvstore.wrappers import GuardOptions, guarded
+from kvstore.tiers.guards import GuardOptions, guarded
+from kvstore.tiers.redis.chunk import PREFIX
+from kvstore.tiers.redis.ledger import WRITE_ID_BYTES, Ledger
+from kvstore.tiers.redis.tier import RedisTier
 
 HANG_GUARD_S = 60.0
 

@@ -15,15 +15,15 @@ from support.diskwork import MINE, make_slot
 from support.redis_server import ACL_USER, RedisServer, running
 from support.schedules import schedules
 
-from kvstore import chunkfile
 from kvstore.errors import ConfigError, TierError
+from kvstore.format import chunkfile
 from kvstore.layout import KVLayout
+from kvstore.memory.scratch import SCRATCH_BUFFERS, Scratch
 from kvstore.tiers import open_tier
-from kvstore.tiers._redis_chunk import PART_BYTES
-from kvstore.tiers._redis_ledger import WRITE_ID_BYTES
-from kvstore.tiers._scratch import SCRATCH_BUFFERS, Scratch
 from kvstore.tiers.base import UNBOUNDED_BYTES, ByteArray, ChunkRef, Outcome, TierSetup, Transfer
-from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis.chunk import PART_BYTES
+from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+from kvstore.tiers.redis.tier import RedisTier
 
 LAYOUT = KVLayout((131072,) * 8, 1, 16, 64, element="bf16", page_axes=(4, 16, 1024))  # 4 MiB: five parts
 DEEP = KVLayout((2048,) * 150, 1, 16, 64, element="bf16")  # needs a longer header with a codec than without

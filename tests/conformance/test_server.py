@@ -12,18 +12,18 @@ from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_
 from support.redis_server import wait_for
 
 from kvstore.keys import Namespace
-from kvstore.runs import PAGE_BYTES
+from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
-from kvstore.tiers._server_link import Link
-from kvstore.tiers._server_links import Home
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup
+from kvstore.tiers.guards import GuardOptions, guarded, layers
 from kvstore.tiers.peers import PeersTier
-from kvstore.tiers.server import Body, ServerTier
-from kvstore.wrappers import GuardOptions, guarded, layers
+from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.links import Home
+from kvstore.tiers.server.tier import Body, ServerTier
 
 HANG_GUARD_S = 60.0
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from kvstore.testing import TierConformance
 from kvstore.testing.harness import MINE
-from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
-from kvstore.tiers.striped import open_folders
-from kvstore.wrappers import GuardOptions, guarded
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk.striped import open_folders
+from kvstore.tiers.guards import GuardOptions, guarded
 
 NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kvstore.testing import TierConformance
 from kvstore.testing.harness import MINE
-from kvstore.tiers import _folder
 from kvstore.tiers.base import ChunkRef, Tier, TierSetup
-from kvstore.tiers.disk import DiskTier
-from kvstore.wrappers import (
+from kvstore.tiers.disk import folder
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import (
     CircuitBreaker,
     Deadline,
     FaultInjector,
@@ -51,7 +51,7 @@ class Wrapped(TierConformance):
         return sum(path.stat().st_size for path in files)
 
     def path(self, ref: ChunkRef) -> Path:
-        return self.folder / MINE.id.hex() / _folder.chunk_name(ref)
+        return self.folder / MINE.id.hex() / folder.chunk_name(ref)
 
 
 class TestTierWrapper(Wrapped):

@@ -102,7 +102,7 @@ def test_teeth_on_disk(
         raw[4096:] = bytes(255 - byte for byte in raw[4096:])
         path.write_bytes(raw)
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.chunkfile.compare", lambda *args, **kwargs: None)
+        patch.setattr("kvstore.format.chunkfile.compare", lambda *args, **kwargs: None)
         with Engine(tiny_model, store) as engine:
             wrong = engine.generate([prompt])
             assert wrong[0].cached_tokens > 0

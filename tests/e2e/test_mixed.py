@@ -94,7 +94,7 @@ class Clients:
 def test_three_hundred_requests(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
 ) -> None:
-    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.disk.tier import DiskTier
 
     rng = random.Random(6)
     prompts = mixed_prompts(rng)

@@ -56,7 +56,7 @@ def test_owned_folder(
     """Where the cache is required vLLM stops; where it is not, it answers without."""
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
-    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.disk.tier import DiskTier
 
     layout = KVLayout(page_bytes=(4096,), planes=1, block_tokens=32, chunk_tokens=256)
     other = DiskTier(tmp_path / "disk", Namespace({"model": "other"}), layout, 1 << 24)
@@ -90,7 +90,7 @@ def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_asynchronous_scheduling_with_a_disk(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM on a CPU never schedules asynchronously; on a GPU it does by default."""
-    from kvstore.adapters.vllm import translate
+    from kvstore.adapters.vllm.glue import translate
 
     original = translate.check_supported
 

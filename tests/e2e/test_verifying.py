@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.vllm_engine import CHUNK_TOKENS, Engine, Prompt, StoreSetup
 
-from kvstore import metrics
+from kvstore.ops import metrics
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

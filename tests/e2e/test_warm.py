@@ -27,15 +27,15 @@ from support.vllm_engine import (
 )
 
 from kvstore.keys import KeyExtras
-from kvstore.shelf import shelves
 from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.disk.shelf import shelves
 from kvstore.tools.demo.client import TOKENS_LOADED, complete, read_counter
 from kvstore.tools.demo.server import VllmServer
 from kvstore.tools.models import TINY, as_text, build_lora, random_tokens
-from kvstore.tools.prompts import load_tokenizer
 from kvstore.tools.verify import verify
-from kvstore.tools.wanted import Lora, Sharing, refs_of
-from kvstore.tools.warm import warm
+from kvstore.tools.warm.prompts import load_tokenizer
+from kvstore.tools.warm.wanted import Lora, Sharing, refs_of
+from kvstore.tools.warm.warming import warm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -168,9 +168,9 @@ def keys_without_vllm(prompts: Path, model: Path, cache: Path) -> set[str]:
 import sys
 from pathlib import Path
 sys.modules["vllm"] = None
-from kvstore.shelf import shelves
-from kvstore.tools.prompts import load_tokenizer, read_prompts
-from kvstore.tools.wanted import Sharing, wanted
+from kvstore.tiers.disk.shelf import shelves
+from kvstore.tools.warm.prompts import load_tokenizer, read_prompts
+from kvstore.tools.warm.wanted import Sharing, wanted
 (shelf,) = shelves(Path(sys.argv[3]))
 for item in wanted(read_prompts(Path(sys.argv[1])), shelf.layout, Sharing(), load_tokenizer(sys.argv[2])):
     for ref in item.refs:

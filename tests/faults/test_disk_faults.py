@@ -16,15 +16,15 @@ from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_r
 from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
 
-from kvstore import movers
+from kvstore.catalog.plans import Place
 from kvstore.engine import CacheEngine
 from kvstore.errors import FolderOwnedError, TierTimeoutError
-from kvstore.plans import Place
-from kvstore.tiers._chunkio import ChunkIO
 from kvstore.tiers.base import Outcome, Tier, Transfer
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.striped import StripedTier, open_folders
-from kvstore.wrappers import Deadline, Fault, FaultInjector, FaultKind
+from kvstore.tiers.disk.chunkio import ChunkIO
+from kvstore.tiers.disk.striped import StripedTier, open_folders
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import Deadline, Fault, FaultInjector, FaultKind
+from kvstore.transfer import mover
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
@@ -147,7 +147,7 @@ def test_close_is_bounded_while_a_disk_hangs(
     """The tiers have longer deadlines than the caller gave; what hangs is closed behind, and then free again."""
     rig, tokens = Rig(), tokens_of(1, 64)
     folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
-    monkeypatch.setattr(movers, "_END_WAIT_S", 0.5)
+    monkeypatch.setattr(mover, "_END_WAIT_S", 0.5)
     engine = rig.open(local_disk=folders, io_timeout_s=2 if what == "read" else 40, local_cpu=False)
     if what == "read":
         rig.store(engine, tokens)

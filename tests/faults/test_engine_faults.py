@@ -14,11 +14,11 @@ from support.gate import HANG_GUARD_S, Gate
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.errors import TierError
-from kvstore.flushed import Flushed
 from kvstore.keys import NO_EXTRAS
 from kvstore.requests import hash_tokens
 from kvstore.tiers.base import Outcome
-from kvstore.wrappers import CircuitBreaker, find
+from kvstore.tiers.guards import CircuitBreaker, find
+from kvstore.transfer.flushed import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

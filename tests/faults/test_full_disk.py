@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, put
 
-from kvstore.tiers import _survey
 from kvstore.tiers.base import Outcome
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import survey
+from kvstore.tiers.disk.tier import DiskTier
 
 DISK_BYTES = 24 << 20
 CAPACITY_BYTES = 4 * DISK_BYTES  # more than there is, as when others fill the filesystem after the start
@@ -58,7 +58,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def tier(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
-    monkeypatch.setattr(_survey, "check_room", lambda *_: None)  # the disk had the room when the engine started
+    monkeypatch.setattr(survey, "check_room", lambda *_: None)  # the disk had the room when the engine started
     tier = DiskTier(disk / "cache", MINE, EVEN, CAPACITY_BYTES)
     tier.scan()
     yield tier

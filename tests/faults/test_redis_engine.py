@@ -12,10 +12,10 @@ from support.checks import check_idle
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
-from kvstore import opening
+from kvstore import assembly
+from kvstore.assembly import RemoteOptions
 from kvstore.errors import TierError
-from kvstore.flushed import Flushed
-from kvstore.opening import RemoteOptions
+from kvstore.transfer.flushed import Flushed
 
 TOKENS = tokens_of(1, 40)
 WAIT_S = 30.0
@@ -87,7 +87,7 @@ def test_a_start_without_redis_and_its_return(
     rig: Rig, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, a cache that works without it, and then with it."""
-    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     server.kill()
     with caplog.at_level(logging.INFO), rig.open(remote=options_of(server)) as engine:
         assert "the remote tier cannot be used now" in caplog.text

@@ -28,11 +28,11 @@ from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError, 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers._redis_chunk import PART_BYTES, UNCOMMITTED_TTL_S, ChunkIO
-from kvstore.tiers._redis_wire import Link, Reply, pack
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, Tier, TierSetup, Transfer
-from kvstore.tiers.redis import RedisTier
-from kvstore.wrappers import Deadline
+from kvstore.tiers.guards import Deadline
+from kvstore.tiers.redis.chunk import PART_BYTES, UNCOMMITTED_TTL_S, ChunkIO
+from kvstore.tiers.redis.tier import RedisTier
+from kvstore.tiers.redis.wire import Link, Reply, pack
 
 TIMEOUT_S = 0.5
 BOUND_S = 15.0  # what must end at all; a time-out or two take 0.5 s each

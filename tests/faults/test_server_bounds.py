@@ -18,24 +18,24 @@ import zmq
 from support.cache_server import ServerThread, raw_peer, serving_ipc, serving_tcp
 from support.redis_server import wait_for
 
-from kvstore import wire
 from kvstore.errors import TierError
-from kvstore.keyfiles import make_keys, read_list, read_pair
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.pieces import checksum
-from kvstore.runs import PAGE_BYTES
+from kvstore.protocol import messages
+from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
+from kvstore.protocol.pieces import checksum
+from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import rack, watch
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
-from kvstore.server.operator import Operator
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import NO_QUOTA, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
-from kvstore.tiers._server_link import Link
-from kvstore.tiers._server_url import parse_server
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, TierSetup, Transfer
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.server import ServerTier
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.operator import Operator
+from kvstore.tiers.server.tier import ServerTier
+from kvstore.tiers.server.url import parse_server
 
 WAIT_S = 20.0
 A, B = make_ref(1), make_ref(2)
@@ -72,7 +72,7 @@ class Raw:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
 
-    def hello(self, fields: dict[str, str | int], geometry: wire.Geometry) -> wire.Welcome:
+    def hello(self, fields: dict[str, str | int], geometry: messages.Geometry) -> messages.Welcome:
         return self.link.hello(fields, geometry, 0)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class TestDiskThreads:
     def test_axes_that_codecs_cannot_divide_by(self, tmp_path: Path, axes: tuple[int, int, int]) -> None:
         with serving_ipc(disk=ShelfOptions(tmp_path, 1 << 20, codec="int8")) as server:
             client = Raw(server)
-            geometry = wire.Geometry((4096,), 1, 16, 16, "p", "bf16", axes)
+            geometry = messages.Geometry((4096,), 1, 16, 16, "p", "bf16", axes)
             with pytest.raises(TierError):
                 client.hello({"model": "x"}, geometry)
             client.close()
@@ -258,7 +258,9 @@ class TestMessages:
             tier.close()
 
     def test_a_message_that_never_ends_after_a_hello(self) -> None:
-        hello = wire.encode(wire.Hello(1, wire.PROTOCOL_VERSION, dict(MINE.fields), wire.Geometry.of(EVEN), 0, b""))
+        hello = messages.encode(
+            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), messages.Geometry.of(EVEN), 0, b"")
+        )
         with serving_tcp() as server:
             tier = open_tier(server)
             tier.put([make_transfer(EVEN, A)])
@@ -289,17 +291,21 @@ class TestMessages:
         with serving_tcp() as server:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
-            link.hello(dict(MINE.fields), wire.Geometry.of(layout), 0)
-            granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([ChunkRef(bytes(16), 8)])), wire.Granted)
+            link.hello(dict(MINE.fields), messages.Geometry.of(layout), 0)
+            granted = link.ask(
+                messages.Reserve(link.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])), messages.Granted
+            )
             gate = threading.Event()
             server.hub._report(partial(hold, gate))
             piece = bytes(2 << 20)
             for number in range(8):
                 offset = number * len(piece)
-                link.send(wire.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([piece])), [piece])
+                link.send(
+                    messages.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([piece])), [piece]
+                )
             gate.set()
             outcomes = [link.receive() for _ in range(8)]
-            assert all(isinstance(outcome, wire.Done) for outcome in outcomes)
+            assert all(isinstance(outcome, messages.Done) for outcome in outcomes)
             assert server.hub.num_malformed == 0
             link.close()
             context.term()
@@ -332,21 +338,21 @@ class TestHellos:
         with serving_tcp() as server:
             client = Raw(server)
             with pytest.raises(TierError, match="at most 16384 bytes"):
-                client.hello({f"f{number}": "x" * 1000 for number in range(20)}, wire.Geometry.of(EVEN))
+                client.hello({f"f{number}": "x" * 1000 for number in range(20)}, messages.Geometry.of(EVEN))
             assert not server.hub.stock.spaces
-            client.hello({f"f{number}": "x" * 1000 for number in range(15)}, wire.Geometry.of(EVEN))
+            client.hello({f"f{number}": "x" * 1000 for number in range(15)}, messages.Geometry.of(EVEN))
             client.close()
 
     @pytest.mark.parametrize(
         "geometry",
         [
-            wire.Geometry((4096,) * 1025, 1, 16, 16, "p", "opaque", None),
-            wire.Geometry((4,) * 1000, 1, 1, 1 << 20, "p", "opaque", None),
-            wire.Geometry((1 << 20,), 64, 16, 256, "p", "opaque", None),
+            messages.Geometry((4096,) * 1025, 1, 16, 16, "p", "opaque", None),
+            messages.Geometry((4,) * 1000, 1, 1, 1 << 20, "p", "opaque", None),
+            messages.Geometry((1 << 20,), 64, 16, 256, "p", "opaque", None),
         ],
         ids=["layers", "blocks", "bytes"],
     )
-    def test_a_geometry_that_nobody_could_serve(self, geometry: wire.Geometry) -> None:
+    def test_a_geometry_that_nobody_could_serve(self, geometry: messages.Geometry) -> None:
         with serving_tcp() as server:
             client = Raw(server)
             with pytest.raises(TierError):
@@ -375,12 +381,12 @@ class TestHellos:
     def test_checksums_of_pieces_that_overlap_take_no_room(self) -> None:
         with serving_tcp() as server:
             client = Raw(server)
-            client.hello(dict(MINE.fields), wire.Geometry.of(EVEN))
+            client.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
             link = client.link
-            granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([A])), wire.Granted)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
             for offset in range(400):
-                piece = wire.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([b"x"]))
-                link.ask(piece, wire.Done, [b"x"])
+                piece = messages.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([b"x"]))
+                link.ask(piece, messages.Done, [b"x"])
             (session,) = server.hub.sessions.by_peer.values()
             (lease,) = session.leases.values()
             assert len(lease.chunk.sums) <= 256
@@ -402,8 +408,8 @@ class TestPlaces:
                 assert chunk is not None
                 server.hub.stock.complete(chunk, is_whole=True)
             client, other = Raw(server), Raw(server)
-            client.hello({"model": "large"}, wire.Geometry.of(large))
-            other.hello({"model": "small"}, wire.Geometry.of(small))
+            client.hello({"model": "large"}, messages.Geometry.of(large))
+            other.hello({"model": "small"}, messages.Geometry.of(small))
             seen: list[int] = []
             lookup = server.hub.stock.lookup
 
@@ -415,15 +421,15 @@ class TestPlaces:
             gate = threading.Event()
             server.hub._report(partial(hold, gate))
             refs = [make_ref(number, 1) for number in range(5)]
-            client.link.send(wire.Reserve(1, wire.pack_refs(refs)))
+            client.link.send(messages.Reserve(1, messages.pack_refs(refs)))
             for _ in range(3):
-                other.link.send(wire.Lookup(other.link.new_serial(), wire.pack_refs([A])))
+                other.link.send(messages.Lookup(other.link.new_serial(), messages.pack_refs([A])))
             gate.set()
             granted = client.link.receive()
-            assert isinstance(granted, wire.Granted)
+            assert isinstance(granted, messages.Granted)
             assert [grant.lease > 0 for grant in granted.grants] == [True] * 5
             for _ in range(3):
-                assert isinstance(other.link.receive(), wire.Held)
+                assert isinstance(other.link.receive(), messages.Held)
             assert server.hub.stock.num_displaced == 1000
             assert min(seen) < 1000
             client.close()
@@ -443,9 +449,9 @@ class TestPlaces:
                 settle(server)
             monkeypatch.setattr(DiskTier, "get", get_late)
             client = Raw(server)
-            client.hello(dict(MINE.fields), wire.Geometry.of(EVEN))
+            client.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
             for _ in range(20):
-                client.link.send(wire.Acquire(client.link.new_serial(), wire.pack_refs([make_ref(0)])))
+                client.link.send(messages.Acquire(client.link.new_serial(), messages.pack_refs([make_ref(0)])))
             wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
             gate.set()
             client.close()
@@ -457,28 +463,28 @@ class TestPlaces:
 
 
 ORDERS = [
-    wire.ClearSpaces(1, b""),
-    wire.Pin(1, bytes(8), b"", True),
-    wire.Explain(1, bytes(8), b""),
-    wire.Pins(1),
-    wire.UnpinSpaces(1, b""),
+    messages.ClearSpaces(1, b""),
+    messages.Pin(1, bytes(8), b"", True),
+    messages.Explain(1, bytes(8), b""),
+    messages.Pins(1),
+    messages.UnpinSpaces(1, b""),
 ]
 
 
 class TestOrders:
     @pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
-    def test_are_for_those_who_run_the_server(self, order: wire.Order) -> None:
+    def test_are_for_those_who_run_the_server(self, order: messages.Order) -> None:
         with serving_tcp() as server:
             tier = open_tier(server)
             tier.put([make_transfer(EVEN, A)])
             client = Raw(server)
             with pytest.raises(TierError, match="those who run the server"):
-                client.link.ask(order, wire.Report)
+                client.link.ask(order, messages.Report)
             client.close()
             stranger = Raw(server)  # a session changes nothing
-            stranger.hello(dict(MINE.fields), wire.Geometry.of(EVEN))
+            stranger.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
             with pytest.raises(TierError, match="those who run the server"):
-                stranger.link.ask(order, wire.Report)
+                stranger.link.ask(order, messages.Report)
             stranger.close()
             assert tier.contains([A]) == [True]
             tier.close()
@@ -489,7 +495,7 @@ class TestOrders:
                 tier = open_tier(server)
                 tier.put([make_transfer(EVEN, A)])
                 client = Raw(server)
-                assert b"1" in client.link.ask(wire.ClearSpaces(1, b""), wire.Report).body
+                assert b"1" in client.link.ask(messages.ClearSpaces(1, b""), messages.Report).body
                 assert tier.contains([A]) == [False]
                 client.close()
                 tier.close()
@@ -531,8 +537,8 @@ class TestPins:
             (space_id,) = hub.stock.spaces
             client = Raw(server)
             for ref, seconds in ((A, 0), (B, 10**9)):
-                asked = wire.Pin(1, space_id, wire.pack_refs([ref]), True, seconds)
-                assert b"1" in client.link.ask(asked, wire.Report).body
+                asked = messages.Pin(1, space_id, messages.pack_refs([ref]), True, seconds)
+                assert b"1" in client.link.ask(asked, messages.Report).body
             now_s = time.monotonic()
             ends = [chunk.pin_end_s for chunk in hub.stock.pins]
             assert all(now_s < end_s <= now_s + 100 for end_s in ends)
@@ -548,7 +554,7 @@ class TestPins:
             tier.put([make_transfer(EVEN, A)])
             client = Raw(server)
             (space_id,) = server.hub.stock.spaces
-            client.link.ask(wire.Pin(1, space_id, wire.pack_refs([A]), True), wire.Report)
+            client.link.ask(messages.Pin(1, space_id, messages.pack_refs([A]), True), messages.Report)
             wait_for("it has ended", lambda: server.hub.stock.pinned_bytes == 0)
             client.close()
             tier.close()

@@ -16,13 +16,13 @@ from support.checks import check_idle
 from support.redis_server import wait_for
 from support.rig import CHUNK, Rig, tokens_of
 
-from kvstore import opening
-from kvstore.borrowing import BATCH
+from kvstore import assembly
+from kvstore.assembly import RemoteOptions
 from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError, TierError
-from kvstore.flushed import Flushed
-from kvstore.opening import RemoteOptions
 from kvstore.tiers.cpu import CpuTier
+from kvstore.transfer.borrowing import BATCH
+from kvstore.transfer.flushed import Flushed
 
 TOKENS = tokens_of(1, 40)
 LONG = tokens_of(3, 20 * CHUNK)
@@ -153,7 +153,7 @@ class TestPassage:
     @pytest.mark.parametrize("deadly", ["kill", "freeze"])
     def test_a_server_that_goes_in_the_middle(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, deadly: str) -> None:
         """What was lent is still right, the rest is missing, and when it is back all works again."""
-        monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
+        monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
         before = mapped_pools()
         with short_folder() as folder:
             server = ServerProcess(folder, f"local_disk: {folder}/disk\nmax_local_disk_size: 0.1\n").start()
@@ -199,7 +199,7 @@ def test_a_start_without_it_and_its_return(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, a cache that works without it, and then with it."""
-    monkeypatch.setattr(opening, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     with short_folder() as folder:
         server = ServerProcess(folder)
         with caplog.at_level(logging.INFO), rig.open(remote=options_of(server.url)) as engine:

@@ -35,26 +35,26 @@ from support.cache_server import (
 )
 from support.redis_server import free_port, wait_for
 
-from kvstore import wire
 from kvstore.errors import ClosedError, ConfigError, TierError
-from kvstore.keyfiles import make_keys, read_list, read_pair
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.pieces import checksum
-from kvstore.runs import PAGE_BYTES
+from kvstore.protocol import messages
+from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
+from kvstore.protocol.pieces import checksum
+from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import sessions
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.turns import Turns
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
-from kvstore.tiers._server_link import Link, NoSessionError
-from kvstore.tiers._server_moves import Mapped
-from kvstore.tiers._server_url import parse_server
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.server import ServerTier
-from kvstore.wrappers import GuardOptions, guarded
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import GuardOptions, guarded
+from kvstore.tiers.server.link import Link, NoSessionError
+from kvstore.tiers.server.moves import Mapped
+from kvstore.tiers.server.tier import ServerTier
+from kvstore.tiers.server.url import parse_server
 
 A, B = make_ref(1), make_ref(2)
 BIG = KVLayout(page_bytes=(1 << 20,), planes=1, block_tokens=16, chunk_tokens=64)
@@ -68,7 +68,7 @@ def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **
 def open_link(url: str, layout: KVLayout = EVEN) -> tuple[zmq.Context[zmq.Socket[bytes]], Link]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, parse_server(url, {}))
-    link.hello(dict(MINE.fields), wire.Geometry.of(layout), 0)
+    link.hello(dict(MINE.fields), messages.Geometry.of(layout), 0)
     return context, link
 
 
@@ -205,8 +205,8 @@ class TestLeases:
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
         context, link = open_link(server.url)
-        link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([B])), wire.Granted)
-        link.ask(wire.Acquire(link.new_serial(), wire.pack_refs([A])), wire.Granted)
+        link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
+        link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
         assert server.hub.sessions.num_leases == 2
         link.close()
         check_quiet(server)
@@ -241,10 +241,10 @@ class TestLeases:
         fds = set(server.hub._by_fd)
         server.hub._receive = change_places  # type: ignore[method-assign]
         try:
-            other.ask(wire.Lookup(other.new_serial(), wire.pack_refs([A])), wire.Held)
+            other.ask(messages.Lookup(other.new_serial(), messages.pack_refs([A])), messages.Held)
             opener.join(10)
             new = came[0][1]
-            assert new.ask(wire.Lookup(new.new_serial(), wire.pack_refs([A])), wire.Held).found == b"\0"
+            assert new.ask(messages.Lookup(new.new_serial(), messages.pack_refs([A])), messages.Held).found == b"\0"
             return set(server.hub._by_fd) == fds
         finally:
             for its_context, link in ((context, other), *came):
@@ -254,13 +254,13 @@ class TestLeases:
     def test_a_lease_of_before_is_worth_nothing(self, server: ServerThread) -> None:
         """Neither of another connection, nor one that was given back."""
         context, link = open_link(server.url)
-        granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([B])), wire.Granted)
+        granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
         (lease,) = (grant.lease for grant in granted.grants)
         other_context, other = open_link(server.url)
-        failed = wire.pack_outcomes([Outcome.FAILED])
-        assert other.ask(wire.Commit(other.new_serial(), [lease], True), wire.Done).outcomes == failed
-        assert link.ask(wire.Commit(link.new_serial(), [lease], False), wire.Done).outcomes == failed
-        assert link.ask(wire.Commit(link.new_serial(), [lease], True), wire.Done).outcomes == failed
+        failed = messages.pack_outcomes([Outcome.FAILED])
+        assert other.ask(messages.Commit(other.new_serial(), [lease], True), messages.Done).outcomes == failed
+        assert link.ask(messages.Commit(link.new_serial(), [lease], False), messages.Done).outcomes == failed
+        assert link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done).outcomes == failed
         link.close()
         other.close()
         check_quiet(server)
@@ -274,7 +274,7 @@ class TestLeases:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A)])
             context, link = open_link(server.url)
-            granted = link.ask(wire.Acquire(link.new_serial(), wire.pack_refs([A])), wire.Granted)
+            granted = link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
             before = server.hub.pool.parts(granted.grants[0].runs, 0, EVEN.slot_bytes)[0].copy()
             for number in range(2000):
                 tier.put([make_transfer(EVEN, make_ref(number % 600))])
@@ -288,11 +288,11 @@ class TestLeases:
 
     def test_a_write_that_clear_overtook(self, server: ServerThread) -> None:
         context, link = open_link(server.url)
-        granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([B])), wire.Granted)
+        granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
         tier = open_tier(server.url)
         tier.clear()
-        done = link.ask(wire.Commit(link.new_serial(), [granted.grants[0].lease], True), wire.Done)
-        assert done.outcomes == wire.pack_outcomes([Outcome.FAILED])
+        done = link.ask(messages.Commit(link.new_serial(), [granted.grants[0].lease], True), messages.Done)
+        assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
         assert tier.contains([B]) == [False]
         link.close()
         context.term()
@@ -302,7 +302,7 @@ class TestLeases:
         with serving_ipc(pool_bytes=64 << 20) as server:
             context, link = open_link(server.url, BIG)
             refs = [make_ref(number) for number in range(16)]
-            granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs(refs)), wire.Granted)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs(refs)), messages.Granted)
             assert sum(grant.lease > 0 for grant in granted.grants) == 4
             tier = open_tier(server.url, BIG)
             assert tier.put([make_transfer(BIG, make_ref(99))]) == [Outcome.STORED]
@@ -313,8 +313,8 @@ class TestLeases:
     def test_a_frozen_client_keeps_its_place_until_it_is_gone(self) -> None:
         """It may write there when it goes on, so nobody else gets it."""
         code = (
-            "import sys, zmq, time; from kvstore import wire; from kvstore.tiers._server_link import Link;"
-            "from kvstore.tiers._server_url import parse_server; from kvstore.testing.harness import *;"
+            "import sys, zmq, time; from kvstore import wire; from kvstore.tiers.server.link import Link;"
+            "from kvstore.tiers.server.url import parse_server; from kvstore.testing.harness import *;"
             "link = Link(zmq.Context(), parse_server(sys.argv[1], {}));"
             "link.hello(dict(MINE.fields), wire.Geometry.of(EVEN), 0);"
             "link.ask(wire.Reserve(1, wire.pack_refs([make_ref(7)])), wire.Granted); print('reserved', flush=True);"
@@ -343,7 +343,7 @@ class TestLeases:
         """A process that is forked, and outlives the client, has no hold of its places."""
         with serving_ipc() as server:
             context, link = open_link(server.url)
-            link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([B])), wire.Granted)
+            link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([B])), messages.Granted)
             child = os.fork()
             if not child:
                 time.sleep(WAIT_S)
@@ -465,11 +465,11 @@ class TestMalformed:
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
         context, link = open_link(server.url)
-        link.ask(wire.Acquire(link.new_serial(), wire.pack_refs([A])), wire.Granted)
+        link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
         link._socket.send(b"\x93\x01nonsense")
         wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
         with pytest.raises(TierError):
-            link.ask(wire.Lookup(link.new_serial(), b""), wire.Held)
+            link.ask(messages.Lookup(link.new_serial(), b""), messages.Held)
         link.close()
         check_quiet(server)
         assert check_read(tier, A) is Outcome.HIT
@@ -501,7 +501,7 @@ class TestMalformed:
             for number, connection in enumerate(slow):
                 connection.sendall((b"\xff" + bytes(8) + b"\x7f\x03" + bytes(64))[: 3 * number])
             half = raw_peer(server)
-            half.sendall(b"\x02" + wire.MAX_FRAME_BYTES.to_bytes(8, "big") + b"x" * 1000)  # a frame that was begun
+            half.sendall(b"\x02" + messages.MAX_FRAME_BYTES.to_bytes(8, "big") + b"x" * 1000)  # a frame that was begun
             huge = raw_peer(server)
             huge.sendall(b"\x02" + (1 << 40).to_bytes(8, "big") + b"x" * 1000)
             huge.settimeout(WAIT_S)
@@ -516,13 +516,13 @@ class TestMalformed:
     def test_a_piece_that_was_damaged_on_its_way(self) -> None:
         with serving_tcp() as server:
             context, link = open_link(server.url)
-            granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([A])), wire.Granted)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
             lease = granted.grants[0].lease
             payload = make_payload(EVEN, A)
-            piece = wire.Piece(link.new_serial(), lease, 0, bytes(8))
-            assert link.ask(piece, wire.Done, [payload]).outcomes == wire.pack_outcomes([Outcome.FAILED])
-            done = link.ask(wire.Commit(link.new_serial(), [lease], True), wire.Done)
-            assert done.outcomes == wire.pack_outcomes([Outcome.FAILED])
+            piece = messages.Piece(link.new_serial(), lease, 0, bytes(8))
+            assert link.ask(piece, messages.Done, [payload]).outcomes == messages.pack_outcomes([Outcome.FAILED])
+            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
             link.close()
             check_quiet(server)
             context.term()
@@ -530,23 +530,23 @@ class TestMalformed:
     def test_a_chunk_of_which_a_part_never_came(self) -> None:
         with serving_tcp() as server:
             context, link = open_link(server.url)
-            granted = link.ask(wire.Reserve(link.new_serial(), wire.pack_refs([A])), wire.Granted)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
             lease = granted.grants[0].lease
             part = make_payload(EVEN, A)[:4096]
-            link.ask(wire.Piece(link.new_serial(), lease, 0, checksum([part])), wire.Done, [part])
-            done = link.ask(wire.Commit(link.new_serial(), [lease], True), wire.Done)
-            assert done.outcomes == wire.pack_outcomes([Outcome.FAILED])
+            link.ask(messages.Piece(link.new_serial(), lease, 0, checksum([part])), messages.Done, [part])
+            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
             link.close()
             context.term()
 
     def test_another_version(self, server: ServerThread) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = Link(context, parse_server(server.url, {}))
-        hello = wire.Hello(1, 99, {}, wire.Geometry.of(EVEN), 0, link.token)
+        hello = messages.Hello(1, 99, {}, messages.Geometry.of(EVEN), 0, link.token)
         with pytest.raises(TierError, match="version 1 of the protocol, not 99"):
-            link.ask(hello, wire.Welcome)
+            link.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
-            link.ask(wire.Lookup(2, b""), wire.Held)
+            link.ask(messages.Lookup(2, b""), messages.Held)
         link.close()
         context.term()
 
@@ -562,7 +562,7 @@ def fuzz(server: ServerThread, count: int) -> None:
         if link is None:
             link = Link(context, parse_server(server.url, {}))
             if dice.random() < 0.7:
-                link.hello(dict(MINE.fields), wire.Geometry.of(EVEN), 0)
+                link.hello(dict(MINE.fields), messages.Geometry.of(EVEN), 0)
         link._socket.send_multipart(malformed(dice))
         if number % 2:  # after the first that is malformed nothing more is listened to
             link._socket.linger = 5000
@@ -581,18 +581,20 @@ def fuzz(server: ServerThread, count: int) -> None:
 
 def malformed(dice: random.Random) -> list[bytes]:
     """A message that is not quite right, or not at all."""
-    good: list[wire.Request] = [
-        wire.Lookup(1, wire.pack_refs([A, B])),
-        wire.Reserve(1, wire.pack_refs([B])),
-        wire.Acquire(1, wire.pack_refs([A])),
-        wire.Commit(1, [dice.randrange(100)], dice.random() < 0.5),
-        wire.Fetch(1, dice.randrange(100), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)),
-        wire.Piece(1, dice.randrange(100), dice.randrange(1 << 20), bytes(8)),
-        wire.Scan(1, dice.randrange(1 << 40)),
-        wire.Hello(1, 1, {"model": "fuzz"}, wire.Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)),
-        wire.Explain(1, bytes(8), b""),
+    good: list[messages.Request] = [
+        messages.Lookup(1, messages.pack_refs([A, B])),
+        messages.Reserve(1, messages.pack_refs([B])),
+        messages.Acquire(1, messages.pack_refs([A])),
+        messages.Commit(1, [dice.randrange(100)], dice.random() < 0.5),
+        messages.Fetch(1, dice.randrange(100), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)),
+        messages.Piece(1, dice.randrange(100), dice.randrange(1 << 20), bytes(8)),
+        messages.Scan(1, dice.randrange(1 << 40)),
+        messages.Hello(
+            1, 1, {"model": "fuzz"}, messages.Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)
+        ),
+        messages.Explain(1, bytes(8), b""),
     ]
-    data = bytearray(wire.encode(dice.choice(good)))
+    data = bytearray(messages.encode(dice.choice(good)))
     kind = dice.randrange(5)
     if kind == 0:
         del data[dice.randrange(len(data)) :]

@@ -11,12 +11,12 @@ from support.cache_server import ServerProcess, short_folder
 from support.redis_server import wait_for
 
 from kvstore.keys import Namespace
-from kvstore.server.operator import Operator
 from kvstore.server.rack import MAX_OPEN
 from kvstore.testing.harness import EVEN, MINE, make_ref, make_transfer
-from kvstore.tiers._server_url import parse_server
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
-from kvstore.tiers.server import ServerTier
+from kvstore.tiers.server.operator import Operator
+from kvstore.tiers.server.tier import ServerTier
+from kvstore.tiers.server.url import parse_server
 
 A = make_ref(1)
 _POOL_THREADS = 12  # of the pools for reading, writing and copying: each begins them as it first needs them

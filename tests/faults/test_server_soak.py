@@ -18,8 +18,8 @@ from support.cache_server import ServerProcess, short_folder
 from support.redis_server import free_port, wait_for
 from support.server_client import Result
 
-from kvstore.server.operator import Operator
-from kvstore.tiers._server_url import parse_server
+from kvstore.tiers.server.operator import Operator
+from kvstore.tiers.server.url import parse_server
 
 TESTS = Path(__file__).resolve().parents[1]
 

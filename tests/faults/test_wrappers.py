@@ -21,7 +21,7 @@ from support.schedules import schedules
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
-from kvstore.wrappers import (
+from kvstore.tiers.guards import (
     BreakerState,
     CircuitBreaker,
     Deadline,
@@ -318,7 +318,7 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
         "import threading\n"
         "from support.rig import FakeTier\n"
         "from kvstore.errors import TierTimeoutError\n"
-        "from kvstore.wrappers import Deadline\n"
+        "from kvstore.tiers.guards import Deadline\n"
         "tier = FakeTier()\n"
         "tier.before_get = lambda: threading.Event().wait()\n"
         "try:\n"
@@ -842,7 +842,7 @@ def test_statistics_lose_no_call_of_many_threads() -> None:
 
 @given(st.lists(st.floats(1e-6, 500.0), min_size=1, max_size=200), st.floats(0.0, 1.0))
 def test_quantiles_are_bounds_that_are_nearly_reached(times_s: list[float], share: float) -> None:
-    from kvstore.wrappers import stats
+    from kvstore.tiers.guards import stats
 
     recorder = stats._Recorder()
     for time_s in times_s:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvstore.tools import warm as warming
+from kvstore.tools import warm
 from kvstore.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +57,12 @@ def test_there_are_programs() -> None:
 def test_the_page_is_a_program(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, with nothing defined beforehand. Only warming, which needs a model, is stood in for."""
 
-    def warmed(*arguments: Any, **options: Any) -> warming.WarmReport:
-        inspect.signature(warm).bind(*arguments, **options)
-        return warming.WarmReport()
+    def warmed(*arguments: Any, **options: Any) -> warm.WarmReport:
+        inspect.signature(real).bind(*arguments, **options)
+        return warm.WarmReport()
 
-    warm = warming.warm  # tests/e2e/test_warm.py runs it
-    monkeypatch.setattr(warming, "warm", warmed)
+    real = warm.warm  # tests/e2e/test_warm.py runs it
+    monkeypatch.setattr(warm, "warm", warmed)
     monkeypatch.chdir(tmp_path)
     exec(compile(program(page), str(page), "exec"), {"__name__": page.stem})
 

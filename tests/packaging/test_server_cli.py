@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvstore.keys import PrefixHasher
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, TierSetup
-from kvstore.tiers.server import ServerTier
+from kvstore.tiers.server.tier import ServerTier
 from kvstore.tools.cli import app
 
 RUNNER = CliRunner()

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.policies import POLICIES, open_policy
-from kvstore.simulation import SimulatedStore, best_hits
+from kvstore.policies.simulation import SimulatedStore, best_hits
 from kvstore.tools.cli import app
 
 RUNNER = CliRunner()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.leases import HOLDS_PER_SLOT
-from kvstore.plans import Place
-from kvstore.tiers.disk import DiskTier
-from kvstore.wrappers import layers
+from kvstore.catalog.leases import HOLDS_PER_SLOT
+from kvstore.catalog.plans import Place
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import layers
 
 if TYPE_CHECKING:
+    from kvstore.catalog.index import ChunkIndex
     from kvstore.engine import CacheEngine
-    from kvstore.index import ChunkIndex
 
 
 def check_index(index: ChunkIndex) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import chunkfile
+from kvstore.format import chunkfile
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers import _folder
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.disk import folder as _folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ def flip_header(path: Path) -> None:
 _STORE = """
 import random, sys
 from pathlib import Path
-from kvstore.tiers.striped import open_folders
+from kvstore.tiers.disk.striped import open_folders
 from support.diskwork import EVEN, MINE, make_ref, put
 tier = open_folders([Path(name) for name in sys.argv[3:]], MINE, EVEN, int(sys.argv[1]))
 tier.scan()

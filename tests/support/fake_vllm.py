@@ -25,21 +25,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore import opening
-from kvstore.adapters.vllm.announcer import ANNOUNCED, Adapter, Removed, Stored
-from kvstore.adapters.vllm.choice import LoadRules
-from kvstore.adapters.vllm.disagg import Handover
-from kvstore.adapters.vllm.handovers import HandoverOptions
-from kvstore.adapters.vllm.params import NO_PARAMS, RequestParams
-from kvstore.adapters.vllm.scheduler import SchedulerOptions, StoreScheduler
-from kvstore.adapters.vllm.steps import StepPlan, StepReport
-from kvstore.adapters.vllm.tracker import SaveRules
-from kvstore.adapters.vllm.worker import PushOptions, StoreWorker, WorkerOptions
-from kvstore.binding import bind_paged_kv
-from kvstore.index import ChunkIndex
+from kvstore import assembly
+from kvstore.adapters.vllm.plan import StepPlan, StepReport
+from kvstore.adapters.vllm.requests.disagg import Handover
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
+from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
+from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
+from kvstore.assembly import EngineOptions, RemoteOptions
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
-from kvstore.opening import EngineOptions, RemoteOptions
-from kvstore.plans import Place
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.remote import REMOTE, FakeServer
 
@@ -255,7 +255,7 @@ class FakeVllm:
             [np.full((setup.gpu_blocks, BLOCK), GARBAGE, np.int64) for _ in range(layers)] for layers in stages
         ]
         self.workers: list[StoreWorker] = []
-        with patch.object(opening, "open_tier", setup.server.open) if setup.server else nullcontext():
+        with patch.object(assembly, "open_tier", setup.server.open) if setup.server else nullcontext():
             try:
                 self.workers.extend(self._worker(rank) for rank in range(len(stages)))
                 self.scheduler.connect([worker.facts() for worker in self.workers])

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from kvstore.tools.demo.client import read_counter
-from kvstore.tools.proxy import Proxy
-from kvstore.tools.proxy_options import ProxyOptions, Receiver
+from kvstore.tools.proxy.options import ProxyOptions, Receiver
+from kvstore.tools.proxy.process import Proxy
 from support.fake_engine import HttpThread
 
 PATH = "/v1/completions"

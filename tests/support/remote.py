@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore import opening
-from kvstore.opening import RemoteOptions
+from kvstore import assembly
+from kvstore.assembly import RemoteOptions
+from kvstore.handover.transport import Parcel, Transport
 from kvstore.tiers.base import Outcome
-from kvstore.transports.base import Parcel, Transport
 from support.rig import FakeTier
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _FakeTransport(Transport):
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     """Let engines opened from now on with ``REMOTE`` use this server."""
     server = FakeServer()
-    monkeypatch.setattr(opening, "open_tier", server.open)
+    monkeypatch.setattr(assembly, "open_tier", server.open)
     return server
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvstore import opening
-from kvstore.binding import bind_paged_kv
+from kvstore import assembly
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.keys import Namespace
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, Transfer
 
 if TYPE_CHECKING:
@@ -195,4 +195,4 @@ class FakeTier(Tier):
 
 def install(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> None:
     """Let engines opened from now on use ``tier`` as their disk."""
-    monkeypatch.setattr(opening, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))
+    monkeypatch.setattr(assembly, "open_folders", lambda *_args, wrap, **_keywords: wrap(tier))

@@ -10,7 +10,7 @@ from kvstore.keys import KeyExtras, Namespace
 from kvstore.layout import KVLayout
 from kvstore.requests import chunk_refs, hash_tokens
 from kvstore.tiers.base import ChunkRef, Outcome
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
 from support.diskwork import flip_payload, make_transfer, path_of
 

@@ -21,7 +21,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.testing.harness import make_buffer
 from kvstore.tiers.base import UNBOUNDED_BYTES, ByteArray, ChunkRef, Outcome, TierSetup, Transfer
-from kvstore.tiers.server import ServerTier
+from kvstore.tiers.server.tier import ServerTier
 
 LAYOUTS = [
     KVLayout(page_bytes=(size,) * 4, planes=1, block_tokens=16, chunk_tokens=64) for size in (4096, 20_000, 65_536)

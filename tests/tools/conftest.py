@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import ChunkRef, Outcome
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.cli import app
 
 Run = Callable[..., Result]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore import chunkfile
-from kvstore.binding import bind_paged_kv
 from kvstore.errors import ConfigError
+from kvstore.format import chunkfile
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.calc import Geometry, calculate, geometry_of
 
 LLAMA_8B = {

@@ -17,13 +17,13 @@ from support.example_tier import MODULE, install_example
 from support.redis_server import RedisServer, free_port, running
 
 from kvstore.config import StoreConfig
-from kvstore.hostlimits import MemoryLimit
-from kvstore.packs import PackWriter, Shard
+from kvstore.format.pack import PackWriter, Shard
+from kvstore.memory.limits import MemoryLimit
 from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.tiers._folder import FolderLock, make_folder
-from kvstore.tools import doctor
-from kvstore.tools.doctor import diagnose
-from kvstore.tools.findings import Finding
+from kvstore.tiers.disk.folder import FolderLock, make_folder
+from kvstore.tools.doctor import machine
+from kvstore.tools.doctor.findings import Finding
+from kvstore.tools.doctor.machine import diagnose
 
 
 def look(config: dict[str, Any], *, workers: int = 1, needed_gb_per_s: float = 1e-9) -> dict[str, list[Finding]]:
@@ -48,7 +48,7 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("left", "state"), [(2 << 30, "error"), (4 << 30, "warning"), (40 << 30, "ok")])
 def test_memory_of_all_workers(monkeypatch: pytest.MonkeyPatch, left: int, state: str) -> None:
     limit = MemoryLimit(left, "/sys/fs/cgroup/memory.max")
-    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: limit)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: limit)
     (finding,) = look({"max_local_cpu_size": 1.0}, workers=4)["memory"]
     assert finding.state == state
     assert "memory.max" in finding.found
@@ -81,7 +81,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [f.found.split(",")[0] for f in look({**folder, "max_local_disk_size": 1e5})[topic] if f.state == "error"]
     slow = look(folder, needed_gb_per_s=1e6)[topic]
     assert [f for f in slow if f.state == "warning" and "faster disk" in f.remedy]
-    monkeypatch.setattr(doctor, "probe_direct", lambda _: False)
+    monkeypatch.setattr(machine, "probe_direct", lambda _: False)
     assert "warning" in states(look(folder)[topic])
     assert "error" in states(look({**folder, "use_odirect": True})[topic])
     file = tmp_path / "file"
@@ -174,7 +174,7 @@ def test_a_tier_whose_package_is_missing(url: str, missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from kvstore.config import StoreConfig\n"
-        "from kvstore.tools.doctor_remote import elsewhere\n"
+        "from kvstore.tools.doctor.remote import elsewhere\n"
         f"for found in elsewhere(StoreConfig(remote_url={url!r})): print(found.state, found.found)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -14,12 +14,12 @@ from support.diskwork import make_ref, path_of
 from support.redis_server import free_port
 
 from kvstore.errors import ConfigError, FolderOwnedError, TierError
-from kvstore.tiers._folder import FolderLock, make_folder
 from kvstore.tiers.base import Outcome, Transfer
-from kvstore.tiers.disk import DiskTier
-from kvstore.tools import warm as warming
+from kvstore.tiers.disk.folder import FolderLock, make_folder
+from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.pack import Source, Target, export, import_pack
-from kvstore.tools.warm import WarmReport
+from kvstore.tools.warm import warming
+from kvstore.tools.warm.warming import WarmReport
 
 Fill = Callable[..., Path]
 REFS = [make_ref(number) for number in range(5)]
@@ -115,7 +115,7 @@ def test_warm_that_cannot_start(
 ) -> None:
     """Whoever refuses, the tiers or vLLM: it is told in a line, and nothing was done."""
 
-    from kvstore.adapters.vllm import offline
+    from kvstore.adapters.vllm.offline import engine as offline
 
     def refuse(**_: object) -> None:
         raise error

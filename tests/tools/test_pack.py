@@ -18,13 +18,13 @@ from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get,
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
+from kvstore.assembly import RemoteOptions
 from kvstore.errors import ConfigError, FolderOwnedError
+from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
 from kvstore.keys import Namespace
-from kvstore.opening import RemoteOptions
-from kvstore.packs import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, Target, export, import_pack
 
@@ -279,7 +279,7 @@ def test_without_room(packed: Path, tmp_path: Path) -> None:
 
 
 def path_size(layout: Any) -> int:
-    from kvstore import chunkfile
+    from kvstore.format import chunkfile
 
     return chunkfile.file_bytes(layout, 8)
 

@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.tools.demo.client import TOKENS_LOADED
 from kvstore.tools.prefetch import prefetch
-from kvstore.tools.prompts import read_prompts
+from kvstore.tools.warm.prompts import read_prompts
 
 
 class Server(BaseHTTPRequestHandler):

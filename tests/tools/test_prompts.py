@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tools import prompts as prompts_tool
 from kvstore.tools.models import TINY, build_llama
-from kvstore.tools.prompts import (
+from kvstore.tools.warm import prompts as prompts_tool
+from kvstore.tools.warm.prompts import (
     Chat,
     Prompt,
     PromptError,

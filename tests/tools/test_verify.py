@@ -14,13 +14,13 @@ from support import diskwork
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running
 
-from kvstore import chunkfile
 from kvstore.errors import FolderOwnedError
+from kvstore.format import chunkfile
 from kvstore.keys import ChunkKey
-from kvstore.tiers import _folder
 from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, TierSetup
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tools.verify import QUARANTINE, verify
 
 Fill = Callable[..., Path]

@@ -13,9 +13,9 @@ from support.diskwork import EVEN
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import ChunkRef
 from kvstore.tools.commands.warming import _stopped_by_signals
-from kvstore.tools.prompts import Prompt
-from kvstore.tools.wanted import Sharing, refs_of
-from kvstore.tools.warm import WarmReport, Work, warm_with
+from kvstore.tools.warm.prompts import Prompt
+from kvstore.tools.warm.wanted import Sharing, refs_of
+from kvstore.tools.warm.warming import WarmReport, Work, warm_with
 
 NO_PROMPT = Prompt("", ())
 

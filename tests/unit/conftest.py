@@ -14,7 +14,7 @@ from support.diskwork import (
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.tier import DiskTier
 
 CAPACITY_BYTES = 16 * CHUNK_BYTES
 

@@ -265,7 +265,7 @@ def test_what_cannot_be_opened_leaves_no_lock_behind(rig: Rig, tmp_path: Path, m
     with pytest.raises(ConfigError, match="single chunk"):
         rig.open(local_disk=tmp_path, max_local_disk_bytes=10)
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.disk.DiskTier.scan", lambda _self: 1 / 0)
+        patch.setattr("kvstore.tiers.disk.tier.DiskTier.scan", lambda _self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rig.open(local_disk=tmp_path)
     with rig.open(local_disk=tmp_path) as engine:

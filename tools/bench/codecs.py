@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
-from kvstore.codecs import CODEC_NAMES, open_codec
 from kvstore.errors import ConfigError
+from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.layout import KVLayout
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError, Pair, paired
@@ -24,7 +24,7 @@ from kvstore.tools.bench.samples import BenchError, Pair, paired
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.codecs import Codec
+    from kvstore.format.codecs import Codec
     from kvstore.tiers.base import ByteArray
     from kvstore.tools.bench.geometry import Geometry
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import xxhash
 
-from kvstore import chunkfile
-from kvstore.lanes import WRITE_THREADS
+from kvstore.format import chunkfile
 from kvstore.layout import round_up
-from kvstore.slabs import SlabPool
+from kvstore.memory.slabs import SlabPool
 from kvstore.tools.bench.samples import BenchError
+from kvstore.transfer.lane import WRITE_THREADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

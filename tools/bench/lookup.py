@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstore.catalog.index import ChunkIndex
 from kvstore.engine import CacheEngine, EngineOptions
-from kvstore.index import ChunkIndex
 from kvstore.keys import PrefixHasher
 from kvstore.policies import Adaptive
 from kvstore.tiers.base import ChunkRef

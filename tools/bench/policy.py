@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.policies import open_policy
-from kvstore.simulation import SimulatedStore
+from kvstore.policies.simulation import SimulatedStore
 
 CHAIN_CHUNKS = 16
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.tiers.base import ByteArray
-    from kvstore.tiers.redis import RedisTier
+    from kvstore.tiers.redis.tier import RedisTier
     from kvstore.tools.bench.workbench import Workbench
 
 # As docs/redis.md recommends: without it the server gives memory back to the system, and takes it again, page by page.
@@ -91,9 +91,9 @@ def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) 
         ConfigError: there is no redis-py, or the server does not start.
     """
     try:
-        from kvstore.tiers._redis_chunk import PART_BYTES  # noqa: PLC0415
-        from kvstore.tiers._redis_url import parse_target  # noqa: PLC0415
-        from kvstore.tiers.redis import RedisTier  # noqa: PLC0415 - an extra, not always there
+        from kvstore.tiers.redis.chunk import PART_BYTES  # noqa: PLC0415
+        from kvstore.tiers.redis.tier import RedisTier  # noqa: PLC0415 - an extra, not always there
+        from kvstore.tiers.redis.url import parse_target  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(str(error)) from error
     layout, num_chunks = workbench.paged.layout, workbench.num_chunks

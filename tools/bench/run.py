@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvstore.errors import ConfigError
-from kvstore.hostlimits import require_memory
+from kvstore.memory.limits import require_memory
 from kvstore.tools.bench.cpu import measure_cpu
 from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.adapters.vllm.announcer import Adapter, Announcer
-from kvstore.adapters.vllm.lookups import RemoteLookup
-from kvstore.directory import RemoteDirectory
-from kvstore.index import ChunkIndex
+from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
+from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.remote_view import RemoteView
 from kvstore.keys import Feature, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout
-from kvstore.remote import RemoteView
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import ChunkRef, TierSetup
+from kvstore.tiers.directory import RemoteDirectory
+from kvstore.tiers.guards import TierWrapper
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import NAMESPACE, Pair, require, timed
-from kvstore.wrappers import TierWrapper
 
 EVENT_CHUNKS = 50_000
 EVENT_ROUNDS = 100

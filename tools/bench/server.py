@@ -40,7 +40,7 @@ from kvstore.tools.bench.workbench import transfer_slots
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import ByteArray
-    from kvstore.tiers.server import ServerTier
+    from kvstore.tiers.server.tier import ServerTier
     from kvstore.tools.bench.workbench import Workbench
 
 LOOKUP_ROUND_TRIPS = 3
@@ -89,8 +89,8 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
         ConfigError: pyzmq or msgspec are not there, or the server does not start.
     """
     try:
-        from kvstore.tiers.server import ServerTier  # noqa: PLC0415 - an extra
-        from kvstore.wire import PIECE_BYTES  # noqa: PLC0415
+        from kvstore.protocol.messages import PIECE_BYTES  # noqa: PLC0415
+        from kvstore.tiers.server.tier import ServerTier  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ConfigError(str(error)) from error
     layout, num_chunks = workbench.paged.layout, workbench.num_chunks

@@ -19,7 +19,7 @@ _TIMEOUT_S = 120.0
 _CODE = """
 import time, torch
 begin_s = time.perf_counter()
-import kvstore.engine, kvstore.binding
+import kvstore.engine, kvstore.paged.binding
 print(time.perf_counter() - begin_s)
 """
 

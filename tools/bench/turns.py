@@ -29,7 +29,7 @@ from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.models import DEMO, build_llama
 
-MODULE: Final = "kvstore.adapters.vllm.turns"
+MODULE: Final = "kvstore.adapters.vllm.offline.turns"
 MARK: Final = "BENCH ANSWER "
 CONNECTORS: Final = ("example", "memory", "disk", "redis", "server")  # vLLM's ExampleConnector, and ours by tier
 PLAIN, CONTROL = "plain vLLM", "plain vLLM, again"

@@ -19,8 +19,8 @@ from kvstore.tools.models import DEMO, build_llama
 if TYPE_CHECKING:
     from kvstore.tools.bench.geometry import Geometry
 
-_MODULE: Final = "kvstore.adapters.vllm.measuring"
-_HANDOVER_MODULE: Final = "kvstore.adapters.vllm.measuring_handover"
+_MODULE: Final = "kvstore.adapters.vllm.offline.measuring"
+_HANDOVER_MODULE: Final = "kvstore.adapters.vllm.offline.measuring_handover"
 _RECEIVER_BYTES: Final = 512 << 20
 _MARK: Final = "BENCH SAMPLES "
 _NO_WORDS: Final = 8  # at the end of the made-up vocabulary

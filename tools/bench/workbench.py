@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstore.binding import bind_paged_kv
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.bench import limits
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError

@@ -36,7 +36,7 @@ def doctor(
     """
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.tools.calc import geometry_of  # noqa: PLC0415
-    from kvstore.tools.doctor import diagnose  # noqa: PLC0415
+    from kvstore.tools.doctor.machine import diagnose  # noqa: PLC0415
 
     try:
         loaded = load_config(path=config, log_warnings=False)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from kvstore.tiers.base import ChunkRef
     from kvstore.tools.pack import PackReport, Source, Target
-    from kvstore.tools.prompts import Prompt, Rejected
-    from kvstore.tools.wanted import Sharing
+    from kvstore.tools.warm.prompts import Prompt, Rejected
+    from kvstore.tools.warm.wanted import Sharing
 
 pack_app = typer.Typer(help="Ship chunks in one file: export, import.", no_args_is_help=True)
 
@@ -54,8 +54,8 @@ def export_command(
     passed by; the pack then holds the rest. Exits with 2 if there is nothing to export, or no pack can be written.
     """
     from kvstore.tools.pack import Source, export  # noqa: PLC0415
-    from kvstore.tools.prompts import Rejected, check_format, read_prompts  # noqa: PLC0415
-    from kvstore.tools.wanted import Lora, Sharing  # noqa: PLC0415
+    from kvstore.tools.warm.prompts import Rejected, check_format, read_prompts  # noqa: PLC0415
+    from kvstore.tools.warm.wanted import Lora, Sharing  # noqa: PLC0415
 
     try:
         source = Source(_one_folder(config, folder), namespace)
@@ -89,13 +89,13 @@ def import_command(
     differ are named: exits with 2, as if the target cannot be used. Exits with 1 if chunks are damaged, there is no
     room for them, or the target breaks in the middle.
     """
-    from kvstore.packs import open_pack  # noqa: PLC0415
+    from kvstore.format.pack import open_pack  # noqa: PLC0415
     from kvstore.tools.pack import import_pack, refuse_other_model  # noqa: PLC0415
 
     try:
         target, identity = _target(config, folder, redis, password, codec)
         if model is not None:
-            from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
+            from kvstore.adapters.vllm.glue.identity import fingerprint_folder  # noqa: PLC0415
 
             identity = f"files {fingerprint_folder(model)}"
         if identity is not None and not anyway:
@@ -123,8 +123,8 @@ def _refs(
     source: Source, prompts: Iterable[Prompt | Rejected], model: str | None, sharing: Sharing
 ) -> tuple[list[ChunkRef], list[Rejected]]:
     """The chunks of prompts, and what was passed by."""
-    from kvstore.tools.prompts import Rejected, load_tokenizer  # noqa: PLC0415
-    from kvstore.tools.wanted import wanted  # noqa: PLC0415
+    from kvstore.tools.warm.prompts import Rejected, load_tokenizer  # noqa: PLC0415
+    from kvstore.tools.warm.wanted import wanted  # noqa: PLC0415
 
     if model is None:
         raise ConfigError("--prompts needs --model, whose tokenizer reads them")

@@ -12,7 +12,7 @@ import typer
 
 from kvstore.errors import KVStoreError
 from kvstore.tools.console import FAILED, AsJson, errors, give_up
-from kvstore.tools.proxy_options import ProxyOptions, Receiver, read_key
+from kvstore.tools.proxy.options import ProxyOptions, Receiver, read_key
 
 
 def proxy(
@@ -69,7 +69,7 @@ def proxy(
         if check:
             _report(options, port, "checked", as_json=as_json)
             return
-        from kvstore.tools.proxy import run_proxy  # noqa: PLC0415 - an extra
+        from kvstore.tools.proxy.process import run_proxy  # noqa: PLC0415 - an extra
 
         is_complete = run_proxy(options, lambda bound: _report(options, bound, "ready", as_json=as_json))
     except KVStoreError as error:

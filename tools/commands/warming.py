@@ -41,9 +41,9 @@ def warm(
     Exits with 0 if everything is stored; with 1 if a prompt was skipped (its line is told) or a chunk could not be
     stored; with 2 if the configuration cannot be used; with 130 if interrupted, after what was computed is stored.
     """
-    from kvstore.tools.prompts import check_format, count_prompts, read_prompts  # noqa: PLC0415
-    from kvstore.tools.wanted import Lora  # noqa: PLC0415
-    from kvstore.tools.warm import warm as run  # noqa: PLC0415
+    from kvstore.tools.warm.prompts import check_format, count_prompts, read_prompts  # noqa: PLC0415
+    from kvstore.tools.warm.wanted import Lora  # noqa: PLC0415
+    from kvstore.tools.warm.warming import warm as run  # noqa: PLC0415
 
     try:
         format_, adapter = check_format(prompt_format), Lora.parse(lora)
@@ -97,7 +97,7 @@ def prefetch(
     Each prompt is sent to the server for one token; what is stored nowhere is computed. Exits with 1 if a prompt was
     refused, with 2 if the server does not answer, with 130 if interrupted.
     """
-    from kvstore.tools.prompts import check_format, count_prompts, read_prompts  # noqa: PLC0415
+    from kvstore.tools.warm.prompts import check_format, count_prompts, read_prompts  # noqa: PLC0415
 
     try:
         from kvstore.tools.prefetch import prefetch as run  # noqa: PLC0415 - an extra
@@ -139,7 +139,7 @@ def _engine_args(arguments: list[str]) -> dict[str, object]:
         ConfigError: vLLM is not installed, or does not have such a flag.
     """
     try:
-        from kvstore.adapters.vllm.offline import parse_engine_args  # noqa: PLC0415 - imports vLLM
+        from kvstore.adapters.vllm.offline.engine import parse_engine_args  # noqa: PLC0415 - imports vLLM
     except ImportError as error:
         raise ConfigError(f"warming needs vLLM: pip install 'vllm-kvstore[vllm]' ({error})") from error
     return parse_engine_args(arguments)

@@ -31,8 +31,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.assembly import RemoteOptions
 from kvstore.engine import EngineOptions
-from kvstore.opening import RemoteOptions
 from kvstore.tools.bench import limits, redis
 from kvstore.tools.bench.samples import timed
 from kvstore.tools.bench.server import private_server

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from kvstore.binding import bind_paged_kv
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.keys import Namespace
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, Prompts
 
 SETTLE_S = 60.0  # within which everything written behind must be where it belongs

@@ -1,0 +1,1 @@
+"""Where vLLM's types end: nothing outside this folder and the connector knows their fields."""

@@ -1,0 +1,1 @@
+"""vLLM driven by our own tools: warming and measuring."""

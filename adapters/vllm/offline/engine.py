@@ -1,0 +1,304 @@
+"""vLLM without a server, with the connector: computes the KV of prompts and lets the tiers keep it.
+
+The scheduler side runs in this process, so that what the workers own can be asked for; the workers run where vLLM puts
+them. Whether a chunk is stored is told by the tiers themselves, never by what was meant to happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
+from kvstore.adapters.vllm.glue import translate
+from kvstore.adapters.vllm.plan import shards_of
+from kvstore.assembly import open_directory
+from kvstore.config import load_config
+from kvstore.config.sources import FILE_VARIABLES
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tiers import READ_ONLY, tier_behind
+from kvstore.tiers.directory import RemoteDirectory
+from kvstore.tiers.disk.folder import chunk_name
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.tokenizers import TokenizerLike
+
+    from kvstore.adapters.vllm.plan import WorkerFacts
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ChunkRef
+
+_POLL_S = 0.02
+# What a configuration may say for serving, and would leave chunks out or open a port here.
+_NOT_WARMING: Mapping[str, object] = {
+    "kvstore.required": True,
+    "kvstore.force_skip_save": False,
+    "kvstore.save_decode_cache": False,
+    "kvstore.skip_last_n_tokens": 0,
+    "kvstore.priority_limit": None,
+    "kvstore.min_retrieve_tokens": 0,
+    "kvstore.max_tokens_per_load": 0,
+    "kvstore.verify_fraction": 0.0,
+    "kvstore.internal_api_server_enabled": False,
+    "kvstore.record_trace": None,
+    "kvstore.enable_pd": False,
+    "kvstore.peers": [],
+}
+
+Work = tuple["array[int]", str | None]
+"""The tokens of a prompt, and its cache salt."""
+
+
+class WarmingConnector(KVStoreConnector):
+    """The connector, which also remembers what the workers said that they own."""
+
+    facts: Sequence[WorkerFacts] = ()
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """See ``KVStoreConnector``."""
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self.facts = [rank.facts for rank in ranks if isinstance(rank, FactsMetadata) and rank.facts is not None]
+
+
+class OfflineEngine:
+    """vLLM, the connector and its tiers. Belongs to one thread.
+
+    Args:
+        model: as vLLM takes it.
+        config: the YAML file; None for the one that the environment names. A disk or a remote tier must be in it.
+        lora: name and folder of an adapter that all prompts use.
+        engine_args: further fields of vLLM's ``EngineArgs``: those with which the server will run.
+
+    Raises:
+        ConfigError: the configuration keeps nothing, or cannot be used; vLLM's own errors pass through.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        config: Path | None = None,
+        lora: tuple[str, Path] | None = None,
+        engine_args: Mapping[str, object] | None = None,
+    ) -> None:
+        self._config = load_config(dict(_NOT_WARMING), path=config, log_warnings=False).config
+        url = self._config.shared_url
+        is_read_only = url is not None and tier_behind(url) in READ_ONLY
+        if not self._config.local_disk_folders and (url is None or is_read_only):
+            raise ConfigError("there is nothing to warm: set local_disk or remote_url, which outlive this process")
+        self._is_remote_read_only = is_read_only
+        self._lora = LoRARequest(lora[0], 1, str(lora[1])) if lora else None
+        arguments: dict[str, Any] = {"async_scheduling": False, "enable_lora": lora is not None, **(engine_args or {})}
+        with ExitStack() as opened:
+            opened.callback(_forget_vllm)
+            with _environment(config), _refusals(model):
+                self._llm = LLM(model=model, kv_transfer_config=_transfer_config(), **arguments)
+            opened.callback(self._llm.llm_engine.engine_core.shutdown)
+            self._facts = self._connector().facts
+            if not self._facts:
+                raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
+            self._directory = self._open_directory()
+            opened.pop_all()
+
+    @property
+    def layout(self) -> KVLayout:
+        """The geometry of the chunks, of one worker."""
+        return self._facts[0].layout
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        """The model's."""
+        return self._llm.get_tokenizer()
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt: one token is always generated."""
+        return int(self._llm.llm_engine.model_config.max_model_len) - 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below that."""
+        return int(self._llm.llm_engine.model_config.get_vocab_size())
+
+    @property
+    def saves_tails(self) -> bool:
+        """Whether the end of a prompt that fills no chunk is stored."""
+        return self._config.saves_tails
+
+    @property
+    def max_chunks_at_once(self) -> int:
+        """How many chunks may be on their way to the tiers: beyond that some would be left out."""
+        num_slots = min(facts.num_slots for facts in self._facts)
+        limits = [self._config.max_write_queue or num_slots // 2]
+        if self._config.shared_url is not None and not self._is_remote_read_only:
+            limits.append(self._config.max_remote_queue or num_slots // 4)
+        return max(1, min(limits))
+
+    def chunk_bytes(self, ref: ChunkRef) -> int:
+        """The KV in a chunk, of all workers together."""
+        return sum(facts.layout.payload_bytes(ref.num_blocks) for facts in self._facts)
+
+    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """For each chunk, whether it is in every tier that outlives this process, of every worker."""
+        if not refs:
+            return []
+        answers = self._directory.answer(refs) if self._directory else [False] * len(refs)
+        remote = [bool(is_there) for is_there in answers]
+        if self._is_remote_read_only:
+            return [has or self._on_disk(ref) for ref, has in zip(refs, remote, strict=True)]
+        if self._directory is not None and not self._config.local_disk_folders:
+            return remote
+        return [self._on_disk(ref) and (has or not self._directory) for ref, has in zip(refs, remote, strict=True)]
+
+    def compute(self, work: Sequence[Work]) -> int:
+        """Compute prompts, as far as their KV is not known; it is on its way to the tiers then.
+
+        Returns the tokens that had to be computed.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        prompts: list[dict[str, Any]] = []
+        for tokens, salt in work:
+            prompts.append({"prompt_token_ids": tokens.tolist(), **({"cache_salt": salt} if salt else {})})
+        outputs = self._llm.generate(prompts, params, lora_request=self._lora, use_tqdm=False)
+        return sum(len(tokens) for tokens, _ in work) - sum(output.num_cached_tokens or 0 for output in outputs)
+
+    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Wait until chunks are stored, as long as any still arrives; those that are not."""
+        missing = list(refs)
+        last_arrival_s = time.monotonic()
+        while missing and time.monotonic() - last_arrival_s < self._config.blocking_timeout_secs:
+            left = [ref for ref, is_there in zip(missing, self.stored(missing), strict=True) if not is_there]
+            if len(left) < len(missing):
+                last_arrival_s = time.monotonic()
+            missing = left
+            if missing:
+                time.sleep(_POLL_S)
+        return missing
+
+    def close(self) -> None:
+        """Let what is on its way arrive, and end vLLM."""
+        if self._directory is not None:
+            self._directory.close()
+        self._llm.llm_engine.engine_core.shutdown()
+        _forget_vllm()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connector(self) -> WarmingConnector:
+        # With the engine core in this process; vLLM has no public way to a connector.
+        connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        assert isinstance(connector, WarmingConnector)
+        return connector
+
+    def _on_disk(self, ref: ChunkRef) -> bool:
+        """Whether every worker has a file of this chunk in one of its folders: under that name stands a whole one."""
+        workers = len(self._facts)
+        for rank, facts in enumerate(self._facts):
+            below = f"rank-{rank}-of-{workers}" if workers > 1 else ""
+            name = Path(below, facts.namespace.id.hex(), chunk_name(ref))
+            if not any((folder / name).is_file() for folder in map(Path, self._config.local_disk_folders)):
+                return False
+        return True
+
+    def _open_directory(self) -> RemoteDirectory | None:
+        options = translate.remote_options(self._config)
+        if options is None:
+            return None
+        return open_directory(shards_of(self._facts, options))
+
+
+def _forget_vllm() -> None:
+    """Free vLLM's state of this process, which a start that failed leaves behind, too."""
+    from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:
+    """Flags of ``vllm serve`` that concern the engine, as fields of ``EngineArgs``; only those that were given.
+
+    Raises:
+        ConfigError: a flag that vLLM does not have.
+    """
+    parser = FlexibleArgumentParser(exit_on_error=False, add_help=False)
+    EngineArgs.add_cli_args(parser)
+    try:
+        given, default = parser.parse_args(list(arguments)), parser.parse_args([])
+    except (SystemExit, argparse.ArgumentError, ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM does not take {' '.join(arguments)}: give flags of vllm serve behind --") from error
+    names = [field.name for field in dataclasses.fields(EngineArgs) if hasattr(given, field.name)]
+    changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    for name in ("model", "kv_transfer_config"):
+        if name in changed:
+            raise ConfigError(f"--{name.replace('_', '-')} is not given behind --: see kvstore warm --help")
+    return changed
+
+
+@contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """Make what vLLM objects to at its start, the model's files or a flag, an error of the configuration.
+
+    Raises:
+        ConfigError: says what vLLM said.
+    """
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM does not start with {model} and these flags: {error}") from error
+
+
+def _transfer_config() -> dict[str, object]:
+    return {
+        "kv_connector": WarmingConnector.__name__,
+        "kv_connector_module_path": WarmingConnector.__module__,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(_NOT_WARMING),
+    }
+
+
+@contextmanager
+def _environment(config: Path | None) -> Iterator[None]:
+    """What vLLM and the connector read from the environment while the engine starts; put back afterwards.
+
+    The file is named there and not passed on, because vLLM prints what it is given, passwords included.
+    """
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if config is not None:
+        wanted[FILE_VARIABLES[0]] = str(config.absolute())
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,230 @@
+"""What real vLLM takes with the connector and without it, on this machine's CPU, for ``kvstore bench``.
+
+    python -m kvstore.adapters.vllm.offline.measuring MODEL VOCABULARY ROUNDS
+
+prints its samples as one line of JSON, a pair of seconds each: first the limit's, then ours. The limit of a hit is
+vLLM's own prefix cache, asked for the same prompt right before; that of the hooks a part of the steps they were called
+in; that of throughput vLLM without the connector, which is also held against itself.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Final, NamedTuple, TypeVar
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.errors import KVStoreError
+
+MARK: Final = "BENCH SAMPLES "  # before the JSON
+BLOCK_TOKENS: Final = 32
+HIT_TOKENS: Final = 2048
+HOOK_SHARE: Final = 0.01  # of a step's time
+HIT_COST: Final = 1.3  # times a hit in vLLM's own prefix cache
+_BATCH_PROMPTS: Final = 4
+_BATCH_TOKENS: Final = 384
+_START_S: Final = 1.0  # that the connector may add
+_START_POOL_GIB: Final = 4.0
+_MAX_STARTS: Final = 5
+_HOOKS: Final = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "get_kv_connector_stats",
+    "request_finished",
+)
+
+
+T = TypeVar("T")
+Sample = tuple[float, float]  # seconds: the limit's, and ours
+
+
+class Samples(NamedTuple):
+    """Pairs of each line."""
+
+    one_token_left: list[Sample]
+    any_length: list[Sample]
+    hooks: list[Sample]
+    throughput: list[Sample]
+    control: list[Sample]
+    start: list[Sample]
+
+
+def _store(pool_gib: float) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kvstore.max_local_cpu_size": pool_gib},
+    }
+
+
+STORE: Final = _store(1.0)
+
+
+@contextmanager
+def opened(model: str, transfer: dict[str, Any] | None, **more: int) -> Iterator[LLM]:
+    """A vLLM in this process, with a connector or without one, and with ``more`` of vLLM's own settings."""
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 2 * HIT_TOKENS,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "seed": 0,
+        **more,
+    }
+    if transfer is not None:
+        settings["kv_transfer_config"] = transfer
+    llm = LLM(model=model, **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+class _Asker:
+    """Asks for one token at a time, and takes the time."""
+
+    def __init__(self, llm: LLM, vocabulary: int, seed: int) -> None:
+        self.llm = llm
+        self._vocabulary = vocabulary
+        self._rng = random.Random(seed)  # noqa: S311 - prompts that are the same in every run
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._rng.randrange(5, self._vocabulary) for _ in range(num_tokens)]
+
+    def ask(self, *prompts: list[int]) -> tuple[float, int]:
+        """Seconds, and the tokens of the last prompt that were not computed."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        begin_s = time.perf_counter()
+        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return time.perf_counter() - begin_s, outputs[-1].num_cached_tokens or 0
+
+    def hit_pair(self, prompt: list[int]) -> Sample:
+        """A hit in memory against one in vLLM's own prefix cache, which has the prompt."""
+        own_s, own_tokens = self.ask(prompt)
+        self.llm.reset_prefix_cache()
+        ours_s, our_tokens = self.ask(prompt)
+        if our_tokens < own_tokens or not own_tokens:
+            raise KVStoreError(f"of {len(prompt)} tokens vLLM's own cache had {own_tokens}, and the store {our_tokens}")
+        return own_s, ours_s
+
+
+def _hits(llm: LLM, vocabulary: int, rounds: int) -> tuple[list[Sample], list[Sample]]:
+    asker = _Asker(llm, vocabulary, seed=1)
+    asker.ask(asker.prompt(BLOCK_TOKENS))  # whatever is done only once
+    prompt = asker.prompt(HIT_TOKENS + 1)
+    asker.ask(prompt)
+    one_token_left = [asker.hit_pair(prompt) for _ in range(rounds)]
+    any_length = []
+    for number in range(rounds):
+        prompt = asker.prompt(HIT_TOKENS // 4 * (1 + number % 4) - BLOCK_TOKENS // 2 - number)
+        asker.ask(prompt)
+        own_s, ours_s = asker.hit_pair(prompt)
+        one_block_s, _ = asker.ask(asker.prompt(BLOCK_TOKENS))
+        any_length.append((HIT_COST * own_s + one_block_s, ours_s))
+    return one_token_left, any_length
+
+
+@contextmanager
+def _hook_clock() -> Iterator[Callable[[], float]]:
+    """Times every hook of the connector; the function tells the sum since it was called last."""
+    originals = {name: getattr(KVStoreConnector, name) for name in _HOOKS}
+    total_s = [0.0]
+
+    def timed(hook: Callable[..., T]) -> Callable[..., T]:
+        @wraps(hook)
+        def call(*args: object, **kwargs: object) -> T:
+            begin_s = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                total_s[0] += time.perf_counter() - begin_s
+
+        return call
+
+    def take() -> float:
+        seconds, total_s[0] = total_s[0], 0.0
+        return seconds
+
+    for name, hook in originals.items():
+        setattr(KVStoreConnector, name, timed(hook))
+    try:
+        yield take
+    finally:
+        for name, hook in originals.items():
+            setattr(KVStoreConnector, name, hook)
+
+
+def _hooks(llm: LLM, vocabulary: int, rounds: int) -> list[Sample]:
+    """What all hooks together take where nothing is ever found, and everything is stored."""
+    asker = _Asker(llm, vocabulary, seed=2)
+    pairs = []
+    with _hook_clock() as take:
+        for _ in range(rounds):
+            take()
+            steps_s, _ = asker.ask(*(asker.prompt(_BATCH_TOKENS) for _ in range(_BATCH_PROMPTS)))
+            pairs.append((HOOK_SHARE * steps_s, take()))
+    return pairs
+
+
+def _batches(llm: LLM, vocabulary: int, rounds: int) -> list[float]:
+    """Seconds of each batch of prompts that nobody has asked before."""
+    asker = _Asker(llm, vocabulary, seed=3)
+    asker.ask(asker.prompt(BLOCK_TOKENS))
+    return [asker.ask(*(asker.prompt(_BATCH_TOKENS) for _ in range(_BATCH_PROMPTS)))[0] for _ in range(rounds)]
+
+
+def _starts(model: str, rounds: int) -> list[Sample]:
+    """Until vLLM takes requests, without the connector and with it."""
+
+    def start_s(transfer: dict[str, Any] | None) -> float:
+        begin_s = time.perf_counter()
+        with opened(model, transfer):
+            return time.perf_counter() - begin_s
+
+    big = _store(_START_POOL_GIB)
+    return [(start_s(None) + _START_S, start_s(big)) for _ in range(min(rounds, _MAX_STARTS))]
+
+
+def measure(model: str, vocabulary: int, rounds: int) -> Samples:
+    """All lines, from engines one after the other."""
+    with opened(model, None) as llm:
+        plain = _batches(llm, vocabulary, rounds)
+    with opened(model, STORE) as llm:
+        ours = _batches(llm, vocabulary, rounds)
+        hooks = _hooks(llm, vocabulary, rounds)
+        one_token_left, any_length = _hits(llm, vocabulary, rounds)
+    with opened(model, None) as llm:
+        control = _batches(llm, vocabulary, rounds)
+    throughput, again = (list(zip(plain, others, strict=True)) for others in (ours, control))
+    return Samples(one_token_left, any_length, hooks, throughput, again, _starts(model, rounds))
+
+
+if __name__ == "__main__":
+    samples = measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(MARK + json.dumps(samples._asdict()), flush=True)  # noqa: T201 - to the process that started this one

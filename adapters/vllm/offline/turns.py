@@ -1,0 +1,49 @@
+"""One vLLM on this machine's CPU that does what it is told, for the conversations of ``kvstore bench --turns``.
+
+    python -m kvstore.adapters.vllm.offline.turns MODEL TRANSFER
+
+TRANSFER is a KV transfer configuration as JSON, or null. Each line on standard input is a task, each answer a line of
+JSON on standard output behind ``MARK``: seconds, and the tokens of each prompt that were not computed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, Final
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from kvstore.adapters.vllm.offline.measuring import opened
+
+MARK: Final = "BENCH ANSWER "
+_STEP_TOKENS: Final = 8192  # all prompts of a task in one step: vLLM's ExampleConnector fails to load those of two
+
+
+def answer(llm: LLM, task: dict[str, Any]) -> dict[str, Any]:
+    """Carry out one task: ``{"prompts": [[...]], "max_tokens": 1}``, or ``{"forget": true}``.
+
+    The latter empties vLLM's own prefix cache, as other requests or a restart would; a connector keeps what it has.
+    """
+    if task.get("forget"):
+        return {"forgot": bool(llm.reset_prefix_cache())}
+    params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=True)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in task["prompts"]]
+    begin_s = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin_s
+    return {"seconds": seconds, "cached_tokens": [output.num_cached_tokens or 0 for output in outputs]}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    model, transfer = sys.argv[1], json.loads(sys.argv[2])
+    with opened(model, transfer, max_num_batched_tokens=_STEP_TOKENS) as llm:
+        print(MARK + "{}", flush=True)  # noqa: T201 - to the process that started this one
+        for line in sys.stdin:
+            print(MARK + json.dumps(answer(llm, json.loads(line))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

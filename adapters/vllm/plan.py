@@ -1,0 +1,227 @@
+"""What travels between the scheduler side and the worker side, once a step each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvstore.adapters.vllm.requests.disagg import DisaggSpec
+from kvstore.assembly import RemoteOptions, Shard
+from kvstore.catalog.plans import Place
+from kvstore.handover.pusher import PushJob
+from kvstore.keys import Namespace, PrefixKey
+from kvstore.layout import KVLayout
+from kvstore.ops.metrics import Tally
+from kvstore.tiers.base import ChunkRef
+from kvstore.transfer.mover import LoadJob, StoreJob
+
+
+@dataclass
+class ReqMeta:
+    """One request's part in a step.
+
+    Attributes:
+        req_id: vLLM's id of the request.
+        loads: chunks to bring into its blocks before the forward pass.
+        stores: chunks to take from its blocks after the forward pass.
+        lost_block_ids: blocks that were promised to be loaded, but whose chunk is gone: to be reported as failed.
+        verifies: chunks to compare, after the forward pass, with the blocks that hold the same, computed again.
+        finished: the request has ended, and vLLM keeps its blocks until its stores are reported.
+        pushes: chunks to hand over to another engine, from its blocks after the forward pass.
+        receiver: which engine.
+    """
+
+    req_id: str
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    lost_block_ids: list[int] = field(default_factory=list)
+    verifies: list[LoadJob] = field(default_factory=list)
+    finished: bool = False
+    pushes: list[PushJob] = field(default_factory=list)
+    receiver: DisaggSpec | None = None
+
+
+@dataclass
+class Fetch:
+    """A load beside the steps: its request waits for it, and no step does.
+
+    Attributes:
+        number: counts the fetches, from 1.
+        req_id: vLLM's id of the request.
+        loads: chunks to bring into its blocks.
+        lost_block_ids: as in ``ReqMeta``.
+        has_gaps: it lacks blocks before those that are loaded, so it cannot go on from a block that fails: it begins
+            anew.
+    """
+
+    number: int
+    req_id: str
+    loads: list[LoadJob] = field(default_factory=list)
+    lost_block_ids: list[int] = field(default_factory=list)
+    has_gaps: bool = False
+
+
+class Sourced(NamedTuple):
+    """Chunks of a request that names an engine which has them."""
+
+    source: str
+    refs: Sequence[ChunkRef]
+
+
+@dataclass
+class StepPlan:
+    """Scheduler to workers: what to move in this step; every worker carries out the same plan on its shard.
+
+    Attributes:
+        number: counts the steps, from 1.
+        computes: the step computes something; vLLM tells nothing of others in which no connector reports anything.
+        acked: the last step whose report the scheduler had taken in when it made this plan.
+        requests: the requests with something to move; where there is one, every rank reports the step.
+        fetches: loads to begin, of which every rank reports the end.
+        preempts: blocks of requests that go on later are about to be overwritten.
+        removals: chunks that must leave the disk, before anything else.
+        recalls: chunks that must leave the remote tier, too.
+        epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
+        sourced: chunks to be loaded, for requests that name an engine to read them from.
+    """
+
+    number: int
+    acked: int
+    requests: list[ReqMeta] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    preempts: bool = False
+    removals: list[ChunkRef] = field(default_factory=list)
+    recalls: list[ChunkRef] = field(default_factory=list)
+    epoch: str = ""
+    sourced: list[Sourced] = field(default_factory=list)
+    computes: bool = False
+
+
+@dataclass
+class StepResult:
+    """What failed in one step; everything else of its plan was done once every rank has ended it.
+
+    A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, where a
+    draft model runs in between, or they are carried out beside the model.
+    """
+
+    failed_loads: set[PrefixKey] = field(default_factory=set)
+    lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
+    failed_stores: set[PrefixKey] = field(default_factory=set)
+    unread: set[PrefixKey] = field(default_factory=set)  # could not be compared
+    mismatches: set[PrefixKey] = field(default_factory=set)  # what is stored is not what was computed
+    lost_blocks: bool = False
+    load_s: float = 0.0  # of the slowest rank
+    ranks_loaded: int = 0
+    ranks_ended: int = 0
+
+    def merge(self, other: StepResult) -> None:
+        """Add another part of the same step, of this rank or another: what failed on one rank failed."""
+        self.failed_loads |= other.failed_loads
+        self.lost_chunks |= other.lost_chunks
+        self.failed_stores |= other.failed_stores
+        self.unread |= other.unread
+        self.mismatches |= other.mismatches
+        self.lost_blocks |= other.lost_blocks
+        self.load_s = max(self.load_s, other.load_s)
+        self.ranks_loaded += other.ranks_loaded
+        self.ranks_ended += other.ranks_ended
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether the step computed on blocks that were never loaded."""
+        return bool(self.failed_loads) or self.lost_blocks
+
+
+@dataclass
+class FetchResult:
+    """What a fetch did not bring; everything else is there once every rank has ended it."""
+
+    failed_loads: set[PrefixKey] = field(default_factory=set)
+    lost_chunks: set[PrefixKey] = field(default_factory=set)
+    load_s: float = 0.0  # of the slowest rank
+    ranks_ended: int = 0
+
+    def merge(self, other: FetchResult) -> None:
+        """Add another rank's part."""
+        self.failed_loads |= other.failed_loads
+        self.lost_chunks |= other.lost_chunks
+        self.load_s = max(self.load_s, other.load_s)
+        self.ranks_ended += other.ranks_ended
+
+
+class Written(NamedTuple):
+    """A write behind that has ended: whether the chunk was stored, and on disk in how many bytes."""
+
+    target: Place
+    ref: ChunkRef
+    stored: bool
+    size_bytes: int | None = None
+
+
+@dataclass
+class StepReport:
+    """Workers to scheduler: results of steps, fetches, and writes to slower tiers, ended since the last report.
+
+    Attributes:
+        computed: the step that this report comes with, if it computed something.
+    """
+
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    fetches: dict[int, FetchResult] = field(default_factory=dict)
+    writes: list[Written] = field(default_factory=list)
+    disk_answers: bool = True
+    remote_answers: bool = True
+    tally: Tally = field(default_factory=Tally)
+    computed: int | None = None
+
+    def merge(self, other: StepReport) -> None:
+        """Add another rank's report."""
+        self.computed = self.computed or other.computed
+        for number, theirs in other.steps.items():
+            self.steps.setdefault(number, StepResult()).merge(theirs)
+        for number, fetched in other.fetches.items():
+            self.fetches.setdefault(number, FetchResult()).merge(fetched)
+        self.writes += other.writes
+        self.disk_answers &= other.disk_answers
+        self.remote_answers &= other.remote_answers
+        self.tally.add(other.tally)
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """Worker to scheduler, once at start: what the worker owns.
+
+    Attributes:
+        num_slots: slots of its CPU pool.
+        slot_bytes: bytes of each.
+        disk_capacity_bytes: bound of its disk tier; 0 without one.
+        stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
+        survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
+        namespace: whose chunks its tiers hold.
+        layout: their geometry.
+        server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    disk_capacity_bytes: int
+    stored_bytes: Sequence[int]
+    survivors: Sequence[tuple[ChunkRef, int]]
+    namespace: Namespace
+    layout: KVLayout
+    server_url: str | None = None
+
+
+def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:
+    """Whom to ask about a chunk, of workers in the order of their ranks: all that must have their part of it.
+
+    Those that hold the same KV share their part at a remote tier, unless each has a server, or peers, of its own.
+    """
+    shards = {}
+    for rank, worker in enumerate(facts):
+        options = replace(remote, url=worker.server_url or remote.url, rank=rank)
+        name = worker.namespace.id, options.url, rank if options.peers is not None else 0
+        shards[name] = Shard(worker.namespace, worker.layout, options)
+    return list(shards.values())

@@ -1,0 +1,1 @@
+"""What a request asks for, and what the scheduler side remembers of it."""

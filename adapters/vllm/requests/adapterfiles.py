@@ -1,0 +1,195 @@
+"""The files of LoRA adapters: read beside the scheduler, and whole only when they have changed. No vLLM types."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final, NamedTuple
+
+from kvstore.adapters.vllm.glue.identity import digest_of, fingerprint_adapter
+from kvstore.errors import ConfigError
+from kvstore.throttle import Throttle
+from kvstore.tiers.tasks import Work, carry_out
+
+logger = logging.getLogger(__name__)
+
+_THREADS: Final = 2  # for one that a folder holds up
+_MAX_DIGESTS: Final = 4096  # files
+_SETTLED_S: Final = 2.0  # a file younger than this may change again without its times telling
+
+
+class Adapter(NamedTuple):
+    """An adapter as a request names it.
+
+    Attributes:
+        number: under which vLLM holds it.
+        name: that clients use.
+        folder: of its files.
+        in_place: its files take the place of others under the same number.
+    """
+
+    number: int
+    name: str
+    folder: str
+    in_place: bool
+
+
+Look = Future[str | None]
+"""A look at an adapter's files, which ends with their fingerprint, or None if they cannot be told."""
+
+
+class AdapterFiles:
+    """Fingerprints of LoRA adapters. ``look`` and ``take`` are for one thread; the files are read on others.
+
+    vLLM keeps an adapter in memory under its number, and may load its files again at any time. Once the files behind a
+    number have been seen to change nobody can say which of them a request will use, so it is never trusted again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+        self._distrusted: set[int] = set()
+        self._digests = _Digests()
+        self._lock = threading.Lock()  # of what follows
+        self._looks: dict[Adapter, _Looks] = {}  # under way
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._throttle = Throttle()
+
+    def look(self, adapter: Adapter) -> Look:
+        """Begin to look at an adapter's files as they are now, or join a look that has yet to begin."""
+        if adapter.in_place or adapter.number in self._distrusted:
+            return _nothing()
+        with self._lock:
+            if self._is_closed:
+                return _nothing()
+            looks = self._looks.get(adapter)
+            if looks is None:
+                looks = self._looks[adapter] = _Looks(Future())
+                self._start(adapter, looks.now)
+                return looks.now
+            if looks.next is None:
+                looks.next = Future()
+            return looks.next
+
+    def take(self, adapter: Adapter, look: Look) -> str | None:
+        """The fingerprint for the key, or None if KV made with this adapter must not be shared by this request.
+
+        A look that has not ended is given up, for this request: nothing is concluded for others.
+        """
+        if adapter.number in self._distrusted:
+            return None
+        if not look.done():
+            if self._throttle.is_due("late"):
+                logger.warning(
+                    "the files of LoRA adapter %d take too long to read: its requests are served without the cache "
+                    "meanwhile; this stays unsaid for a minute",
+                    adapter.number,
+                )
+            return None
+        found = look.result()
+        if found is None or self._known.setdefault(adapter.number, found) != found:
+            logger.warning("LoRA adapter %d: its files changed or cannot be told; it is not cached", adapter.number)
+            self._distrusted.add(adapter.number)
+            return None
+        return found
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the threads; one that a folder holds up is left behind."""
+        with self._lock:
+            self._is_closed = True
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._work.put(None)
+        for thread in threads:
+            thread.join(timeout_s)
+
+    def _start(self, adapter: Adapter, look: Look) -> None:
+        if len(self._threads) < _THREADS:  # with the first adapters: most engines have none
+            thread = threading.Thread(target=_serve, args=(self._work,), name="kvstore-adapters", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        look.add_done_callback(lambda _: self._go_on(adapter))
+        self._work.put((look, lambda: self._fingerprint(adapter)))
+
+    def _go_on(self, adapter: Adapter) -> None:
+        """Begin the look that was asked for while the last one was under way."""
+        with self._lock:
+            following = self._looks.pop(adapter).next
+            if following is None:
+                return
+            if not self._is_closed:
+                self._looks[adapter] = _Looks(following)
+                self._start(adapter, following)
+                return
+        following.set_result(None)
+
+    def _fingerprint(self, adapter: Adapter) -> str | None:
+        try:
+            return fingerprint_adapter(Path(adapter.folder), self._digests.of)
+        except ConfigError as error:
+            logger.warning("LoRA adapter %d is not cached: %s", adapter.number, error)
+            return None
+
+
+@dataclass
+class _Looks:
+    """At one adapter: the one under way, and the one that begins when it has ended."""
+
+    now: Look
+    next: Look | None = None
+
+
+class _Digests:
+    """Digests of files, each remembered until its inode, size or times change. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, int, int, int, int, int], str] = OrderedDict()
+
+    def of(self, path: Path) -> str:
+        """The digest of a file's content.
+
+        Raises:
+            OSError: it cannot be read, or changes meanwhile.
+        """
+        before = _stamp(path)
+        with self._lock:
+            known = self._known.get(before)
+            if known is not None:
+                self._known.move_to_end(before)
+                return known
+        is_settled = time.time_ns() - max(before[-2:]) > _SETTLED_S * 1e9
+        found = digest_of(path)
+        if _stamp(path) != before:
+            raise OSError(f"{path.name} has changed while it was read")
+        with self._lock:
+            if is_settled:
+                self._known[before] = found
+            while len(self._known) > _MAX_DIGESTS:
+                self._known.popitem(last=False)
+        return found
+
+
+def _stamp(path: Path) -> tuple[str, int, int, int, int, int]:
+    status = path.stat()
+    return str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _nothing() -> Look:
+    look: Look = Future()
+    look.set_result(None)
+    return look
+
+
+def _serve(work: SimpleQueue[Work | None]) -> None:
+    """A thread's life: looks in order, until None."""
+    while item := work.get():
+        carry_out(item)
+        del item

@@ -1,0 +1,176 @@
+"""What the scheduler side remembers of a request between steps. Names follow LMCache's adapter, which users know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
+
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.telemetry.announcer import Described
+from kvstore.catalog.plans import Match
+from kvstore.catalog.remote_view import NOTHING_TOLD, Told
+from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
+from kvstore.tiers.base import ChunkRef
+
+
+class RequestView(Described, Protocol):
+    """The parts of vLLM's ``Request`` that tracking needs; they change as the request proceeds."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    priority: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: the prompt and what was sampled."""
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
+
+    The request waits for a load ``beside`` the steps; otherwise the step waits. ``told``: of a remote tier.
+    """
+
+    match: Match
+    num_local_tokens: int
+    num_external_tokens: int
+    told: Told = NOTHING_TOLD
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """Chunks whose KV is complete after the coming step, and the keys of the chunks before them.
+
+    ``first_block`` is the position, among the request's blocks, of the first chunk's first block.
+    """
+
+    refs: list[ChunkRef]
+    prefix: Sequence[PrefixKey]
+    first_block: int
+
+    def first_blocks(self) -> dict[ChunkRef, int]:
+        """Where each chunk begins among the request's blocks."""
+        ends = accumulate((ref.num_blocks for ref in self.refs), initial=self.first_block)
+        return dict(zip(self.refs, ends, strict=False))
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """What of a request is saved; the last ``skip_last_tokens`` of a sequence are not."""
+
+    block_tokens: int
+    chunk_tokens: int
+    save_decode: bool
+    save_tails: bool
+    skip_last_tokens: int = 0
+
+
+@dataclass
+class RequestTracker:
+    """One request, from its arrival until it is finished."""
+
+    request: RequestView
+    extras: KeyExtras
+    hasher: PrefixHasher
+    rules: SaveRules
+    params: RequestParams = NO_PARAMS
+    saves: bool = True
+    pin_name: str = ""  # the lease that keeps its prompt, if the client asked to begin or to end one
+    load: LoadSpec | None = None
+    load_failed: bool = False  # beside the steps: it does not try again
+    is_handed_over: bool = False  # another engine computes its prompt for this one
+    num_saved_chunks: int = 0
+    prompt_saved: bool = False
+    noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index knows of
+    _local_hasher: PrefixHasher | None = None
+
+    @classmethod
+    def start(
+        cls,
+        request: RequestView,
+        extras: KeyExtras,
+        rules: SaveRules,
+        params: RequestParams = NO_PARAMS,
+        *,
+        saves: bool = True,
+    ) -> RequestTracker:
+        """Track a new request."""
+        hasher = PrefixHasher(rules.chunk_tokens, rules.block_tokens, extras)
+        return cls(request, extras, hasher, rules, params, saves)
+
+    def local_hasher(self) -> PrefixHasher:
+        """Gives equal keys where vLLM's own prefix cache shares blocks.
+
+        It knows nothing of tags, nor of what is in an adapter's files: one request may have been looked up under their
+        fingerprint, and another be served without the cache because they took too long to read.
+        """
+        adapter = self.extras.lora
+        if not self.extras.tags and adapter is None:
+            return self.hasher
+        if self._local_hasher is None:
+            extras = replace(self.extras, tags=(), lora=(adapter[0], "") if adapter is not None else None)
+            self._local_hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, extras)
+        self._local_hasher.update(self.request.all_token_ids)
+        return self._local_hasher
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether no coming step can complete a chunk that would be saved."""
+        return not self.saves or (self.prompt_saved and not self.rules.save_decode)
+
+    def restart_saving(self) -> None:
+        """Offer everything again; what is known by then will be left out."""
+        self.num_saved_chunks = 0
+        self.prompt_saved = False
+
+    def take_save(self, num_scheduled_tokens: int) -> SaveSpec | None:
+        """What the coming step of ``num_scheduled_tokens`` completes, each chunk once.
+
+        Counts only tokens that are known: with asynchronous scheduling and speculation a step may run ahead of them,
+        and what it computes there may be rejected.
+        """
+        written_tokens = self.request.num_computed_tokens + num_scheduled_tokens
+        prompt_tokens = self._without_last(self.request.num_prompt_tokens)
+        known_tokens = self._without_last(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
+        limit_tokens = min(known_tokens, written_tokens)
+        prompt_ends = not self.prompt_saved and written_tokens >= prompt_tokens
+        if limit_tokens // self.rules.chunk_tokens <= self.num_saved_chunks and not prompt_ends:
+            return None
+        self.prompt_saved |= prompt_ends
+        return self._save_up_to(limit_tokens, prompt_tokens if prompt_ends else 0)
+
+    def take_final_save(self) -> SaveSpec | None:
+        """What is left to save of a request that has ended: its last whole chunks, and its tail."""
+        if not self.saves or not self.rules.save_decode:
+            return None
+        limit_tokens = min(self._without_last(self.request.num_tokens), self.request.num_computed_tokens)
+        return self._save_up_to(limit_tokens, limit_tokens)
+
+    def _without_last(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.rules.skip_last_tokens)
+
+    def _save_up_to(self, limit_tokens: int, tail_tokens: int) -> SaveSpec | None:
+        """Whole chunks below ``limit_tokens`` not yet taken, and the tail that ends at ``tail_tokens``, if any."""
+        self.hasher.update(self.request.all_token_ids)
+        first = self.num_saved_chunks
+        self.num_saved_chunks = max(first, limit_tokens // self.rules.chunk_tokens)
+        return chunks_of(self.hasher, self.rules, first, limit_tokens, tail_tokens if self.rules.save_tails else 0)
+
+
+def chunks_of(
+    hasher: PrefixHasher, rules: SaveRules, first_chunk: int, limit_tokens: int, tail_tokens: int
+) -> SaveSpec | None:
+    """Whole chunks below ``limit_tokens``, from a first one on, and the tail that ends at ``tail_tokens``, if any."""
+    last = limit_tokens // rules.chunk_tokens
+    first = min(first_chunk, last)  # a resumed request may have less than it had before
+    blocks_per_chunk = rules.chunk_tokens // rules.block_tokens
+    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()[first:last]]
+    tail_blocks = (tail_tokens - last * rules.chunk_tokens) // rules.block_tokens
+    if tail_blocks > 0:
+        refs.append(ChunkRef(hasher.block_keys(last)[tail_blocks - 1], tail_blocks))
+    return SaveSpec(refs, hasher.chunk_keys()[:first], first * blocks_per_chunk) if refs else None

@@ -1,0 +1,120 @@
+"""How a hit is loaded, if at all: chosen from what loads and computing took, both measured while running."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.catalog.plans import Place
+
+BRIEF_S: Final = 0.01  # a load from memory that holds up others for longer goes beside them
+RETRY_EVERY: Final = 16  # loads that seem too dear, of which one is done all the same, to measure again
+_LEAST_SAMPLES: Final = 3
+_LEAST_TOKENS: Final = 64  # fewer tell about overheads, and a step of fewer decodes
+_WEIGHT: Final = 0.3  # of the newest sample
+_SLOWNESS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)
+_MAX_PLANNED: Final = 16
+
+
+@dataclass(frozen=True)
+class LoadRules:
+    """What the configuration says about loads.
+
+    Attributes:
+        beside: whether requests wait for their loads while others compute; None to choose for each.
+        runs_ahead: vLLM plans a step before it knows what the one before has failed to load, so that only a load
+            which cannot fail may happen within a step.
+        layerwise: loads within a step go layer by layer.
+        only_if_faster: what would take longer to load than to compute is computed.
+    """
+
+    beside: bool | None = None
+    runs_ahead: bool = False
+    layerwise: bool = False
+    only_if_faster: bool = True
+
+
+class LoadChoice:
+    """Decides for each load. For the scheduler's thread."""
+
+    def __init__(self, rules: LoadRules) -> None:
+        self._rules = rules
+        self._loading = {place: _Pace() for place in Place}
+        self._computing = _Pace()
+        self._declined = 0
+
+    def loaded(self, tokens: Mapping[Place, int], seconds: float) -> None:
+        """A load of so many tokens from each place took so long. It counts for the slowest of them."""
+        self._loading[_slowest(tokens)].note(sum(tokens.values()), seconds)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step that loaded nothing took so long for so many tokens."""
+        self._computing.note(num_tokens, seconds)
+
+    def declines(self, tokens: Mapping[Place, int]) -> bool:
+        """Whether to compute these tokens, because that is faster."""
+        load_s, compute_s = self._load_s(tokens), self._computing.seconds(sum(tokens.values()))
+        if not self._rules.only_if_faster or load_s is None or compute_s is None or load_s <= compute_s:
+            return False
+        self._declined += 1
+        return self._declined % RETRY_EVERY != 0
+
+    def goes_beside(self, tokens: Mapping[Place, int], *, others_run: bool) -> bool:
+        """Whether the request waits for its load, and not the step."""
+        if self._rules.beside is not None:
+            return self._rules.beside
+        if _slowest(tokens) is not Place.MEMORY:
+            return self._rules.runs_ahead or others_run or not self._rules.layerwise
+        return others_run and (self._load_s(tokens) or 0.0) > BRIEF_S
+
+    def _load_s(self, tokens: Mapping[Place, int]) -> float | None:
+        return self._loading[_slowest(tokens)].seconds(sum(tokens.values()))
+
+
+class StepClock:
+    """How long steps take that overlap: each begins when it is planned, or when the one before has ended.
+
+    Steps are told by their numbers, because not of every step that is planned the end is heard.
+    """
+
+    def __init__(self) -> None:
+        self._planned: deque[tuple[int, float, int]] = deque(maxlen=_MAX_PLANNED)
+        self._last_end_s = 0.0
+
+    def planned(self, number: int, now_s: float, num_tokens: int) -> None:
+        """A step of so many tokens is handed over; of 0, if it is not to count."""
+        self._planned.append((number, now_s, num_tokens))
+
+    def ended(self, number: int, now_s: float) -> tuple[int, float]:
+        """A step is over, and so are those before it: its tokens and its seconds."""
+        while self._planned and self._planned[0][0] <= number:
+            planned_number, planned_s, num_tokens = self._planned.popleft()
+            if planned_number == number:
+                begin_s, self._last_end_s = max(planned_s, self._last_end_s), now_s
+                return num_tokens, now_s - begin_s
+        return 0, 0.0
+
+
+class _Pace:
+    """Seconds a token, a moving average."""
+
+    def __init__(self) -> None:
+        self._seconds_per_token = 0.0
+        self._samples = 0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens < _LEAST_TOKENS:
+            return
+        weight = _WEIGHT if self._samples else 1.0
+        self._seconds_per_token += weight * (seconds / num_tokens - self._seconds_per_token)
+        self._samples += 1
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """What so many tokens would take; None before enough has been measured."""
+        return num_tokens * self._seconds_per_token if self._samples >= _LEAST_SAMPLES else None
+
+
+def _slowest(tokens: Mapping[Place, int]) -> Place:
+    return max((place for place in tokens if tokens[place]), key=_SLOWNESS.index, default=Place.MEMORY)

@@ -1,0 +1,242 @@
+"""The scheduler's part in handing KV over: what to send, what to wait for, and what to answer.
+
+A producer sends every whole block of a prompt to the engine that its request names, whether or not it is stored here.
+A consumer does not compute what is on its way to it: its request waits, within a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvstore.adapters.vllm.plan import ReqMeta
+from kvstore.adapters.vllm.requests import blocks
+from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover, Source
+from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
+from kvstore.adapters.vllm.scheduler.loads import BlocksOf
+from kvstore.handover.pusher import PushJob
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+SOURCE_GRACE_S: Final = 0.5  # for what an earlier answer promised: it is there, or was evicted
+_ASK_INTERVAL_S: Final = 0.005
+_ASK_SHARE: Final = 0.02  # of the time waited so far: questions cost the scheduler time, too
+_MAX_SAID: Final = 256
+
+
+@dataclass(frozen=True)
+class HandoverOptions:
+    """What the configuration says about engines that share requests.
+
+    Attributes:
+        sends: this engine computes prompts for others.
+        receives: it goes on with what others computed.
+        own: where it takes KV itself; None if it does not.
+        allows_host: whether requests may name a host as the one that their KV is sent to.
+        allows_source: whether they may name a host and port as that of an engine which has their KV.
+        timeout_s: how long a request waits for what is on its way.
+        answers: let answers say where their KV is, so that the next turn can have it.
+    """
+
+    sends: bool
+    receives: bool
+    own: tuple[str, int] | None = None
+    allows_host: Callable[[str], bool] = lambda _: False
+    allows_source: Callable[[str, int], bool] = lambda _host, _port: False
+    timeout_s: float = 10.0
+    answers: bool = False
+
+
+@dataclass
+class _Sending:
+    """A request whose KV goes elsewhere."""
+
+    spec: DisaggSpec
+    wants_first_token: bool
+    useful_tokens: int  # of the prompt: behind them a chunk was left out, so that the rest is of no use
+    num_chunks: int = 0  # handed to the workers so far
+    is_complete: bool = False  # its tail, too
+
+
+@dataclass
+class _Waiting:
+    """A request part of whose KV is on its way, or was promised."""
+
+    num_tokens: int
+    wait_s: float
+    deadline_s: float | None = None  # from the first question on
+    ask_s: float = 0.0
+
+
+class Handovers:
+    """One per engine. For the scheduler's thread.
+
+    Args:
+        options: which part this engine plays.
+        rules: the sizes of blocks and chunks.
+    """
+
+    def __init__(self, options: HandoverOptions, rules: SaveRules) -> None:
+        self.timeouts = 0  # requests that waited in vain
+        self._options = options
+        self._rules = rules
+        self._sending: dict[str, _Sending] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._metas: dict[str, ReqMeta] = {}  # for the next plan
+        self._refused: set[str] = set()  # hosts, and sources
+        self._throttle = Throttle()
+
+    def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
+        """Take up what a request says. Tells who else has some of its KV, if that may be asked."""
+        request = tracker.request
+        spec, source = handover.spec, handover.source
+        if spec is not None and self._receives(spec):
+            tracker.is_handed_over = True
+            num_tokens = min(spec.num_transferred_tokens or request.num_prompt_tokens, request.num_prompt_tokens)
+            self._wait_for(request.request_id, num_tokens, self._options.timeout_s)
+        elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
+            self._sending[request.request_id] = _Sending(spec, handover.wants_first_token, request.num_prompt_tokens)
+        if source is None or not self._is_allowed_source(source):
+            return None
+        self._wait_for(request.request_id, min(source.num_tokens, request.num_prompt_tokens), SOURCE_GRACE_S)
+        return source
+
+    def end(self, request_id: str) -> None:
+        """A request is gone."""
+        self._sending.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    # -- what others send --------------------------------------------------------------------------------------------
+
+    def must_wait(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request, of which ``num_tokens`` are known here, waits for more. Until its deadline, that is."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return False
+        now_s = time.monotonic()
+        if waiting.deadline_s is None:
+            waiting.deadline_s = now_s + waiting.wait_s
+        if num_tokens >= waiting.num_tokens:
+            del self._waiting[request_id]
+            return False
+        if now_s < waiting.deadline_s:
+            waited_s = now_s - (waiting.deadline_s - waiting.wait_s)
+            waiting.ask_s = now_s + max(_ASK_INTERVAL_S, _ASK_SHARE * waited_s)
+            return True
+        del self._waiting[request_id]
+        self.timeouts += 1
+        if self._throttle.is_due("late"):
+            logger.warning(
+                "%d tokens of a request, handed over by another engine, have not come within %s s and are computed; "
+                "this stays unsaid for a minute",
+                waiting.num_tokens - num_tokens,
+                waiting.wait_s,
+            )
+        return False
+
+    def asked_just_now(self, request_id: str) -> bool:
+        """Whether it is too early to ask again what has come."""
+        waiting = self._waiting.get(request_id)
+        return waiting is not None and time.monotonic() < waiting.ask_s
+
+    def _wait_for(self, request_id: str, num_tokens: int, wait_s: float) -> None:
+        block_tokens = self._rules.block_tokens
+        whole_tokens = num_tokens - num_tokens % block_tokens
+        known = self._waiting.get(request_id)
+        if whole_tokens and (known is None or known.num_tokens < whole_tokens):
+            self._waiting[request_id] = _Waiting(whole_tokens, wait_s)
+
+    def _receives(self, spec: DisaggSpec) -> bool:
+        """Whether a request's KV comes to this engine, and does not go to another."""
+        options = self._options
+        if options.sends and options.receives:
+            return (spec.receiver_host, spec.receiver_init_port[0]) == options.own
+        return options.receives
+
+    # -- what goes to others -----------------------------------------------------------------------------------------
+
+    def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, block_ids_of: BlocksOf) -> None:
+        """Add to the next plan what the coming step of ``num_scheduled_tokens`` completes of a prompt."""
+        request = tracker.request
+        sending = self._sending.get(request.request_id)
+        if sending is None or sending.is_complete:
+            return
+        written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_prompt_tokens)
+        is_complete = written_tokens == request.num_prompt_tokens
+        tracker.hasher.update(request.all_token_ids)
+        tail_tokens = written_tokens if is_complete else 0
+        chunks = chunks_of(tracker.hasher, self._rules, sending.num_chunks, written_tokens, tail_tokens)
+        sending.num_chunks = max(sending.num_chunks, written_tokens // self._rules.chunk_tokens)
+        sending.is_complete = is_complete
+        if chunks is None:
+            return
+        meta = self._metas.setdefault(request.request_id, ReqMeta(request.request_id))
+        meta.receiver = sending.spec
+        block_ids = block_ids_of(request.request_id)
+        for ref, begin in chunks.first_blocks().items():
+            source = blocks.whole(block_ids, begin, ref.num_blocks)
+            if source is None:  # it has left a sliding window
+                sending.useful_tokens = min(sending.useful_tokens, begin * self._rules.block_tokens)
+            else:
+                meta.pushes.append(PushJob(ref, source))
+
+    def take_step(self) -> list[ReqMeta]:
+        """What the coming step hands over."""
+        metas, self._metas = list(self._metas.values()), {}
+        return metas
+
+    def restart(self) -> None:
+        """Send everything again, as some of it was computed in vain; what has arrived is left out then."""
+        for sending in self._sending.values():
+            sending.num_chunks = 0
+            sending.is_complete = False
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
+        """``kv_transfer_params`` of a request's answer: what was handed over; or where its KV is, for the next turn."""
+        request, options = tracker.request, self._options
+        block_tokens = self._rules.block_tokens
+        sending = self._sending.get(request.request_id)
+        if sending is not None:
+            num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            num_tokens = min(num_tokens, sending.useful_tokens)
+            sent_tokens = num_tokens - num_tokens % block_tokens if sending.is_complete else 0
+            spec = replace(sending.spec, num_transferred_tokens=sent_tokens, is_last_prefill=sending.is_complete)
+            answer: dict[str, object] = {"disagg_spec": spec.as_params()} if sending.useful_tokens else {}
+            if sending.wants_first_token and first_token is not None:
+                answer["first_tok"] = first_token
+            return answer
+        if not options.answers or options.own is None:
+            return None
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        host, port = options.own
+        return {"remote_host": host, "remote_port": port, "num_tokens": num_tokens - num_tokens % block_tokens}
+
+    # -- who may be named --------------------------------------------------------------------------------------------
+
+    def _is_allowed(self, host: str) -> bool:
+        """Whether a request may have KV sent to a host; of each that it may not, the log says so once."""
+        if self._options.allows_host(host):
+            return True
+        self._refuse(host, "is not in pd_allowed_hosts")
+        return False
+
+    def _is_allowed_source(self, source: Source) -> bool:
+        """Whether a request may have KV fetched from an engine."""
+        if self._options.allows_source(source.host, source.port):
+            return True
+        self._refuse(
+            f"{source.host}:{source.port}",
+            "does not stand with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set",
+        )
+        return False
+
+    def _refuse(self, name: str, why: str) -> None:
+        if name not in self._refused and len(self._refused) < _MAX_SAID:
+            self._refused.add(name)
+            logger.warning("a request names the host %r, which %s: this is ignored, for all requests", name, why)

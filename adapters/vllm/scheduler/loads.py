@@ -1,0 +1,281 @@
+"""Plans the loads that vLLM decided on, and follows them until every rank has reported: within a step, or beside.
+
+A load within a step may share its blocks before it is verified, because vLLM's prefix cache offers them at once. One
+beside the steps does not: vLLM keeps its request apart until the load is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, Sourced, StepResult
+from kvstore.adapters.vllm.requests import blocks
+from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice
+from kvstore.adapters.vllm.telemetry.accounts import HitSplit
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import LoadStep, Match, Place
+from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.tiers.base import ChunkRef
+from kvstore.transfer.mover import LoadJob, as_block_ids
+
+BlocksOf = Callable[[str], Sequence[int]]  # a request's current blocks
+
+
+@dataclass
+class _Unverified:
+    """A load within a step that may yet fail.
+
+    Attributes:
+        req_id: the request it is for.
+        block: position of its first block in the request.
+        key: the key of that block's end.
+        block_ids: that block and all behind it, those computed since included.
+    """
+
+    req_id: str
+    block: int
+    key: PrefixKey
+    block_ids: set[int] = field(default_factory=set)
+
+
+class _Destination(NamedTuple):
+    """A chunk, the position of its first block in its request, and those of the blocks to be loaded."""
+
+    ref: ChunkRef
+    begin: int
+    start: int
+    stop: int
+
+
+@dataclass
+class _StepLoads:
+    """Loads of one step."""
+
+    requests: dict[str, ReqMeta] = field(default_factory=dict)
+    steps: list[LoadStep] = field(default_factory=list)
+    tokens: Counter[Place] = field(default_factory=Counter)
+    unverified: list[_Unverified] = field(default_factory=list)
+
+
+@dataclass
+class _Fetching:
+    """A load beside the steps."""
+
+    req_id: str
+    steps: list[LoadStep]
+    tokens: Counter[Place]
+    result: FetchResult = field(default_factory=FetchResult)
+
+
+class LoadPlanner:
+    """One per engine. For the scheduler's thread.
+
+    Args:
+        index: the catalog.
+        rules: the sizes of blocks and chunks.
+        choice: is told how long loads took.
+        num_ranks: how many report each of them.
+    """
+
+    def __init__(self, index: ChunkIndex, rules: SaveRules, choice: LoadChoice, num_ranks: int) -> None:
+        self._index = index
+        self._rules = rules
+        self._choice = choice
+        self._num_ranks = num_ranks
+        self._coming = _StepLoads()  # for the next plan
+        self._coming_fetches: dict[str, Fetch] = {}
+        self._coming_sourced: list[Sourced] = []
+        self._in_flight: dict[int, _StepLoads] = {}
+        self._fetching: dict[int, _Fetching] = {}
+        self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks on their way beside the steps
+        self._number = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is planned or under way."""
+        return not (self._coming.requests or self._coming_fetches or self._in_flight or self._fetching)
+
+    # -- before a load -----------------------------------------------------------------------------------------------
+
+    def sources(self, spec: LoadSpec) -> Counter[Place]:
+        """How many tokens of a load would come from where."""
+        first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
+        tokens: Counter[Place] = Counter()
+        for ref, begin in overlapping(spec.match, self._rules, first_block, end_block):
+            num_blocks = min(begin + ref.num_blocks, end_block) - max(begin, first_block)
+            tokens[self._index.source(ref, spec.told) or Place.MEMORY] += num_blocks * self._rules.block_tokens
+        return tokens
+
+    def first_remote_token(self, spec: LoadSpec) -> int:
+        """Where the first chunk of a load begins that would come from a remote tier; its end if none would."""
+        first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
+        chunks = overlapping(spec.match, self._rules, first_block, end_block)
+        begins = (
+            max(begin, first_block) for ref, begin in chunks if self._index.source(ref, spec.told) is Place.REMOTE
+        )
+        return next(begins, end_block) * self._rules.block_tokens
+
+    def must_wait(self, match: Match, *, beside: bool) -> bool:
+        """Whether a chunk is on its way for another request, in such a way that it cannot be relied on yet."""
+        for ref in match.refs:
+            if self._fetched_keys[ref.prefix_key] or (beside and self._index.is_loading(ref.prefix_key)):
+                return True
+        return False
+
+    def rests_on_unverified(self, tracker: RequestTracker, num_local_tokens: int) -> bool:
+        """Whether the first ``num_local_tokens`` include a block whose load has not been reported."""
+        num_local_blocks = num_local_tokens // self._rules.block_tokens
+        return any(
+            load.block < num_local_blocks and self._block_key(tracker.local_hasher(), load.block) == load.key
+            for load in self._unverified()
+        )
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Whether a request waits for a load beside the steps."""
+        return request_id in self._coming_fetches or any(
+            fetching.req_id == request_id for fetching in self._fetching.values()
+        )
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, tracker: RequestTracker, spec: LoadSpec, block_ids: Sequence[int], num_external_tokens: int
+    ) -> HitSplit:
+        """Plan to load ``num_external_tokens`` of what was promised; tells where they come from.
+
+        What lies before a sliding window has no blocks, and is not loaded.
+        """
+        first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
+        wanted = list(self._destinations(spec.match, block_ids, first_block, end_block))
+        steps = self._index.prepare_load([part.ref for part in wanted], spec.told)
+        tracker.noted.update(step.ref.prefix_key for step in steps)
+        jobs, tokens = [], Counter[Place]()
+        loaded_end = first_block
+        for step, part in zip(steps, wanted, strict=False):
+            jobs.append(LoadJob(step, as_block_ids(block_ids[part.start : part.stop]), part.start - part.begin))
+            tokens[step.source] += (part.stop - part.start) * self._rules.block_tokens
+            loaded_end = part.stop
+        remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
+        if spec.told.source and remote_refs:
+            self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
+        lost_block_ids = blocks.present(block_ids[loaded_end:end_block])
+        request_id = tracker.request.request_id
+        if spec.beside:
+            has_gaps = blocks.NULL_BLOCK in block_ids[:end_block]
+            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
+        else:
+            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
+        disk_tokens = min(num_external_tokens, tokens[Place.DISK])
+        remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
+        return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
+
+    def _destinations(
+        self, match: Match, block_ids: Sequence[int], first_block: int, end_block: int
+    ) -> Iterator[_Destination]:
+        """Where the chunks of a match go, of those that have blocks; ends before one that cannot be brought."""
+        for ref, begin in overlapping(match, self._rules, first_block, end_block):
+            run = blocks.present_run(block_ids, max(begin, first_block), min(begin + ref.num_blocks, end_block))
+            if run is None:
+                return
+            if run[0] < run[1]:
+                yield _Destination(ref, begin, *run)
+
+    def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place]) -> None:
+        self._number += 1
+        fetch.number = self._number
+        steps = [job.step for job in fetch.loads]
+        self._coming_fetches[fetch.req_id] = fetch
+        self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, tokens)
+        self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
+
+    def _plan_within(self, tracker: RequestTracker, first_block: int, meta: ReqMeta, tokens: Counter[Place]) -> None:
+        loads = self._coming
+        loads.requests[meta.req_id] = meta
+        loads.steps += (job.step for job in meta.loads)
+        loads.tokens.update(tokens)
+        # A slot that another load is filling counts too: what fails there fails here.
+        if meta.lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in meta.loads):
+            key = self._block_key(tracker.local_hasher(), first_block)
+            loads.unverified.append(_Unverified(meta.req_id, first_block, key))
+
+    def note_blocks(self, num_scheduled_tokens: Mapping[str, int], block_ids_of: BlocksOf) -> None:
+        """Note the blocks of requests in the coming step whose loads may yet fail."""
+        for load in self._unverified():
+            if load.req_id in num_scheduled_tokens:
+                load.block_ids.update(block_ids_of(load.req_id)[load.block :])
+
+    def take_step(self, number: int) -> list[ReqMeta]:
+        """The loads of the coming step, which is to have this number, or none."""
+        loads, self._coming = self._coming, _StepLoads()
+        if loads.requests:
+            self._in_flight[number] = loads
+        return list(loads.requests.values())
+
+    def take_fetches(self) -> list[Fetch]:
+        """The loads to begin with the coming step."""
+        fetches, self._coming_fetches = self._coming_fetches, {}
+        return list(fetches.values())
+
+    def take_sourced(self) -> list[Sourced]:
+        """The chunks among them that may be read from engines which their requests name."""
+        sourced, self._coming_sourced = self._coming_sourced, []
+        return sourced
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def complete_step(self, number: int, result: StepResult) -> None:
+        """Every rank has reported the loads of a step."""
+        loads = self._in_flight.pop(number, None)
+        if loads is None:
+            return
+        self._index.complete_load(loads.steps, result.failed_loads, result.lost_chunks)
+        if not result.is_poisoned:
+            self._choice.loaded(loads.tokens, result.load_s)
+
+    def complete_fetch(self, number: int, result: FetchResult) -> str | None:
+        """A rank has ended a fetch. If it was the last one and something has failed, tells whose it was."""
+        fetching = self._fetching[number]
+        fetching.result.merge(result)
+        result = fetching.result
+        if result.ranks_ended < self._num_ranks:
+            return None
+        del self._fetching[number]
+        self._index.complete_load(fetching.steps, result.failed_loads, result.lost_chunks)
+        self._fetched_keys -= Counter(step.ref.prefix_key for step in fetching.steps if step.source is not Place.MEMORY)
+        if result.failed_loads or not fetching.steps:
+            return fetching.req_id
+        self._choice.loaded(fetching.tokens, result.load_s)
+        return None
+
+    def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
+        """The blocks that could not be loaded, and those computed from them. To be asked before ``complete_step``."""
+        behind = (load.block_ids for load in self._unverified() if not load.block_ids.isdisjoint(failed_block_ids))
+        return set(failed_block_ids).union(*behind)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _range(self, num_local_tokens: int, num_external_tokens: int) -> tuple[int, int]:
+        block_tokens = self._rules.block_tokens
+        return num_local_tokens // block_tokens, -(-(num_local_tokens + num_external_tokens) // block_tokens)
+
+    def _unverified(self) -> Iterator[_Unverified]:
+        for loads in (self._coming, *self._in_flight.values()):
+            yield from loads.unverified
+
+    def _block_key(self, hasher: PrefixHasher, block: int) -> PrefixKey:
+        chunk, inside = divmod(block, self._rules.chunk_tokens // self._rules.block_tokens)
+        return hasher.block_keys(chunk)[inside]
+
+
+def overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
+    """The chunks of a match that hold any of the blocks ``[first_block, end_block)``, each with its first block."""
+    begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
+    for ref in match.refs:
+        if begin < end_block and begin + ref.num_blocks > first_block:
+            yield ref, begin
+        begin += ref.num_blocks

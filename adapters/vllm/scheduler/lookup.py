@@ -1,0 +1,220 @@
+"""Lookups at a remote tier, which must not hold up vLLM's scheduler: beside it, many at a time, within a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import Place
+from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.keys import Namespace, PrefixHasher
+from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.directory import RemoteDirectory
+from kvstore.tiers.questions import Question
+
+PASS_BUDGET_S: Final = 0.004
+"""How long one pass of the scheduler may wait for answers, for all its requests together: an answer that is nearly here
+comes sooner than the next step."""
+
+
+@dataclass
+class _Asking:
+    """A request that asks, or has asked and still waits to be scheduled."""
+
+    told: Told
+    questions: list[Question] = field(default_factory=list)  # without an answer so far
+    asked: Sequence[ChunkRef] = ()  # with them
+    deadline_s: float | None = None  # from the first of them on
+
+
+class RemoteLookup:
+    """What the requests that wait to be scheduled have asked of the remote tier. Used by one thread.
+
+    A chunk about which a question is under way is not asked about again: requests that begin alike wait for the same
+    answer. Answers are taken in whoever has asked, and whether or not it still waits.
+
+    Args:
+        directory: asks; ``close`` closes it.
+        view: takes the answers.
+        timeout_s: how long the lookup of one request may take; then what has not been answered is not there, for it.
+        sources: the engines that requests may name.
+    """
+
+    def __init__(
+        self, directory: RemoteDirectory, view: RemoteView, timeout_s: float, sources: Collection[str] = ()
+    ) -> None:
+        self.view = view
+        self.timeouts = 0  # lookups that ended without an answer
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._sources = frozenset(sources)
+        self._requests: dict[str, _Asking] = {}
+        self._open: dict[ChunkRef, Question] = {}  # by the chunks asked about, but for those asked of a source
+        self._answered: deque[Question] = deque()  # handed over by the threads that ask
+        self._left_s = PASS_BUDGET_S  # of this pass
+        self._took_s = 0.0  # the last answer
+        self._slow_sources: set[str] = set()  # for which a pass has waited in vain since they last answered
+
+    def begin(self, request_id: str, source: str) -> None:
+        """Ask an engine that a request names for that request, too, if it may be named."""
+        if source in self._sources:
+            self._requests[request_id] = _Asking(Told(source))
+
+    def told(self, request_id: str) -> Told:
+        """What a request was told."""
+        asking = self._requests.get(request_id)
+        return asking.told if asking is not None else NOTHING_TOLD
+
+    def answered(self, request_id: str, refs: Sequence[ChunkRef]) -> bool:
+        """Ask about chunks for a request. False means to come back later; True, that what can be known is.
+
+        A pass of the scheduler waits for a moment at most, and not even that while the tier is slow. A request that
+        comes back too late is told "no" for what is still open, and nobody else is.
+        """
+        now_s = time.monotonic()
+        asking = self._requests.setdefault(request_id, _Asking(Told()))
+        self._take_in()
+        if asking.deadline_s is None:
+            asking.deadline_s = now_s + self._timeout_s
+        if not asking.questions:
+            self._ask(asking, refs, now_s)
+        self._wait(asking)
+        if all(question.is_done for question in asking.questions):
+            self._tell(asking)
+            return True
+        if time.monotonic() < asking.deadline_s:
+            return False
+        self.timeouts += 1
+        asking.told.give_up()
+        asking.questions = []
+        return True
+
+    def settled(self, request_id: str) -> None:
+        """A request has nothing left to ask. If it must ask again, that is another lookup, with its own deadline."""
+        asking = self._requests.get(request_id)
+        if asking is not None:
+            asking.questions, asking.deadline_s = [], None
+
+    def end(self, request_id: str) -> None:
+        """A request has made use of what it was told, or is gone."""
+        self._requests.pop(request_id, None)
+
+    def end_pass(self) -> None:
+        """The scheduler has made up a step; the next pass may wait again."""
+        self._take_in()
+        self._left_s = PASS_BUDGET_S
+
+    def ask(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Ask about chunks, and wait for the answer within the deadline. From any thread."""
+        question = self._directory.ask(refs)
+        if not self._directory.wait([question], self._timeout_s):
+            return [False] * len(refs)
+        return [bool(answer) for answer in question.answers]
+
+    def reset(self, namespaces: Sequence[Namespace]) -> None:
+        """Ask about other namespaces, one for each shard, from now on. What is under way is about the old ones."""
+        self._requests = {name: _Asking(Told(asking.told.source)) for name, asking in self._requests.items()}
+        self._open.clear()
+        self._answered = deque()
+        self._directory.reset(namespaces)
+
+    def close(self) -> None:
+        """End the questions."""
+        self._directory.close()
+
+    def _ask(self, asking: _Asking, refs: Sequence[ChunkRef], now_s: float) -> None:
+        """Ask about chunks, but for those somebody asks about already."""
+        source, tell = asking.told.source, self._answered.append
+        asking.asked = refs
+        wanted = self.view.unknown(refs, now_s) if source else refs
+        since, under_way = self.view.serial, [self._under_way(ref) for ref in wanted]
+        asking.questions = [question for question in dict.fromkeys(under_way) if question is not None]
+        fresh = [ref for ref, question in zip(wanted, under_way, strict=True) if question is None]
+        if fresh:
+            question = self._directory.ask(fresh, tell=tell, since=since)
+            self._open.update(dict.fromkeys(fresh, question))
+            asking.questions.append(question)
+        if source:
+            asking.questions.append(self._directory.ask(refs, source, since=since))
+
+    def _under_way(self, ref: ChunkRef) -> Question | None:
+        """A question about a chunk whose answer will count; one from before the chunk was removed does not."""
+        question = self._open.get(ref)
+        return question if question is not None and not self.view.is_void(ref, question.since) else None
+
+    def _wait(self, asking: _Asking) -> None:
+        """Wait for answers that are nearly here, as far as this pass may.
+
+        A source that hangs costs one such wait, and changes nothing for those who did not name it.
+        """
+        questions, source = asking.questions, asking.told.source
+        if source in self._slow_sources:
+            return
+        if self._left_s <= 0 or self._took_s > PASS_BUDGET_S or all(question.is_done for question in questions):
+            return
+        begin_s = time.monotonic()
+        if not self._directory.wait(questions, self._left_s):
+            if source:
+                self._slow_sources.add(source)
+            else:
+                self._took_s = self._timeout_s  # until an answer says otherwise
+        self._left_s -= time.monotonic() - begin_s
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Let the view know what was answered since the last time."""
+        while self._answered:
+            question = self._answered.popleft()
+            self._took_s = question.answered_s - question.asked_s
+            self.view.note(question.refs, question.answers, question.answered_s, question.since)
+            for ref in question.refs:
+                if self._open.get(ref) is question:
+                    del self._open[ref]
+
+    def _tell(self, asking: _Asking) -> None:
+        """Tell a request what was answered to its questions."""
+        now_s, questions = time.monotonic(), asking.questions
+        asking.questions = []
+        if not asking.told.source:
+            for question in questions:
+                self.view.tell(asking.told, question.told, now_s, question.since)
+            return
+        self._slow_sources.discard(asking.told.source)
+        answers = {ref: any(question.told.get(ref) for question in questions) for ref in asking.asked}
+        self.view.tell(asking.told, answers, now_s, min(question.since for question in questions))
+
+
+def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:
+    """How many leading tokens of a sequence are known, by the fastest tier that has them; for people and routers.
+
+    From any thread: it only looks chunks up, one by one, and asks the remote tier itself.
+    """
+    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
+    found: Counter[Place] = Counter()
+    chunks = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    places = _places(chunks, index, remote)
+    whole = next((number for number, place in enumerate(places) if place is None), len(chunks))
+    for place in places[:whole]:
+        if place is not None:
+            found[place] += hasher.chunk_tokens
+    tails = [ChunkRef(key, number) for number, key in enumerate(hasher.block_keys(whole), 1)][: blocks_per_chunk - 1]
+    for ref, place in zip(reversed(tails), reversed(_places(tails, index, remote)), strict=True):
+        if place is not None:
+            found[place] += ref.num_blocks * hasher.block_tokens
+            break
+    return found
+
+
+def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup | None) -> list[Place | None]:
+    """Where each chunk is."""
+    local = (Place.MEMORY, Place.DISK)
+    places = [next((place for place in local if index.holds(ref.prefix_key, place)), None) for ref in refs]
+    missing = [ref for ref, place in zip(refs, places, strict=True) if place is None]
+    if remote is None or not missing:
+        return places
+    elsewhere = {ref for ref, is_there in zip(missing, remote.ask(missing), strict=True) if is_there}
+    return [place or (Place.REMOTE if ref in elsewhere else None) for ref, place in zip(refs, places, strict=True)]

@@ -1,0 +1,169 @@
+"""Plans stores, and follows them until every rank has reported: those of each step, and the writes behind them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import takewhile
+
+from kvstore.adapters.vllm.plan import ReqMeta, Written
+from kvstore.adapters.vllm.requests import blocks
+from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import Place, StoreStep
+from kvstore.engine import superseded_tails
+from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.tiers.base import ChunkRef
+from kvstore.transfer.mover import StoreJob, as_block_ids
+
+
+@dataclass
+class _Save:
+    """Stores of one request in a step."""
+
+    req_id: str
+    hasher: PrefixHasher
+    steps: list[StoreStep]
+
+
+@dataclass
+class _Write:
+    """A write behind that some ranks have not reported yet."""
+
+    ranks_left: int
+    stored: bool = True
+    in_vain: bool = False  # its chunk failed on another rank: until this ends, it cannot be stored anew
+    left_behind: bool = False  # stored by one rank at least
+    size_bytes: int = 0  # on the rank where it takes most
+
+
+class SavePlanner:
+    """One per engine. For the scheduler's thread.
+
+    Args:
+        index: the catalog.
+        num_ranks: how many report each store and each write.
+    """
+
+    def __init__(self, index: ChunkIndex, num_ranks: int) -> None:
+        self.strays: list[ChunkRef] = []  # chunks on the disks of some ranks only: to be taken and removed there
+        self._index = index
+        self._num_ranks = num_ranks
+        self._metas: dict[str, ReqMeta] = {}  # for the next plan
+        self._coming: list[_Save] = []
+        self._in_flight: dict[int, list[_Save]] = {}
+        self._storing: Counter[str] = Counter()  # saves of a request that have not been completed
+        self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is planned or under way."""
+        return not (self._metas or self._coming or self._in_flight or self._storing or self._writes or self.strays)
+
+    @property
+    def has_coming(self) -> bool:
+        """Whether the next plan will store something."""
+        return bool(self._coming)
+
+    def is_coming(self, req_id: str) -> bool:
+        """Whether the next plan will store something of a request."""
+        return req_id in self._metas
+
+    def is_storing(self, req_id: str) -> bool:
+        """Whether a request has stores that were planned and have not been completed."""
+        return self._storing[req_id] > 0
+
+    def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
+        """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room.
+
+        Chunks whose blocks the request does not have any more, or never had, are left out.
+        """
+        req_id = tracker.request.request_id
+        begins = save.first_blocks()
+        offered = [ref for ref in save.refs if blocks.are_whole(block_ids, begins[ref], ref.num_blocks)]
+        left_out = takewhile(lambda ref: ref not in offered[:1], save.refs)
+        before = [*save.prefix, *(ref.prefix_key for ref in left_out)]
+        steps = self._index.prepare_store(offered, before, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
+        tracker.noted.update(ref.prefix_key for ref in save.refs)
+        if not steps:
+            return 0
+        meta = self._metas.setdefault(req_id, ReqMeta(req_id))
+        for step in steps:
+            begin = begins[step.ref]
+            meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
+            for target in step.targets:
+                self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
+        self._coming.append(_Save(req_id, tracker.hasher, steps))
+        self._storing[req_id] += 1
+        return len(steps)
+
+    def end_with(self, req_id: str) -> None:
+        """A request has ended: let the workers tell when the last of its stores is over."""
+        self._metas.setdefault(req_id, ReqMeta(req_id)).finished = True
+
+    def take_step(self, number: int) -> list[ReqMeta]:
+        """The stores of the coming step, which is to have this number."""
+        metas, self._metas = list(self._metas.values()), {}
+        if self._coming:
+            self._in_flight[number] = self._coming
+            self._coming = []
+        return metas
+
+    def complete_step(self, number: int, failed_keys: AbstractSet[PrefixKey], *, distrusted: bool) -> None:
+        """Every rank has ended the stores of a step; if it is ``distrusted``, all of them failed."""
+        for save in self._in_flight.pop(number, ()):
+            keys = {step.ref.prefix_key for step in save.steps}
+            failed = keys if distrusted else keys & failed_keys
+            self._index.complete_store(save.steps, failed)
+            self._note_in_vain(save.steps, failed)
+            for key, tails in superseded_tails(save.hasher, keys - failed).items():
+                self._index.supersede(key, tails)
+            self._end(save)
+
+    def complete_write(self, written: Written) -> bool:
+        """Take in one rank's end of a write. Whether its chunk may be offered again now, because it had failed."""
+        target, ref, stored, size_bytes = written
+        write = self._writes[target, ref.prefix_key]
+        write.ranks_left -= 1
+        write.stored &= stored
+        write.left_behind |= stored
+        write.size_bytes = max(write.size_bytes, size_bytes or 0)
+        if write.ranks_left:
+            return False
+        del self._writes[target, ref.prefix_key]
+        self._index.complete_write(ref.prefix_key, target, stored=write.stored, size_bytes=write.size_bytes or None)
+        if target is Place.DISK and write.left_behind and not write.stored:
+            self.strays.append(ref)
+        return write.in_vain
+
+    def cancel_coming(self) -> None:
+        """Fail what ended requests were about to store: the workers would do it after they have cleared."""
+        for meta in self._metas.values():
+            meta.stores.clear()
+        saves, self._coming = self._coming, []
+        for save in saves:
+            self._end(save)
+            for step in save.steps:
+                self._index.complete_store([step], {step.ref.prefix_key})
+                for target in step.targets:
+                    del self._writes[target, step.ref.prefix_key]
+                    self._index.complete_write(step.ref.prefix_key, target, stored=False)
+
+    def take_strays(self) -> list[ChunkRef]:
+        """Chunks that must leave the disks, because not every rank has its part."""
+        strays, self.strays = self.strays, []
+        return strays
+
+    def _end(self, save: _Save) -> None:
+        self._storing[save.req_id] -= 1
+        if not self._storing[save.req_id]:
+            del self._storing[save.req_id]
+
+    def _note_in_vain(self, steps: Sequence[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
+        """Some ranks still write chunks that failed on another."""
+        for step in steps:
+            for target in step.targets if step.ref.prefix_key in failed else ():
+                if write := self._writes.get((target, step.ref.prefix_key)):
+                    write.in_vain = True

@@ -1,0 +1,1 @@
+"""Numbers and events of the adapter, for people and routers."""

@@ -1,0 +1,166 @@
+"""What KV-aware routers hear: which blocks are in memory and on disk, under the hashes that vLLM itself gives them.
+
+Nothing is queued: once a step, what has changed is compared with what was said. Chunks overlap where one is the tail
+that another has grown from, and listeners may not count, so a block is announced by the first chunk that has it, and
+taken back with the last. No vLLM types.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvstore.catalog.plans import Place
+
+if TYPE_CHECKING:
+    from kvstore.catalog.index import ChunkIndex
+    from kvstore.keys import PrefixKey
+    from kvstore.tiers.base import ChunkRef
+
+ANNOUNCED = (Place.MEMORY, Place.DISK)
+"""A remote tier is as near to every engine as to this one, and evicts without a word."""
+
+
+class Adapter(Protocol):
+    """The parts of vLLM's ``LoRARequest`` that events carry."""
+
+    @property
+    def adapter_id(self) -> int:
+        """Its number in vLLM."""
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+
+
+class Described(Protocol):
+    """The parts of vLLM's ``Request`` that events carry."""
+
+    lora_request: Adapter | None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt and what was sampled."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The hashes that vLLM gives its whole blocks."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks as vLLM names them; ``parent`` is the hash of the block before."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    token_ids: array[int]
+    lora: Adapter | None
+
+    def behind(self, num_blocks: int) -> Blocks:
+        """Without the first ``num_blocks``."""
+        if not num_blocks:
+            return self
+        num_tokens = num_blocks * len(self.token_ids) // len(self.hashes)
+        return Blocks(self.hashes[num_blocks:], self.hashes[num_blocks - 1], self.token_ids[num_tokens:], self.lora)
+
+
+class Stored(NamedTuple):
+    """Blocks can be found in a place."""
+
+    place: Place
+    blocks: Blocks
+
+
+class Removed(NamedTuple):
+    """Blocks have left a place."""
+
+    place: Place
+    hashes: list[bytes]
+
+
+class Announcer:
+    """Knows the blocks of the chunks in the index, and what was said of them. Used by the scheduler's thread.
+
+    Chunks that a disk held at start are known by their keys alone: they are announced when a request comes with them.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._known: dict[PrefixKey, Blocks] = {}  # of chunks in the index
+        self._described: list[PrefixKey] = []  # since the last call
+        self._shelves = {place: _Shelf() for place in ANNOUNCED}
+
+    def describe(self, ref: ChunkRef, first_block: int, request: Described) -> None:
+        """Learn which blocks a chunk of the index has: those of a request, from its ``first_block`` on."""
+        end_block = first_block + ref.num_blocks
+        if ref.prefix_key in self._known or end_block > len(hashes := request.block_hashes):
+            return
+        tokens = request.all_token_ids[first_block * self._block_tokens : end_block * self._block_tokens]
+        self._known[ref.prefix_key] = Blocks(
+            tuple(hashes[first_block:end_block]),
+            hashes[first_block - 1] if first_block else None,
+            array("I", tokens),
+            request.lora_request,
+        )
+        self._described.append(ref.prefix_key)
+
+    def take(self, index: ChunkIndex) -> list[Stored | Removed]:
+        """What listeners must hear so that they know again where the blocks are."""
+        changed = [key for key in dict.fromkeys([*index.take_changes(), *self._described]) if key in self._known]
+        self._described.clear()
+        events: list[Stored | Removed] = []
+        for place, shelf in self._shelves.items():
+            gone: list[PrefixKey] = []
+            for key in changed:
+                is_here = index.holds(key, place)
+                if is_here and key not in shelf:
+                    blocks = self._known[key]
+                    said = shelf.add(key, blocks.hashes)
+                    if said < len(blocks.hashes):
+                        events.append(Stored(place, blocks.behind(said)))
+                elif not is_here and key in shelf:
+                    gone.append(key)
+            hashes = [name for key in gone for name in shelf.remove(key, self._known[key].hashes)]
+            if hashes:
+                events.append(Removed(place, hashes))
+        for key in changed:
+            if key not in index:
+                del self._known[key]
+        return events
+
+
+class _Shelf:
+    """The chunks announced in one place, and how many of them have each block.
+
+    A block's hash names all tokens before it: chunks that share a block share all blocks of theirs before it.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[PrefixKey] = set()
+        self._num_chunks: dict[bytes, int] = {}  # by block
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> int:
+        """Add a chunk; returns how many of its blocks, from the front, others had announced."""
+        counts, said = self._num_chunks, 0
+        for name in hashes:
+            others = counts.get(name, 0)
+            counts[name] = others + 1
+            said += others > 0
+        self._keys.add(key)
+        return said
+
+    def remove(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> list[bytes]:
+        """Take a chunk away; returns those of its blocks that no other one has."""
+        counts, gone = self._num_chunks, []
+        for name in hashes:
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
+                gone.append(name)
+        self._keys.remove(key)
+        return gone

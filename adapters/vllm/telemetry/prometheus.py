@@ -1,0 +1,123 @@
+"""Our numbers in vLLM's log and under its ``/metrics``, through vLLM's own hooks for connectors.
+
+The scheduler side has them all, the workers' included, and hands them over after each step. vLLM carries them to its
+front end, which keeps the metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvstore.ops import metrics
+from kvstore.ops.metrics import METRICS, Kind, Metric, Tally, split_key
+from kvstore.tiers.guards.stats import LATENCY_BOUNDS_S
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX: Final = "vllm:kvstore_"
+BUCKETS_S: Final = LATENCY_BOUNDS_S[4::4]  # every fourth, from 40 us on: each time stays in its bucket
+_EXTRAS: Final[dict[Kind, dict[str, Any]]] = {
+    Kind.GAUGE: {"multiprocess_mode": "mostrecent"},  # of vLLM's front ends one at a time hears of a step
+    Kind.HISTOGRAM: {"buckets": BUCKETS_S},
+}
+
+
+class _Series(Protocol):
+    """One time series of any kind."""
+
+    def inc(self, number: float) -> None:
+        """Of a counter."""
+
+    def set(self, value: float) -> None:
+        """Of a gauge."""
+
+    def observe(self, time_s: float) -> None:
+        """Of a histogram."""
+
+
+@dataclass
+class StoreStats(KVConnectorStats):
+    """What happened in one step, as plain dictionaries that vLLM can send: see ``Tally``, whose gauges are folded."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    @classmethod
+    def of(cls, tally: Tally) -> StoreStats:
+        """Make a tally's numbers ready to be sent."""
+        return cls({"counters": tally.counters, "samples": tally.samples, "gauges": tally.levels()})
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.data: dict[str, Any] = {"counters": {}, "samples": {}, "gauges": {}}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add what came later."""
+        sums = Tally(self.data["counters"], self.data["samples"])
+        sums.add(Tally(other.data["counters"], other.data["samples"]))
+        self.data["gauges"].update(other.data["gauges"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs every few seconds."""
+        counters = self.data["counters"]
+        moved = {key: number for key, number in counters.items() if split_key(key)[0] is metrics.MOVED_BYTES}
+        return {
+            "asked tokens": int(counters.get(metrics.ASKED_TOKENS.key(), 0)),
+            **{
+                f"{tier} hit tokens": int(counters.get(metrics.HIT_TOKENS.key(tier), 0))
+                for (tier,) in metrics.HIT_TOKENS.values
+            },
+            "stored chunks": int(counters.get(metrics.STORED_CHUNKS.key(), 0)),
+            "moved GB": round(sum(moved.values()) / 1e9, 3),
+        }
+
+
+class StoreMetrics(KVConnectorPromMetrics):
+    """The metrics of ``kvstore.ops.metrics`` in vLLM's registry, with vLLM's labels before our own."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+        self._families: dict[str, Any] = {}
+        for metric in METRICS.values():
+            self._families[metric.name] = metric_types[kinds[metric.kind]](
+                name=PREFIX + metric.name,
+                documentation=metric.meaning + ".",
+                labelnames=[*labelnames, *metric.labels],
+                **_EXTRAS.get(metric.kind, {}),
+            )
+            for engine in per_engine_labelvalues if metric.kind is not Kind.GAUGE else ():
+                for values in metric.values or ((),):  # so that they are there, as 0, before anything happens
+                    self._series(engine, metric, values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take in what happened in one step of one engine."""
+        for key, number in transfer_stats_data["counters"].items():
+            self._series(engine_idx, *split_key(key)).inc(number)
+        for key, value in transfer_stats_data["gauges"].items():
+            self._series(engine_idx, *split_key(key)).set(value)
+        for key, times_s in transfer_stats_data["samples"].items():
+            series = self._series(engine_idx, *split_key(key))
+            for time_s in times_s:
+                series.observe(time_s)
+
+    def _series(self, engine: int, metric: Metric, values: tuple[str, ...]) -> _Series:
+        series: _Series = self._families[metric.name].labels(*self.per_engine_labelvalues[engine], *values)
+        return series

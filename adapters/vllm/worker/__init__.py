@@ -1,0 +1,1 @@
+"""The worker side: carries out the scheduler's plans on one rank."""

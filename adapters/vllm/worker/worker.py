@@ -1,0 +1,450 @@
+"""The worker side: owns the memory and the folder, and carries out the scheduler's plans. No policy, no vLLM types."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch.profiler import record_function
+
+from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.adapters.vllm.requests.disagg import server_url
+from kvstore.adapters.vllm.worker.background import Courier, Fetched
+from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayeredStore
+from kvstore.assembly import EngineOptions, open_tiers
+from kvstore.catalog.plans import Place
+from kvstore.format.deviation import tolerance
+from kvstore.handover.pusher import PushCounters, Pusher, Receiver, StepPush
+from kvstore.handover.tcp import open_transport
+from kvstore.handover.transport import Transport
+from kvstore.keys import Namespace, PrefixKey
+from kvstore.layout import KVLayout
+from kvstore.ops import metrics
+from kvstore.ops.meters import WorkerMeter, push_totals
+from kvstore.ops.metrics import Meter, Metric
+from kvstore.paged.base import PagedKV
+from kvstore.paged.copiers import copy_threads
+from kvstore.throttle import Throttle
+from kvstore.tiers.base import ChunkRef
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
+
+if TYPE_CHECKING:
+    from kvstore.server.embedded import EmbeddedServer  # needs an extra
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker goes about it.
+
+    Attributes:
+        layer_names: the model's layers, in the order of the layout.
+        layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
+        saves_beside: stores go on while the next step runs; else a step ends when they have been gathered.
+        push: how KV is handed over to other engines; None if it is not.
+    """
+
+    layer_names: tuple[str, ...] = ()
+    layerwise: bool = False
+    saves_beside: bool = False
+    push: PushOptions | None = None
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How a worker hands KV over.
+
+    Attributes:
+        rank: of this worker, which counts the receivers' ports.
+        buffer_bytes: for what has been gathered and not yet sent.
+        settings: of the connections, as for a cache server: its deadline, its keys.
+        connect: opens the way to a URL.
+    """
+
+    rank: int
+    buffer_bytes: int
+    settings: Mapping[str, object] = field(default_factory=dict)
+    connect: Callable[[str, Namespace, KVLayout, Mapping[str, object]], Transport] = open_transport
+
+
+class StoreWorker:
+    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers go on beside it."""
+
+    def __init__(
+        self,
+        paged: PagedKV,
+        namespace: Namespace,
+        engine: EngineOptions,
+        options: WorkerOptions | None = None,
+        server: EmbeddedServer | None = None,
+    ) -> None:
+        """Open the tiers. ``server`` becomes the remote one, and is closed with them.
+
+        Raises:
+            ConfigError, FolderOwnedError, TierError: see ``open_tiers``. The server is still open then, and nothing
+                else.
+        """
+        if server is not None and engine.remote is not None:
+            engine = replace(engine, remote=replace(engine.remote, url=server.url))
+        self._namespace = namespace
+        self._engine = engine
+        self._server = server
+        options = options or WorkerOptions()
+        self._saves_beside = options.saves_beside
+        self._layerwise = options.layerwise
+        self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
+        self._paged = paged
+        self._layout = paged.layout
+        self._tiers = open_tiers(paged, namespace, engine)
+        self._written: deque[Written] = deque()
+        with ExitStack() as opened:
+            opened.callback(self._tiers.close)
+            lanes = self._tiers.open_lanes(engine, self._on_written)
+            self._mover = Mover(
+                paged,
+                self._tiers.cpu,
+                lanes,
+                self._tiers.hot,
+                is_passage=not (engine.local_cpu or options.layerwise),
+                copy_threads=copy_threads(),
+            )
+            self._courier = Courier(self._mover)  # takes memory on the device, which may have none left
+            opened.pop_all()
+        self._counters = partial(_moved, self._mover, self._courier)
+        self._meter = WorkerMeter(self._tiers, self._counters)
+        self._report = StepReport()
+        self._said_answers = (True, True)
+        self._failed_block_ids: set[int] = set()
+        self._fetched_requests: set[str] = set()
+        self._failed_requests: set[str] = set()  # of these, those that have to begin anew
+        self._ended_requests: set[str] = set()
+        self._worst_deviation = 0.0
+        self._throttle = Throttle()
+        self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
+        self._plan: StepPlan | None = None
+        self._loads_began = self._loads_ended = False  # those of the plan
+        self._layered_load: LayeredLoad | None = None
+        self._layered_store: LayeredStore | None = None
+        self._push = options.push
+        self._push_meter = Meter()
+        self._push_namespace = namespace
+        self._pusher: Pusher | None = None  # with the first request that is handed over
+        self._step_push: StepPush | None = None
+
+    def facts(self) -> WorkerFacts:
+        """What this worker owns; for the scheduler, once."""
+        disk, survivors = self._tiers.disk, list(self._tiers.survivors)
+        self._tiers.survivors.clear()
+        return WorkerFacts(
+            num_slots=self._tiers.cpu.num_slots,
+            slot_bytes=self._layout.slot_bytes,
+            disk_capacity_bytes=disk.usable_bytes if disk else 0,
+            stored_bytes=tuple(
+                disk.stored_bytes(count + 1) if disk else 0 for count in range(self._layout.blocks_per_chunk)
+            ),
+            survivors=survivors,
+            namespace=self._namespace,
+            layout=self._layout,
+            server_url=self._server.url if self._server else None,
+        )
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Before blocks are given to others: see that nobody reads those of requests that lose theirs."""
+        if plan.preempts:
+            self._courier.finish_saves()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take in a step's plan; forget what it says is gone, and begin its fetches."""
+        self._plan, self._loads_began, self._loads_ended = plan, False, False
+        self._report.computed = plan.number if plan.computes else None
+        if plan.epoch:
+            self._courier.revoke_fetches()
+            self._courier.finish_saves()
+            namespace = self._namespace.at_epoch(plan.epoch)
+            if self._server is not None:
+                self._server.enter(namespace)
+            self._mover.reset(namespace)  # the slower tiers follow behind, in order with what comes
+            self._enter_pushes(namespace)
+        for sourced in plan.sourced:
+            self._tiers.read_from(sourced.source, sourced.refs)
+        self._mover.remove(Place.DISK, plan.removals)
+        if plan.recalls:
+            self._courier.finish_saves()  # or a write that an earlier step planned would begin after its removal
+        self._mover.remove(Place.REMOTE, plan.recalls)
+        for fetch in plan.fetches:
+            self._courier.fetch(fetch)
+
+    def load(self) -> None:
+        """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""
+        plan = self._plan
+        if plan is None or self._loads_began:
+            return
+        self._loads_began = True
+        jobs = [job for meta in plan.requests for job in meta.loads]
+        if not jobs:
+            return
+        if self._layerwise:
+            self._layered_load = LayeredLoad(self._mover, jobs)
+            return
+        with self._measured("kvstore::load", metrics.LOAD_SECONDS) as took:
+            loaded = self._mover.load(jobs)
+        self._note_loads(plan, jobs, loaded, took[0])
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """The model is about to use a layer."""
+        layer = self._layer_numbers.get(layer_name)
+        if self._layered_load is not None and layer is not None:
+            self._layered_load.reach(layer)
+
+    def save_layer(self, layer_name: str) -> None:
+        """The model has computed a layer."""
+        layer = self._layer_numbers.get(layer_name)
+        plan = self._plan
+        if layer is None or plan is None or plan.acked < self._poisoned_step:
+            return
+        self._begin_pushes(plan)
+        if self._step_push is not None:
+            self._step_push.reach(layer)
+        if self._layered_store is None and self._layerwise and not self._saves_beside:
+            jobs = [job for meta in plan.requests for job in meta.stores]
+            self._layered_store = LayeredStore(self._mover, jobs) if jobs else None
+        if self._layered_store is not None:
+            self._layered_store.reach(layer)
+
+    def _begin_pushes(self, plan: StepPlan) -> None:
+        """Take up what the step hands over to other engines."""
+        metas = [meta for meta in plan.requests if meta.pushes]
+        if self._step_push is not None or not metas or self._push is None:
+            return
+        if self._pusher is None:
+            way = self._way_of_pushes(self._push, self._push_namespace)
+            self._pusher = Pusher(self._paged, self._push.buffer_bytes, way, PushCounters())
+        self._step_push = self._pusher.begin(
+            [(meta.receiver.receiver(self._push.rank), meta.pushes) for meta in metas if meta.receiver]
+        )
+
+    def _way_of_pushes(self, push: PushOptions, namespace: Namespace) -> Callable[[Receiver], Transport]:
+        def connect(receiver: Receiver) -> Transport:
+            url = server_url(receiver.host, receiver.port)
+            return push.connect(url, namespace, self._layout, push.settings)
+
+        return connect
+
+    def end_loads(self) -> None:
+        """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
+        plan = self._plan
+        if plan is not None and not self._loads_ended:
+            self._loads_ended = True
+            self._settle_loads(plan)
+        for fetched in self._courier.take_fetched():
+            self._note_fetched(fetched)
+        for saved in self._courier.take_saved():
+            self._report.tally.observe(metrics.STORE_SECONDS.key(), [saved.seconds])
+            self._note_stores(saved.step, saved.failed, saved.ended)
+
+    def _settle_loads(self, plan: StepPlan) -> None:
+        if self._layered_load is not None:
+            load, self._layered_load = self._layered_load, None
+            with record_function("kvstore::load"):
+                loaded = load.finish()
+            self._report.tally.observe(metrics.LOAD_SECONDS.key(), [load.waited_s])
+            self._note_loads(plan, load.jobs, loaded, load.waited_s)
+        lost_block_ids = [block for meta in plan.requests for block in meta.lost_block_ids]
+        if lost_block_ids:
+            self._failed_block_ids.update(lost_block_ids)
+            self._result_of(plan.number).lost_blocks = True
+            self._poisoned_step = plan.number
+        if plan.requests:
+            self._result_of(plan.number).ranks_loaded = 1
+
+    def _note_loads(self, plan: StepPlan, jobs: list[LoadJob], loaded: LoadResult, seconds: float) -> None:
+        result = self._result_of(plan.number)
+        result.failed_loads |= loaded.failed
+        result.lost_chunks |= loaded.lost
+        result.load_s += seconds
+        self._failed_block_ids.update(_blocks_of(jobs, loaded.failed))
+        if loaded.failed:
+            self._poisoned_step = plan.number
+
+    def _note_fetched(self, fetched: Fetched) -> None:
+        fetch, loaded, seconds = fetched
+        self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
+        self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, seconds, ranks_ended=1)
+        self._fetched_requests.add(fetch.req_id)
+        failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
+        if fetch.has_gaps and failed_block_ids:
+            self._failed_requests.add(fetch.req_id)
+        else:
+            self._failed_block_ids |= failed_block_ids
+
+    @contextmanager
+    def _measured(self, what: str, metric: Metric) -> Iterator[list[float]]:
+        """Time a part of a step, and name it in a profile."""
+        begin_s = time.perf_counter()
+        took: list[float] = []
+        with record_function(what):
+            yield took
+        took.append(time.perf_counter() - begin_s)
+        self._report.tally.observe(metric.key(), took)
+
+    def store(self) -> None:
+        """Carry out the stores of the step, or begin them, and end it."""
+        plan = self._plan
+        if plan is None:
+            return
+        self.load()  # should the runner have had no reason to
+        self.end_loads()
+        self._plan = None
+        if not plan.requests:
+            return
+        jobs = [job for meta in plan.requests for job in meta.stores]
+        ended = {meta.req_id for meta in plan.requests if meta.finished}
+        # Blocks may hold garbage from a failed load until the scheduler has heard of it and has them computed anew.
+        trusted = plan.acked >= self._poisoned_step
+        for meta in plan.requests:
+            if meta.verifies:
+                self._verify_request(plan, meta, trusted=trusted)
+        self._finish_pushes(plan, trusted=trusted)
+        if self._saves_beside:
+            self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
+            self._courier.save(plan.number, jobs if trusted else [], ended)
+        else:
+            self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
+
+    def _finish_pushes(self, plan: StepPlan, *, trusted: bool) -> None:
+        if trusted:
+            self._begin_pushes(plan)  # should no layer have been named
+        push, self._step_push = self._step_push, None
+        if push is not None:
+            with record_function("kvstore::push"):
+                push.finish(trusted=trusted)
+
+    def _enter_pushes(self, namespace: Namespace) -> None:
+        """Hand over under another namespace. What is on its way arrives beside the model, under the former."""
+        self._drop_step_push()
+        self._push_namespace = namespace
+        if self._pusher is not None and self._push is not None:
+            self._pusher.change(self._way_of_pushes(self._push, namespace))
+
+    def _drop_step_push(self) -> None:
+        push, self._step_push = self._step_push, None
+        if push is not None:
+            push.finish(trusted=False)
+
+    def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
+        layered, self._layered_store = self._layered_store, None
+        if not jobs:
+            return set()
+        with self._measured("kvstore::store", metrics.STORE_SECONDS):
+            if layered is not None:
+                return layered.finish(trusted=trusted)
+            return self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
+
+    def _note_stores(self, step: int, failed: set[PrefixKey], ended: Collection[str]) -> None:
+        result = self._result_of(step)
+        result.failed_stores |= failed
+        result.ranks_ended = 1
+        self._ended_requests.update(ended)
+
+    def _verify_request(self, plan: StepPlan, meta: ReqMeta, *, trusted: bool) -> None:
+        result = self._result_of(plan.number)
+        with record_function("kvstore::verify"):
+            unread, lost = self._mover.load([job._replace(block_ids=as_block_ids(())) for job in meta.verifies])
+            result.unread |= unread
+            result.lost_chunks |= lost
+            for job in meta.verifies if trusted else ():  # or what was computed is what is wrong
+                found = self._mover.deviation(job)
+                if found is not None:
+                    self._note_deviation(job, found, result)
+
+    def _note_deviation(self, job: LoadJob, found: float, result: StepResult) -> None:
+        is_equal = found <= tolerance(self._layout)
+        self._report.tally.count(metrics.VERIFIED_CHUNKS.key("equal" if is_equal else "mismatch"))
+        if found > self._worst_deviation:
+            self._worst_deviation = found
+            self._report.tally.show(metrics.VERIFY_DEVIATION.key(), found, self._layout.fingerprint)
+        if is_equal:
+            return
+        result.mismatches.add(job.step.ref.prefix_key)
+        if self._throttle.is_due("mismatch"):
+            logger.error(
+                "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed; "
+                "this stays unsaid for a minute",
+                found,
+                tolerance(self._layout),
+            )
+
+    def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
+        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        self._written.append(Written(target, ref, stored, size_bytes))
+
+    def _result_of(self, step: int) -> StepResult:
+        return self._report.steps.setdefault(step, StepResult())
+
+    def take_fetched_requests(self) -> set[str]:
+        """Requests whose fetch is over; blocks that it failed to bring are among those of ``take_failed_block_ids``."""
+        fetched, self._fetched_requests = self._fetched_requests, set()
+        return fetched
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose fetch has failed, and which cannot be computed from a block on, as they lack those before."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def take_ended_requests(self) -> set[str]:
+        """Requests whose last store is done, so that vLLM may free their blocks."""
+        ended, self._ended_requests = self._ended_requests, set()
+        return ended
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Blocks that were to be loaded and hold garbage: vLLM computes them."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def take_report(self) -> StepReport | None:
+        """Everything since the last report; None if nothing happened, and nothing was computed."""
+        report, self._report = self._report, StepReport()
+        while self._written:
+            report.writes.append(self._written.popleft())
+        answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
+        changed, self._said_answers = answers != self._said_answers, answers
+        if not (report.steps or report.fetches or report.writes or changed):
+            return None if report.computed is None else report
+        self._meter.read(report.tally)
+        if self._pusher is not None:
+            self._push_meter.advance(push_totals(self._pusher.counters), report.tally)
+            report.tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
+        return report
+
+    def close(self) -> None:
+        """Let pending writes reach the disk, within the configured bound, and release everything."""
+        if self._layered_load is not None:
+            self._layered_load.finish()
+        self._drop_step_push()
+        if self._pusher is not None:
+            self._pusher.close(self._engine.io_timeout_s)
+        self._courier.close(self._engine.io_timeout_s)
+        if not self._mover.close(self._engine.io_timeout_s):
+            logger.warning(
+                "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
+                self._engine.io_timeout_s,
+            )
+        if self._server is not None:
+            self._server.close()
+
+
+def _moved(mover: Mover, courier: Courier) -> MoverCounters:
+    """What was moved within steps and beside them."""
+    return MoverCounters.sum([mover.counters, courier.counters()])
+
+
+def _blocks_of(jobs: list[LoadJob], failed: set[PrefixKey]) -> set[int]:
+    """The blocks of the chunks that failed."""
+    return {int(block) for job in jobs if job.step.ref.prefix_key in failed for block in job.block_ids}

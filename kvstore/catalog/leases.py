@@ -1,0 +1,110 @@
+"""Who keeps which chunks from eviction, and until when. Pure bookkeeping: the index counts the uses that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvstore.catalog.deadlines import Deadlines
+from kvstore.keys import PrefixKey
+
+HOLDS_PER_SLOT: Final = 16  # chunks that leases share take no room twice, but each hold takes memory here
+
+
+@dataclass
+class _Lease:
+    keys: dict[PrefixKey, None]  # in order
+    expires_s: float
+
+
+class LeaseView(NamedTuple):
+    """One lease, as an administrator sees it.
+
+    Attributes:
+        name: of the lease.
+        num_chunks: that it holds.
+        expires_s: when it ends, on the index's clock.
+    """
+
+    name: str
+    num_chunks: int
+    expires_s: float
+
+
+class Leases:
+    """Named sets of chunks. ``key in leases`` says whether anybody holds one.
+
+    Args:
+        num_slots: of the pool. Different chunks held are at most half as many, and holds at most ``HOLDS_PER_SLOT``
+            times as many, or leases of the same chunks would have no bound.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._max_chunks = max(1, num_slots // 2)
+        self._max_holds = max(1, num_slots * HOLDS_PER_SLOT)
+        self._leases: dict[str, _Lease] = {}
+        self._holders: dict[PrefixKey, dict[str, None]] = {}
+        self._num_holds = 0
+        self._ends = Deadlines[str]()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        return key in self._holders
+
+    def views(self) -> list[LeaseView]:
+        """All leases. May be called by any thread."""
+        return [LeaseView(name, len(lease.keys), lease.expires_s) for name, lease in list(self._leases.items())]
+
+    def admitted(self, keys: Sequence[PrefixKey]) -> int:
+        """How many of these chunks, from the front, one more lease may hold."""
+        room = self._max_chunks - len(self._holders)
+        count = 0
+        for key in keys[: max(0, self._max_holds - self._num_holds)]:
+            room -= key not in self._holders
+            if room < 0:
+                break
+            count += 1
+        return count
+
+    def add(self, name: str, keys: Sequence[PrefixKey], expires_s: float) -> None:
+        """Note a lease; one of that name must have been withdrawn."""
+        for key in keys:
+            self._holders.setdefault(key, {})[name] = None
+        self._leases[name] = lease = _Lease(dict.fromkeys(keys), expires_s)
+        self._num_holds += len(lease.keys)
+        self._ends.set(name, expires_s)
+
+    def withdraw(self, name: str) -> list[PrefixKey]:
+        """End a lease, and return the chunks it still held; none if there is no such lease."""
+        lease = self._leases.pop(name, None)
+        if lease is None:
+            return []
+        self._ends.withdraw(name)
+        for key in lease.keys:
+            self._drop_holder(key, name)
+        return list(lease.keys)
+
+    def drop_chunk(self, key: PrefixKey) -> int:
+        """Take a chunk out of all leases; returns how many held it."""
+        holders = list(self._holders.get(key, ()))
+        for name in holders:
+            lease = self._leases[name]
+            del lease.keys[key]
+            self._drop_holder(key, name)
+            if not lease.keys:
+                self.withdraw(name)
+        return len(holders)
+
+    def take_expired(self, now_s: float) -> list[str]:
+        """The names of the leases whose time is over, each once; they still hold their chunks."""
+        return self._ends.take_due(now_s)
+
+    def _drop_holder(self, key: PrefixKey, name: str) -> None:
+        holders = self._holders[key]
+        del holders[name]
+        self._num_holds -= 1
+        if not holders:
+            del self._holders[key]

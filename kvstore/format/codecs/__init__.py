@@ -1,0 +1,42 @@
+"""Codecs for what leaves memory: disk, Redis, packs, wire. ``docs/codecs.md`` says which to choose when."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from kvstore.errors import CodecError, ConfigError
+from kvstore.format.codecs.base import Codec, NoneCodec
+from kvstore.format.codecs.int8 import Int8Codec
+from kvstore.format.codecs.lossless import Lz4Codec, SplitCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.layout import KVLayout
+
+__all__ = ["CODEC_NAMES", "Codec", "CodecError", "NoneCodec", "open_codec"]
+
+_CODECS: dict[str, Callable[[KVLayout], Codec]] = {"lz4": Lz4Codec, "split": SplitCodec, "int8": Int8Codec}
+CODEC_NAMES = ("none", *_CODECS)
+_MAX_LAYER_BYTES = (1 << 32) - 1  # of a full chunk: lengths have 32 bits
+
+
+def open_codec(name: str, layout: KVLayout) -> Codec:
+    """The codec that is called ``name``, for the layers of ``layout``.
+
+    Raises:
+        ConfigError: there is no such codec, it cannot work on such a layout, or the package it needs is missing.
+    """
+    if name == "none":
+        return NoneCodec()
+    if name not in _CODECS:
+        close = get_close_matches(name, CODEC_NAMES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"there is no codec {name!r}: {hint}known are {', '.join(CODEC_NAMES)}")
+    layer_bytes = layout.blocks_per_chunk * layout.planes * max(layout.page_bytes)
+    if layer_bytes > _MAX_LAYER_BYTES:
+        raise ConfigError(
+            f"the codec {name!r} encodes layers of up to 4 GiB a chunk, not {layer_bytes} bytes: lower chunk_size"
+        )
+    return _CODECS[name](layout)

@@ -1,0 +1,99 @@
+"""The contract of a codec: one layer of a chunk in, fewer bytes out, and back.
+
+What every codec promises:
+
+- *It never costs space.* An encoded layer is as long as the layer, and then it is the layer itself, or shorter.
+- *It never leaves its buffers.* Whatever the bytes are, ``decode`` reads and writes inside the two arrays it was given,
+  and ends with the layer or with ``CodecError``. It finds malformed input, not altered values: checksums do that.
+- *It allocates little.* Besides places of at most a piece, which every thread keeps, it works in the arrays given.
+- *It is thread-safe*, and leaves the GIL to others while it works.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvstore.errors import CodecError, ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    ByteArray = npt.NDArray[np.uint8]
+
+
+class Codec(ABC):
+    """Encodes layers of one layout; ``kvstore.format.codecs.open_codec`` makes one.
+
+    Attributes:
+        name: as it stands in a chunk's header.
+        is_lossless: whether ``decode`` gives back the very bytes.
+    """
+
+    name: ClassVar[str]
+    is_lossless: ClassVar[bool] = True
+
+    def encode(self, layer: ByteArray, out: ByteArray) -> int:
+        """Encode a layer into the front of ``out``, which is at least as long, and return how many bytes that took.
+
+        As many as the layer has mean that it was copied as it is.
+        """
+        size_bytes = self._pack(layer, out[: len(layer)])
+        if size_bytes is not None and size_bytes < len(layer):
+            return size_bytes
+        out[: len(layer)] = layer
+        return len(layer)
+
+    def decode(self, data: ByteArray, out: ByteArray) -> None:
+        """Turn what ``encode`` made back into a layer of ``len(out)`` bytes.
+
+        Raises:
+            CodecError: no layer of that length was encoded as these bytes; what is in ``out`` is undefined.
+        """
+        if len(data) == len(out):
+            out[:] = data
+        elif not 0 < len(data) < len(out):
+            raise CodecError(f"{len(data)} bytes are no encoded layer of {len(out)} bytes")
+        else:
+            self._unpack(data, out)
+
+    @abstractmethod
+    def _pack(self, layer: ByteArray, out: ByteArray) -> int | None:
+        """Encode ``layer`` into ``out``, which is as long. None, or a size that saves nothing: store it as it is."""
+
+    @abstractmethod
+    def _unpack(self, data: ByteArray, out: ByteArray) -> None:
+        """Undo ``_pack`` for data that is not empty and shorter than ``out``.
+
+        Raises:
+            CodecError: see ``decode``.
+        """
+
+
+class NoneCodec(Codec):
+    """Leaves every layer as it is."""
+
+    name = "none"
+
+    def _pack(self, layer: ByteArray, out: ByteArray) -> int | None:  # noqa: ARG002 - there is nothing to do
+        return None
+
+    def _unpack(self, data: ByteArray, out: ByteArray) -> None:
+        raise CodecError(f"{len(data)} bytes are no layer of {len(out)} bytes that was stored as it is")
+
+
+def require(module: str, codec: str) -> Any:  # noqa: ANN401 - modules without types
+    """Import a compressor that is not installed with the library itself.
+
+    Raises:
+        ConfigError: it is missing; says how to get it.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the codec {codec!r} needs the package {module.partition('.')[0]}, which is not installed: "
+            "pip install 'vllm-kvstore[codecs]', or use the codec 'none'"
+        ) from error

@@ -1,0 +1,152 @@
+"""``int8``: half of the bytes, for a small error. The only codec that loses anything.
+
+Every channel (one element of K or V of one head, over all tokens of the chunk) is scaled by its largest magnitude to
+-127 ... 127 and rounded. So no value moves by more than 1/254 of the largest one in its channel, besides the rounding
+to the element type. Scaling by channel, because a few channels of K are much larger than the others, is known from the
+literature on quantised KV caches.
+
+An encoded layer is the scales as float32, ``[plane][a][b]``, then the numbers as int8 in the order of the elements. A
+layer in which something is not finite, or whose scales would cost more than is saved, is stored as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import CodecError, ConfigError
+from kvstore.format.codecs.base import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from kvstore.format.codecs.base import ByteArray
+    from kvstore.layout import KVLayout
+
+    Floats = npt.NDArray[np.float32]
+
+_LEVELS = 127
+_ROUNDING = np.float32(1.5 * 2**23)  # added to a small number, it leaves the nearest integer in the low bits
+
+
+class _Element(NamedTuple):
+    """An element type as unsigned integers: those of finite magnitudes are below ``infinity`` and in their order."""
+
+    word: np.dtype[Any]
+    infinity: int
+
+
+_ELEMENTS = {
+    "bf16": _Element(np.dtype("<u2"), 0x7F80),
+    "f16": _Element(np.dtype("<u2"), 0x7C00),
+    "f32": _Element(np.dtype("<u4"), 0x7F7F0000),  # a little less: scaled down and up, the very largest might overflow
+}
+
+
+class Int8Codec(Codec):
+    """Eight bits an element, scaled by channel."""
+
+    name = "int8"
+    is_lossless = False
+
+    def __init__(self, layout: KVLayout) -> None:
+        if layout.element not in _ELEMENTS:
+            raise ConfigError(
+                "the codec 'int8' needs elements of bfloat16, float16 or float32, and this KV cache holds "
+                f"{layout.element} ({layout.physical}): use another codec"
+            )
+        if layout.page_axes is None:
+            raise ConfigError(
+                "the codec 'int8' scales by channel, and this KV cache does not show where its channels are (MLA, "
+                f"blocks packed for a CPU, layers that differ, or a shape that can be read in two ways; "
+                f"{layout.physical}): use the codec 'split' or 'none'"
+            )
+        self._is_bf16 = layout.element == "bf16"
+        self._word, self._infinity = _ELEMENTS[layout.element]
+        self._float = np.dtype("<f4" if self._word.itemsize == 4 else "<f2")  # of no use for bf16
+        self._planes = layout.planes
+        self._axes = layout.page_axes
+        row_bytes = math.prod(layout.page_axes) * self._word.itemsize
+        if any(page_bytes % row_bytes for page_bytes in layout.page_bytes):
+            raise ConfigError(f"pages of {layout.page_bytes} bytes do not consist of rows of {row_bytes} bytes")
+        self._scale_bytes = 4 * layout.planes * layout.page_axes[0] * layout.page_axes[2]
+        self._thread = threading.local()
+
+    def _pack(self, layer: ByteArray, out: ByteArray) -> int | None:
+        words = layer.view(self._word).reshape(self._planes, -1, *self._axes)
+        end = self._scale_bytes + words.size
+        if end >= len(out):
+            return None
+        largest = self._largest(words)
+        if int(largest.max()) >= self._infinity:
+            return None
+        scales = self._to_floats(largest, np.empty(largest.shape, np.float32)) / np.float32(_LEVELS)
+        out[: self._scale_bytes] = np.ascontiguousarray(scales).view(np.uint8).reshape(-1)
+        numbers = out[self._scale_bytes : end].view(np.int8).reshape(words.shape)
+        with np.errstate(divide="ignore", over="ignore"):
+            factors = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+        factors[~np.isfinite(factors)] = 0  # of channels that are as good as zero
+        for (plane, row), floats in self._rows(words):
+            self._to_floats(words[plane, row], floats)
+            np.multiply(floats, factors[plane][:, None, :], out=floats)
+            np.add(floats, _ROUNDING, out=floats)
+            np.copyto(numbers[plane, row], floats.view(np.int32), casting="unsafe")
+        return end
+
+    def _unpack(self, data: ByteArray, out: ByteArray) -> None:
+        words = out.view(self._word).reshape(self._planes, -1, *self._axes)
+        if len(data) != self._scale_bytes + words.size:
+            raise CodecError(f"{len(data)} bytes are not {words.size} numbers and their scales")
+        a, _, b = self._axes
+        scales = data[: self._scale_bytes].copy().view(np.float32).reshape(self._planes, a, 1, b)
+        if not (np.isfinite(scales).all() and (scales >= 0).all()):
+            raise CodecError("a channel's scale is no finite number")
+        numbers = data[self._scale_bytes :].view(np.int8).reshape(words.shape)
+        with np.errstate(over="ignore"):  # of scales that were never made here
+            for (plane, row), floats in self._rows(words):
+                np.copyto(floats, numbers[plane, row])
+                np.multiply(floats, scales[plane], out=floats)
+                self._from_floats(floats, words[plane, row])
+
+    def _rows(self, words: npt.NDArray[Any]) -> Iterator[tuple[tuple[int, int], Floats]]:
+        """Every row of a layer, with this thread's place for it as float32."""
+        floats: Floats | None = getattr(self._thread, "floats", None)
+        if floats is None:
+            floats = self._thread.floats = np.empty(self._axes, np.float32)
+        for plane, row in np.ndindex(words.shape[:2]):
+            yield (plane, row), floats
+
+    def _largest(self, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The magnitude of each channel, ``[plane, a, b]``, in the element type."""
+        a, _, b = self._axes
+        largest = np.zeros((self._planes, a, b), self._word)
+        magnitudes = np.empty(self._axes, self._word)
+        rest = self._word.type((1 << (8 * self._word.itemsize - 1)) - 1)
+        for plane, row in np.ndindex(words.shape[:2]):
+            np.bitwise_and(words[plane, row], rest, out=magnitudes)
+            np.maximum(largest[plane], magnitudes.max(axis=1), out=largest[plane])
+        return largest
+
+    def _to_floats(self, words: npt.NDArray[Any], out: Floats) -> Floats:
+        if self._is_bf16:
+            bits = out.view(np.uint32)
+            np.copyto(bits, words)
+            np.left_shift(bits, 16, out=bits)
+        else:
+            np.copyto(out, words.view(self._float))
+        return out
+
+    def _from_floats(self, floats: Floats, out: npt.NDArray[Any]) -> None:
+        """Round to the nearest of the element type. ``floats`` is used up."""
+        if not self._is_bf16:
+            np.copyto(out.view(self._float), floats, casting="same_kind")
+            return
+        bits = floats.view(np.uint32)
+        np.add(bits, 0x8000, out=bits)
+        np.right_shift(bits, 16, out=bits)
+        np.copyto(out, bits, casting="unsafe")

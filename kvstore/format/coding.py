@@ -1,0 +1,145 @@
+"""A chunk's payload through a codec, layer by layer, into prepared buffers; for every place that keeps chunk files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kvstore.errors import CodecError
+from kvstore.format import chunkfile
+from kvstore.format.chunkfile import Damage, Encoding
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+
+if TYPE_CHECKING:
+    from kvstore.format.codecs.base import ByteArray, Codec
+    from kvstore.keys import ChunkKey
+
+
+class ChunkCoder:
+    """Turns payloads of one layout into whole chunk files, and back. Thread-safe.
+
+    An *image* is the content of a chunk file: header, encoded layers, padding. Reading one is done in steps, so that
+    layers can be decoded while the next ones arrive, and several at once: ``Image(...)`` with the header, then
+    ``decode`` for each layer. Every layer is decoded only after its checksum agreed.
+    """
+
+    def __init__(self, layout: KVLayout, codec: Codec) -> None:
+        self.layout = layout
+        self.codec = codec
+        self.header_bytes = chunkfile.header_bytes(layout, codec.name)
+
+    def image_bytes(self, num_blocks: int) -> int:
+        """What the image of a chunk of ``num_blocks`` blocks has at most."""
+        return chunkfile.file_bytes(self.layout, num_blocks, self.codec.name)
+
+    def may_be(self, num_blocks: int, size_bytes: int) -> bool:
+        """Whether an image of a chunk of ``num_blocks`` blocks can be of this size."""
+        return self.header_bytes < size_bytes <= self.image_bytes(num_blocks) and size_bytes % ALIGNMENT_BYTES == 0
+
+    def encode(self, key: ChunkKey, num_blocks: int, payload: ByteArray, out: ByteArray) -> int:
+        """Make the image of a chunk in the front of ``out``, and return its size, a multiple of 4096.
+
+        ``payload`` may be longer than the chunk (a slab slot); ``out`` has ``image_bytes(num_blocks)`` at least.
+        """
+        layers, sums = self.encode_layers(num_blocks, payload, out[self.header_bytes :])
+        end = self.header_bytes + layers.total_bytes
+        size_bytes = round_up(end, ALIGNMENT_BYTES)
+        out[end:size_bytes] = 0
+        encoding = layers if self.codec.name != "none" else None
+        header = chunkfile.build_header(self.layout, key, num_blocks, sums, encoding=encoding)
+        out.data[: len(header)] = header
+        return size_bytes
+
+    def encode_layers(self, num_blocks: int, payload: ByteArray, out: ByteArray) -> tuple[Encoding, str]:
+        """Encode all layers into the front of ``out``, one behind the other: how long they are, and their checksums.
+
+        ``payload`` may be longer than the chunk (a slab slot); ``out`` is at least as long as the chunk.
+        """
+        lengths, sums = [], []
+        end = 0
+        for begin_raw, end_raw in self.layout.layer_ranges(num_blocks):
+            length = self.codec.encode(payload[begin_raw:end_raw], out[end:])
+            sums.append(xxhash.xxh3_64_hexdigest(out.data[end : end + length]))
+            lengths.append(length)
+            end += length
+        return Encoding(self.codec.name, tuple(lengths)), "".join(sums)
+
+    def open(self, key: ChunkKey, num_blocks: int, image: ByteArray) -> Image | Damage:
+        """Look at the header of an image, of which nothing else needs to be there yet: what it holds, or why not."""
+        if not self.may_be(num_blocks, len(image)):
+            return Damage.SIZE
+        opened = self.open_layers(key, num_blocks, image[: self.header_bytes], image[self.header_bytes :])
+        if isinstance(opened, Image) and round_up(opened.size_bytes, ALIGNMENT_BYTES) != len(image) - self.header_bytes:
+            return Damage.SIZE
+        return opened
+
+    def open_layers(self, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, body: ByteArray) -> Image | Damage:
+        """The same for layers that do not lie behind their header.
+
+        ``body`` is as long as the chunk without a codec at least, or the caller compares it with ``Image.size_bytes``.
+        """
+        parsed = chunkfile.parse_encoding(self.layout, num_blocks, header, self.codec.name)
+        if isinstance(parsed, Damage):
+            return parsed
+        encoding, sums = parsed
+        damage = chunkfile.compare(self.layout, key, num_blocks, header, sums, encoding=encoding)
+        if damage is not None:
+            return damage
+        raw = self.layout.layer_ranges(num_blocks)
+        return Image(self.codec, body, encoding.ranges() if encoding else raw, raw, sums)
+
+    def decode(self, key: ChunkKey, num_blocks: int, image: ByteArray, payload: ByteArray) -> Damage | None:
+        """Fill ``payload`` from a whole image, or say why that is not the chunk; then what is in it is undefined."""
+        opened = self.open(key, num_blocks, image)
+        if isinstance(opened, Damage):
+            return opened
+        damages = (opened.decode(layer, payload) for layer in range(self.layout.num_layers))
+        return next((damage for damage in damages if damage), opened.check_padding())
+
+
+class Image:
+    """An image whose header is right; its layers may still be on their way."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        body: ByteArray,
+        ranges: list[tuple[int, int]],
+        raw_ranges: list[tuple[int, int]],
+        layer_sums: str,
+    ) -> None:
+        self._codec = codec
+        self._body = body
+        self._ranges = ranges
+        self._raw_ranges = raw_ranges
+        self._layer_sums = layer_sums
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all layers together."""
+        return self._ranges[-1][1]
+
+    def layers_within(self, done: int, end_bytes: int) -> range:
+        """The layers from ``done`` on that are complete once the first ``end_bytes`` behind the header are there."""
+        last = done
+        while last < len(self._ranges) and self._ranges[last][1] <= end_bytes:
+            last += 1
+        return range(done, last)
+
+    def decode(self, layer: int, payload: ByteArray) -> Damage | None:
+        """Decode a layer to its place in ``payload``: None, or why that cannot be done."""
+        begin, end = self._ranges[layer]
+        wanted = self._layer_sums[16 * layer : 16 * layer + 16]
+        if xxhash.xxh3_64_hexdigest(self._body.data[begin:end]) != wanted:
+            return Damage.CHECKSUM
+        begin_raw, end_raw = self._raw_ranges[layer]
+        try:
+            self._codec.decode(self._body[begin:end], payload[begin_raw:end_raw])
+        except CodecError:
+            return Damage.CODEC
+        return None
+
+    def check_padding(self) -> Damage | None:
+        """Whether all that follows the last layer is zero."""
+        return Damage.HEADER if self._body[self.size_bytes :].any() else None

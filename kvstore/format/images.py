@@ -1,0 +1,144 @@
+"""Whole chunk files of any codec, described and checked as they stand: nothing is decoded, so no codec is needed.
+
+An *image* is the content of a chunk file. The checks are those of a reader, ``docs/FORMAT.md`` lists them. Everything
+here is a pure function and thread-safe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from kvstore.format import chunkfile
+from kvstore.format.chunkfile import Damage
+from kvstore.format.codecs import CODEC_NAMES
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.format.chunkfile import ByteArray
+    from kvstore.keys import ChunkKey
+
+_SUM_DIGITS = 16
+_LENGTH_DIGITS = 8
+_ANY_PAGE_BYTES = 1 << 40  # more than any layer has: lengths are then bounded by the file alone
+MAX_HEADER_BYTES = 1 << 20  # more than that no chunk has
+
+
+class Facts(NamedTuple):
+    """What the header of a chunk file says of itself; nothing of it is verified.
+
+    Attributes:
+        header_bytes: where the payload begins.
+        payload_bytes: as stored, without padding.
+        layer_bytes: of each layer as stored; None without a codec, where the layout decides.
+    """
+
+    format_version: str
+    namespace: str
+    prefix_key: str
+    tokens: int
+    blocks: int
+    codec: str
+    num_layers: int
+    header_bytes: int
+    payload_bytes: int
+    layer_bytes: tuple[int, ...] | None
+
+    @property
+    def image_bytes(self) -> int:
+        """What a file with this header has."""
+        return self.header_bytes + round_up(self.payload_bytes, ALIGNMENT_BYTES)
+
+
+def read_facts(begin: bytes) -> Facts | None:
+    """What the first bytes of a file say, if they hold a chunk's header; ``MAX_HEADER_BYTES`` of them are enough."""
+    header_bytes = 8 + int.from_bytes(begin[:8], "little")
+    if not 8 < header_bytes <= min(len(begin), MAX_HEADER_BYTES):
+        return None
+    try:
+        entries = json.loads(begin[8:header_bytes])
+        said, (start, end) = entries["__metadata__"], entries["kv"]["data_offsets"]
+        lengths = said.get("layer_bytes")
+        digits = range(0, len(lengths), _LENGTH_DIGITS) if lengths is not None else range(0)
+        facts = Facts(
+            str(said["format_version"]),
+            str(said["namespace"]),
+            str(said["prefix_key"]),
+            int(said["tokens"]),
+            int(said["blocks"]),
+            str(said["codec"]),
+            len(said["xxh3_64"]) // _SUM_DIGITS,
+            header_bytes,
+            int(end) - int(start),
+            tuple(int(lengths[at : at + _LENGTH_DIGITS], 16) for at in digits) if lengths is not None else None,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return facts if facts.blocks > 0 and facts.num_layers > 0 and facts.payload_bytes > 0 else None
+
+
+def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
+    """The geometry that most chunks agree on, if all layers are of one size; None if there are no chunks.
+
+    For storage that does not say. Which bytes mean what is unknown, so the fingerprint is not that of the engine.
+    """
+    votes: Counter[tuple[int, int, int]] = Counter()
+    most_blocks = 1
+    for facts in found:
+        page_bytes = facts.payload_bytes // (facts.num_layers * facts.blocks) if facts.codec == "none" else 0
+        votes[facts.num_layers, facts.tokens // facts.blocks, page_bytes] += 1
+        most_blocks = max(most_blocks, facts.blocks)
+    if not votes:
+        return None
+    (num_layers, block_tokens, _), _ = votes.most_common(1)[0]
+    sizes = [vote for vote, _ in votes.most_common() if vote[:2] == (num_layers, block_tokens) and vote[2]]
+    page_bytes = sizes[0][2] if sizes else _ANY_PAGE_BYTES  # chunks of a codec do not say what they were
+    block_tokens = max(1, block_tokens)
+    return KVLayout((page_bytes,) * num_layers, 1, block_tokens, most_blocks * block_tokens, "inferred")
+
+
+def check_image(layout: KVLayout, key: ChunkKey, num_blocks: int, image: ByteArray) -> Damage | None:
+    """Whether ``image`` is the chunk ``key`` of ``num_blocks`` blocks, whatever codec it names: None, or why not.
+
+    With a codec the checksums of the encoded layers are compared, and that the padding is zeros; that the layers can
+    be decoded is not tried. Never raises, whatever the bytes are.
+    """
+    begin = image[: chunkfile.header_bytes(layout)]
+    codec = chunkfile.codec_of(begin) or "none"
+    if codec != "none":
+        begin = image[: chunkfile.header_bytes(layout, codec)]
+    if codec == "none" or codec not in CODEC_NAMES:
+        if len(image) != chunkfile.file_bytes(layout, num_blocks):
+            return _explained(layout, key, num_blocks, begin)
+        return chunkfile.verify(layout, key, num_blocks, begin, image[len(begin) :])
+    parsed = chunkfile.parse_encoding(layout, num_blocks, begin, codec)
+    if isinstance(parsed, Damage):
+        return parsed
+    encoding, sums = parsed
+    if encoding is None:
+        return Damage.HEADER
+    damage = chunkfile.compare(layout, key, num_blocks, begin, sums, encoding=encoding)
+    if damage is not None:
+        return damage
+    body = image[len(begin) :]
+    if len(body) != round_up(encoding.total_bytes, ALIGNMENT_BYTES):
+        return Damage.SIZE
+    found = "".join(xxhash.xxh3_64_hexdigest(body.data[start:end]) for start, end in encoding.ranges())
+    if found != sums:
+        return Damage.CHECKSUM
+    return Damage.HEADER if body[encoding.total_bytes :].any() else None
+
+
+def _explained(layout: KVLayout, key: ChunkKey, num_blocks: int, begin: ByteArray) -> Damage:
+    """Why a file of a wrong size is no chunk: another number of blocks says more than the size does."""
+    facts = read_facts(begin.tobytes())
+    if facts is None:
+        return Damage.NOT_A_CHUNK if len(begin) == chunkfile.header_bytes(layout) else Damage.SIZE
+    sums = "0" * _SUM_DIGITS * layout.num_layers
+    damage = chunkfile.compare(layout, key, num_blocks, begin, sums)
+    return damage if damage in {Damage.VERSION, Damage.NAMESPACE, Damage.KEY, Damage.LENGTH} else Damage.SIZE

@@ -1,0 +1,331 @@
+"""A pack: chunks of one model in one file, to be shipped. ``docs/FORMAT.md`` describes it byte by byte.
+
+A pack is written once, from front to back, one chunk at a time, under another name until it is whole; so an export that
+was interrupted goes on where it stopped. Every chunk in it is the content of a chunk file, with checksums of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+import xxhash
+
+from kvstore import __version__
+from kvstore.errors import ConfigError, LayoutError
+from kvstore.format.images import MAX_HEADER_BYTES, check_image, read_facts
+from kvstore.format.wholeio import read_front, read_whole, write_whole
+from kvstore.keys import ChunkKey, Namespace
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.tiers.base import ChunkRef
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from kvstore.tiers.base import ByteArray
+
+MAGIC = b"KVSPACK1"
+END_MAGIC = b"KVSPEND1"
+PARTIAL_SUFFIX = ".partial"
+_FRONT = struct.Struct("<8sQ")  # magic, length of the JSON
+_RECORD = struct.Struct("<II16sQQ")  # shard, blocks, prefix key, offset, bytes
+_END = struct.Struct("<8sQQ16s")  # magic, offset of the index, number of records, xxh3_128 of front and index
+_MAX_FRONT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The chunks of one worker: whose they are, their geometry, and the folders below the engine's that held them."""
+
+    namespace: Namespace
+    layout: KVLayout
+    folders: tuple[str, ...] = ("",)
+
+    def to_tree(self) -> dict[str, object]:
+        """As it stands in the front of a pack."""
+        return {
+            "namespace": dict(self.namespace.fields),
+            "layout": json.loads(self.layout.to_json()),
+            "folders": list(self.folders),
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, object]) -> Shard:
+        """What ``to_tree`` made.
+
+        Raises:
+            KeyError, TypeError, LayoutError: it is something else.
+        """
+        fields, folders = tree["namespace"], tree["folders"]
+        if not isinstance(fields, dict) or not isinstance(folders, list):
+            raise TypeError("a shard has a namespace and folders")
+        names = tuple(str(name) for name in folders)
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
+            raise TypeError("a shard's folders lie below the engine's")
+        return cls(Namespace(fields), KVLayout.from_json(json.dumps(tree["layout"])), names)
+
+
+class Extent(NamedTuple):
+    """Where a chunk lies in a pack."""
+
+    offset: int
+    size_bytes: int
+
+
+class PackWriter:
+    """Writes a pack, or goes on with one that was interrupted. Belongs to one thread.
+
+    Args:
+        path: the pack; until ``finish`` it is ``path`` with ``.partial`` behind it.
+        shards: whose chunks it will hold.
+
+    Attributes:
+        held: what is in it already, also from before an interruption.
+
+    Raises:
+        ConfigError: the file cannot be written, or what stands there is the begin of another pack.
+    """
+
+    def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
+        self.held: dict[tuple[int, ChunkRef], Extent] = {}
+        self._path = path
+        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self._shards = list(shards)
+        self._front = _front(self._shards)
+        try:
+            self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self._end = self._resume()
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    @property
+    def size_bytes(self) -> int:
+        """What was written so far."""
+        return self._end
+
+    def add(self, shard: int, ref: ChunkRef, image: ByteArray) -> None:
+        """Append a chunk: the content of a chunk file, which the caller has checked.
+
+        Raises:
+            ConfigError: there is no room, or the file cannot be written.
+        """
+        assert len(image) % ALIGNMENT_BYTES == 0
+        try:
+            write_whole(self._fd, [image.data], self._end)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        self.held[shard, ref] = Extent(self._end, len(image))
+        self._end += len(image)
+
+    def finish(self) -> None:
+        """Write the index, make it durable, and give the pack its name.
+
+        Raises:
+            ConfigError: see ``add``.
+        """
+        index = b"".join(
+            _RECORD.pack(shard, ref.num_blocks, ref.prefix_key, *extent) for (shard, ref), extent in self.held.items()
+        )
+        end = _END.pack(END_MAGIC, self._end, len(self.held), xxhash.xxh3_128_digest(self._front + index))
+        try:
+            write_whole(self._fd, [memoryview(index + end)], self._end)
+            os.ftruncate(self._fd, self._end + len(index) + len(end))
+            os.fsync(self._fd)
+            self._partial.rename(self._path)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+    def close(self) -> None:
+        """Let go of the file. What was not finished can be gone on with."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _resume(self) -> int:
+        """Take in the sound chunks of an interrupted export; where the next one goes."""
+        found = read_front(self._fd, len(self._front))
+        if found != self._front:
+            if len(found) == len(self._front) or found[: len(MAGIC)] not in (MAGIC, b""):
+                raise ConfigError(f"{self._partial} is the begin of another pack: delete it, or name another file")
+            os.ftruncate(self._fd, 0)
+            write_whole(self._fd, [memoryview(self._front)], 0)
+            return len(self._front)
+        ids = {shard.namespace.id.hex(): number for number, shard in enumerate(self._shards)}
+        end = len(self._front)
+        while True:
+            facts = read_facts(read_front(self._fd, MAX_HEADER_BYTES, end))
+            if facts is None or facts.namespace not in ids:
+                break
+            shard = ids[facts.namespace]
+            try:
+                ref = ChunkRef(bytes.fromhex(facts.prefix_key), facts.blocks)
+                image = _read_whole(self._fd, Extent(end, facts.image_bytes))
+            except ValueError:
+                break
+            key = ChunkKey(self._shards[shard].namespace.id, ref.prefix_key)
+            if image is None or check_image(self._shards[shard].layout, key, ref.num_blocks, image) is not None:
+                break
+            self.held[shard, ref] = Extent(end, len(image))
+            end += len(image)
+        os.ftruncate(self._fd, end)
+        return end
+
+
+class Pack:
+    """A pack open for reading. Thread-safe.
+
+    Attributes:
+        shards: whose chunks it holds.
+        extents: for each shard, its chunks in the order in which they were written.
+    """
+
+    def __init__(self, fd: int, path: Path, shards: Sequence[Shard], extents: Sequence[dict[ChunkRef, Extent]]) -> None:
+        self.path = path
+        self.shards = shards
+        self.extents = extents
+        self._fd = fd
+
+    def read_into(self, extent: Extent, views: Sequence[memoryview]) -> bool:
+        """Fill ``views`` from the begin of a chunk on; False if the file ends before.
+
+        Raises:
+            OSError: the system refused.
+        """
+        return read_whole(self._fd, views, extent.offset)
+
+    def read(self, extent: Extent) -> ByteArray | None:
+        """The content of a chunk's file; None if the pack ends before.
+
+        Raises:
+            OSError: the system refused.
+        """
+        return _read_whole(self._fd, extent)
+
+    def check(self, shard: int, ref: ChunkRef) -> str | None:
+        """What is wrong with a chunk, in words; None if nothing is."""
+        try:
+            image = self.read(self.extents[shard][ref])
+        except OSError as error:
+            return f"cannot be read: {os.strerror(error.errno or 0)}"
+        if image is None:
+            return "wrong size"
+        owner = self.shards[shard]
+        damage = check_image(owner.layout, ChunkKey(owner.namespace.id, ref.prefix_key), ref.num_blocks, image)
+        return None if damage is None else str(damage)
+
+    def describe(self) -> dict[str, object]:
+        """What is in it."""
+        return {
+            "file_bytes": os.fstat(self._fd).st_size,
+            "shards": [
+                {
+                    "namespace": shard.namespace.id.hex(),
+                    "fields": dict(shard.namespace.fields),
+                    "folders": [name or "." for name in shard.folders],
+                    "chunks": len(extents),
+                    "tokens": sum(ref.num_blocks for ref in extents) * shard.layout.block_tokens,
+                }
+                for shard, extents in zip(self.shards, self.extents, strict=True)
+            ],
+        }
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_pack(path: Path) -> Pack:
+    """Open a pack; its front and index are checked, its chunks are checked when they are read.
+
+    Raises:
+        ConfigError: it is no whole pack.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"the pack {path} cannot be read: {os.strerror(error.errno or 0)}") from error
+    try:
+        return _opened(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _opened(fd: int, path: Path) -> Pack:
+    size_bytes = os.fstat(fd).st_size
+    begin = read_front(fd, _FRONT.size)
+    if len(begin) < _FRONT.size or not begin.startswith(MAGIC):
+        raise ConfigError(f"{path} is no pack, or one of another version of kvstore")
+    front_bytes = _front_bytes(_FRONT.unpack(begin)[1])
+    end = read_front(fd, _END.size, max(0, size_bytes - _END.size))
+    if len(end) < _END.size or front_bytes > _MAX_FRONT_BYTES or not end.startswith(END_MAGIC):
+        raise ConfigError(f"the pack {path} is not whole: copy it again, or export it again")
+    _, index_offset, count, digest = _END.unpack(end)
+    front = read_front(fd, front_bytes)
+    if index_offset + count * _RECORD.size + _END.size != size_bytes:
+        raise ConfigError(f"the pack {path} is not whole: copy it again, or export it again")
+    index = read_front(fd, count * _RECORD.size, index_offset)
+    if xxhash.xxh3_128_digest(front + index) != digest:
+        raise ConfigError(f"the index of the pack {path} is damaged: copy it again, or export it again")
+    try:
+        tree = json.loads(front[_FRONT.size :])
+        shards = [Shard.from_tree(shard) for shard in tree["shards"]]
+    except (ValueError, KeyError, TypeError, LayoutError) as error:
+        raise ConfigError(f"the pack {path} was made by another version of kvstore: {error}") from error
+    extents: list[dict[ChunkRef, Extent]] = [{} for _ in shards]
+    for shard, blocks, key, offset, length in _RECORD.iter_unpack(index):
+        if shard >= len(shards) or offset + length > index_offset or length % ALIGNMENT_BYTES:
+            raise ConfigError(f"the index of the pack {path} makes no sense: export it again")
+        extents[shard][ChunkRef(key, blocks)] = Extent(offset, length)
+    return Pack(fd, path, shards, extents)
+
+
+def _front(shards: Sequence[Shard]) -> bytes:
+    tree = {"format": "kvstore-pack", "version": 1, "shards": [shard.to_tree() for shard in shards]}
+    text = json.dumps({**tree, "made_by": f"kvstore {__version__}"}, sort_keys=True).encode()
+    return (_FRONT.pack(MAGIC, len(text)) + text).ljust(_front_bytes(len(text)))
+
+
+def _front_bytes(json_bytes: int) -> int:
+    return round_up(_FRONT.size + json_bytes, ALIGNMENT_BYTES)
+
+
+def _read_whole(fd: int, extent: Extent) -> ByteArray | None:
+    if not extent.size_bytes or extent.offset + extent.size_bytes > os.fstat(fd).st_size:
+        return None
+    view = memoryview(mmap.mmap(-1, extent.size_bytes))
+    return np.frombuffer(view, np.uint8) if read_whole(fd, [view], extent.offset) else None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    reason = os.strerror(error.errno or 0)
+    return ConfigError(f"the pack {path} cannot be written: {reason}; make room or name another file, then go on")

@@ -1,0 +1,1 @@
+"""Hand-over: KV sent to another engine while it is computed."""

@@ -1,0 +1,109 @@
+"""Over TCP, to the cache server that a receiver embeds, or to one that several engines share.
+
+The receiver's server lends a place for each chunk, takes the layers in pieces, each with its checksum, and lets the
+chunk be found when it is told that all of them were right. What a connection has not completed ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from kvstore.errors import TierError
+from kvstore.handover.transport import Parcel, Transport
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.protocol import messages
+from kvstore.tiers.base import Outcome
+from kvstore.tiers.server.link import Link, NoSessionError
+from kvstore.tiers.server.links import Home, Links, held
+from kvstore.tiers.server.moves import PieceSender, commit
+from kvstore.tiers.server.url import ServerTarget, parse_server
+
+
+class TcpTransport(Transport):
+    """The way to one server.
+
+    Args:
+        target: where it is, and with which keys it is reached.
+        namespace: whose chunks are handed over.
+        layout: their geometry.
+    """
+
+    def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
+        self._layout = layout
+        self._links = Links(target, namespace, messages.Geometry.of(layout), bound_bytes=0)
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        """See ``Transport``."""
+        return self._links.use(partial(self._deliver, parcels=parcels, ready=ready))
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        self._links.close()
+
+    def _deliver(self, link: Link, home: Home, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        """Send while layers come; then, each by itself, what had no room beside the others."""
+        is_there = held(link, home, [parcel.ref for parcel in parcels])
+        outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
+        missing = [number for number, here in enumerate(is_there) if not here]
+        places = self._reserve(link, parcels, missing)
+        try:
+            is_whole = self._send_layers(link, parcels, places, ready)
+            committed = commit(link, home, list(places.values()), is_whole=is_whole)
+            if is_whole:
+                for number, outcome in zip(places, committed, strict=True):
+                    outcomes[number] = outcome
+                for number in missing:
+                    if number not in places:
+                        outcomes[number] = self._send_whole(link, home, parcels, number)
+        except NoSessionError as error:  # it would be tried again from the start, and the layers come only once
+            raise TierError(str(error)) from error
+        return outcomes
+
+    def _reserve(self, link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
+        """Leases of places to write to, by the numbers of the parcels that got one."""
+        places = {}
+        for begin in range(0, len(numbers), messages.MAX_MOVES):
+            batch = numbers[begin : begin + messages.MAX_MOVES]
+            packed = messages.pack_refs(parcels[number].ref for number in batch)
+            granted = link.ask(messages.Reserve(link.new_serial(), packed), messages.Granted)
+            if len(granted.grants) != len(batch):
+                raise TierError("the cache server did not answer about every chunk")
+            places.update(
+                {number: grant.lease for number, grant in zip(batch, granted.grants, strict=True) if grant.lease}
+            )
+        return places
+
+    def _send_layers(
+        self, link: Link, parcels: Sequence[Parcel], places: dict[int, int], ready: Iterator[range]
+    ) -> bool:
+        """Whether all layers came. Which pieces arrived decides the server, at the end."""
+        sender = PieceSender(link)
+        done_layers = 0
+        for layers in ready:
+            for number, lease in places.items():
+                ref, payload = parcels[number]
+                begin = self._layout.layer_range(layers.start, ref.num_blocks)[0]
+                end = self._layout.layer_range(layers.stop - 1, ref.num_blocks)[1]
+                sender.send(number, lease, payload, range(begin, end))
+            done_layers = layers.stop
+        sender.finish()
+        return done_layers == self._layout.num_layers
+
+    def _send_whole(self, link: Link, home: Home, parcels: Sequence[Parcel], number: int) -> Outcome:
+        places = self._reserve(link, parcels, [number])
+        if not places:
+            return Outcome.FULL
+        self._send_layers(link, parcels, places, iter([range(self._layout.num_layers)]))
+        (outcome,) = commit(link, home, list(places.values()), is_whole=True)
+        return outcome
+
+
+def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:
+    """The way to the server at ``kvs://host:port``; does not connect yet. The settings are those of a cache server.
+
+    Raises:
+        ConfigError: the URL or a setting is wrong.
+    """
+    return TcpTransport(parse_server(url, settings), namespace, layout)

@@ -1,0 +1,1 @@
+"""Host memory: pools of slots, pinning, limits."""

@@ -1,0 +1,1 @@
+"""Operations: metrics and the administration of a running engine."""

@@ -1,0 +1,169 @@
+"""Serves HTTP on loopback from a daemon thread: ``admin.answer``, and what others have to say there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import ConfigError
+from kvstore.ops.admin import Controls, answer
+from kvstore.protocol.loopback import is_from_here, is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import uvicorn
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Page = Callable[[], tuple[int, str]]
+    Respond = Callable[[Request, bytes], Response]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS: Final = 16
+_MAX_BODY_BYTES: Final = 4 << 20  # half a million tokens
+_END_WAIT_S: Final = 5.0
+
+
+class LoopbackServer:
+    """Listens from the moment it is made until ``close``.
+
+    Args:
+        respond: answers every request, given its body too, on a thread of this server's.
+        host: a loopback name or address. There are no passwords, so nothing else is allowed.
+        port: 0 for any that is free; see ``port``.
+        name: what it is called in messages.
+        remedy: what to do if it cannot listen.
+
+    Raises:
+        ConfigError: the host is no loopback, the port is taken, or the libraries are not installed.
+    """
+
+    def __init__(self, respond: Respond, host: str, port: int, *, name: str, remedy: str) -> None:
+        if not is_loopback(host):
+            raise ConfigError(f"the host of {name} is {host!r}: it must be a loopback address such as 127.0.0.1")
+        server = _make_server(respond, name)
+        self._socket = listen(host, port, name, remedy)
+        self.port: int = self._socket.getsockname()[1]
+        self._server = server
+        self._thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [self._socket]}, name="kvstore-admin", daemon=True
+        )
+        self._thread.start()
+        logger.info("%s listens on %s port %d", name, host, self.port)
+
+    def close(self) -> None:
+        """Stop listening. Requests under way have a second to end. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(_END_WAIT_S)
+        self._socket.close()
+
+
+class AdminServer(LoopbackServer):
+    """Serves the administration of one engine.
+
+    Args:
+        controls: what is administered; its methods are called from this server's threads.
+        host: see ``LoopbackServer``.
+        port: the same.
+
+    Raises:
+        ConfigError: the same.
+    """
+
+    def __init__(self, controls: Controls, host: str, port: int) -> None:
+        def respond(request: Request, body: bytes) -> Response:
+            from starlette.responses import JSONResponse  # noqa: PLC0415
+
+            reply = answer(controls, request.method, request.url.path, request.headers, body)
+            return JSONResponse(dict(reply.body), status_code=reply.status)
+
+        remedy = "choose another internal_api_server_port_start, or switch internal_api_server_enabled off"
+        super().__init__(respond, host, port, name="the admin endpoint", remedy=remedy)
+
+
+class PageServer(LoopbackServer):
+    """Serves a few pages of text.
+
+    Args:
+        pages: makes each page: HTTP's number, and the text.
+        port: on 127.0.0.1; 0 for any that is free.
+        name: see ``LoopbackServer``.
+        remedy: the same.
+
+    Raises:
+        ConfigError: as ``LoopbackServer``.
+    """
+
+    def __init__(self, pages: Mapping[str, Page], port: int, *, name: str, remedy: str) -> None:
+        def respond(request: Request, _: bytes) -> Response:
+            from starlette.responses import PlainTextResponse  # noqa: PLC0415
+
+            page = pages.get(request.url.path)
+            if not is_from_here(request.headers):
+                return PlainTextResponse("only programs on this machine may ask\n", HTTPStatus.FORBIDDEN)
+            if page is None or request.method != "GET":
+                return PlainTextResponse(f"there are {', '.join(pages)}\n", HTTPStatus.NOT_FOUND)
+            status, text = page()
+            return PlainTextResponse(text, status)
+
+        super().__init__(respond, "127.0.0.1", port, name=name, remedy=remedy)
+
+
+def _make_server(respond: Respond, name: str) -> uvicorn.Server:
+    try:
+        import uvicorn  # noqa: PLC0415 - an extra
+        from starlette.applications import Starlette  # noqa: PLC0415
+        from starlette.concurrency import run_in_threadpool  # noqa: PLC0415
+        from starlette.responses import PlainTextResponse  # noqa: PLC0415
+        from starlette.routing import Route  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"{name}: {error.name} is not installed: pip install 'vllm-kvstore[admin]'") from error
+
+    async def handle(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_BODY_BYTES:
+                return PlainTextResponse("the body is too long\n", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        return await run_in_threadpool(respond, request, body)  # it may wait a moment
+
+    app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,  # the process's logging is not ours to configure
+            log_level=None,
+            lifespan="off",
+            loop="asyncio",
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_keep_alive=2,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+    )
+
+
+def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
+    """A socket that is bound, for a server that is called ``name`` in messages.
+
+    Raises:
+        ConfigError: it cannot be bound; ``remedy`` says what to do.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # now: the thread that serves may be late, and who comes meanwhile waits
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
+    return listener

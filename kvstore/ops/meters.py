@@ -1,0 +1,162 @@
+"""Reads the counters of the index, the mover and the tiers into tallies."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from kvstore.catalog.plans import Place
+from kvstore.ops import metrics
+from kvstore.ops.metrics import Meter, Tally
+from kvstore.tiers.guards import BreakerState, CircuitBreaker, Statistics, find, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.assembly import OpenTiers
+    from kvstore.catalog.index import ChunkIndex
+    from kvstore.handover.pusher import PushCounters
+    from kvstore.tiers.base import Tier
+    from kvstore.tiers.guards import LatencyHistogram
+    from kvstore.transfer.mover import MoverCounters
+
+_MEMORY: Final = Place.MEMORY.value
+_DISK: Final = Place.DISK.value
+_REMOTE: Final = Place.REMOTE.value
+_SEVERITY: Final = {BreakerState.CLOSED: 0, BreakerState.PROBING: 1, BreakerState.OPEN: 2}
+_DIRECTIONS: Final = {"load": "get", "store": "put"}
+
+
+class IndexMeter:
+    """What an index decided and holds. To be used by the index's thread."""
+
+    def __init__(self) -> None:
+        self._meter = Meter()
+        self._levels: dict[str, float] = {}
+
+    def read(self, index: ChunkIndex, tally: Tally) -> None:
+        """Add what happened since the last time, and the gauges that changed."""
+        self._meter.advance(_index_totals(index), tally)
+        for key, value in _index_levels(index).items():
+            if self._levels.get(key) != value:
+                self._levels[key] = value
+                tally.show(key, value)
+
+
+def _index_totals(index: ChunkIndex) -> dict[str, float]:
+    counters, writes = index.counters, metrics.WRITES
+    return {
+        metrics.STORED_CHUNKS.key(): counters.stored,
+        metrics.REFUSED_CHUNKS.key(): counters.refused,
+        metrics.FAILED_STORES.key(): counters.failed_stores,
+        metrics.EVICTED_CHUNKS.key(_MEMORY): counters.evicted_memory,
+        metrics.EVICTED_CHUNKS.key(_DISK): counters.evicted_disk,
+        metrics.EXPIRED_CHUNKS.key(): counters.expired,
+        metrics.FAILED_LOADS.key(): counters.failed_loads,
+        metrics.LOST_CHUNKS.key(): counters.lost_chunks,
+        writes.key(_DISK, "done"): counters.writes_done,
+        writes.key(_DISK, "failed"): counters.writes_failed,
+        writes.key(_DISK, "dropped"): counters.writes_dropped,
+        writes.key(_REMOTE, "done"): counters.sends_done,
+        writes.key(_REMOTE, "failed"): counters.sends_failed,
+        writes.key(_REMOTE, "dropped"): counters.sends_dropped,
+    }
+
+
+def _index_levels(index: ChunkIndex) -> dict[str, float]:
+    return {
+        metrics.KNOWN_CHUNKS.key(): len(index),
+        metrics.SLOTS.key(): index.num_slots,
+        metrics.USED_SLOTS.key(): index.slots_in_use,
+        metrics.LEASES.key(): index.leases,
+        metrics.QUEUED_WRITES.key(_DISK): index.queued_writes(Place.DISK),
+        metrics.QUEUED_WRITES.key(_REMOTE): index.queued_writes(Place.REMOTE),
+    }
+
+
+class _Observed:
+    """A tier with those of its wrappers that know something."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        counted = [tier] if find(tier, Statistics) else parts_of(tier)
+        self.statistics = [statistics for part in counted if (statistics := find(part, Statistics))]
+
+    def breakers(self) -> list[CircuitBreaker]:
+        """Those of all its parts, of which there may be more or fewer the next time."""
+        return [breaker for part in parts_of(self.tier) if (breaker := find(part, CircuitBreaker))]
+
+
+class WorkerMeter:
+    """What a worker moved, and how its tiers do. To be used by the worker's thread."""
+
+    def __init__(self, tiers: OpenTiers, moved: Callable[[], MoverCounters]) -> None:
+        self._moved = moved
+        self._tiers = {place: _Observed(tier) for place, tier in ((_DISK, tiers.disk), (_REMOTE, tiers.remote)) if tier}
+        self._source = secrets.token_hex(8)  # tells this worker's gauges from those of others
+        self._meter = Meter()
+        self._latencies: dict[tuple[str, int], LatencyHistogram] = {}
+        self._levels: dict[str, float] = {}
+
+    def read(self, tally: Tally) -> None:
+        """Add what happened since the last time, and the gauges that changed."""
+        totals = _mover_totals(self._moved())
+        levels: dict[str, float] = {}
+        for place, observed in self._tiers.items():
+            self._read_tier(place, observed, totals, tally)
+            states = [_SEVERITY[breaker.stats().state] for breaker in observed.breakers()]
+            levels[metrics.BREAKER_STATE.key(place)] = max(states, default=0)
+        if _DISK in self._tiers:
+            levels[metrics.DISK_USED_BYTES.key()] = self._tiers[_DISK].tier.used_bytes
+            levels[metrics.DISK_CAPACITY_BYTES.key()] = self._tiers[_DISK].tier.usable_bytes
+        self._meter.advance(totals, tally)
+        for key, value in levels.items():
+            if self._levels.get(key) != value:
+                self._levels[key] = value
+                tally.show(key, value, self._source)
+
+    def _read_tier(self, place: str, observed: _Observed, totals: dict[str, float], tally: Tally) -> None:
+        moved = metrics.MOVED_BYTES
+        totals[moved.key(place, "load")] = observed.tier.counters.bytes_read
+        totals[moved.key(place, "store")] = observed.tier.counters.bytes_written
+        totals[metrics.CORRUPT_CHUNKS.key(place)] = observed.tier.counters.corrupt
+        errors = timeouts = 0
+        for number, statistics in enumerate(observed.statistics):
+            stats = statistics.snapshot()
+            operations = (stats.contains, stats.get, stats.put, stats.remove, stats.clear, stats.reset)
+            errors += sum(operation.errors for operation in operations)
+            timeouts += sum(operation.timeouts for operation in operations)
+            for direction, operation in (("load", stats.get), ("store", stats.put)):
+                where = (f"{place} {direction}", number)
+                tally.observe(
+                    metrics.TIER_CALL_SECONDS.key(place, direction), operation.latency.since(self._latencies.get(where))
+                )
+                self._latencies[where] = operation.latency
+        totals[metrics.TIER_ERRORS.key(place)] = errors
+        totals[metrics.TIER_TIMEOUTS.key(place)] = timeouts
+
+
+def push_totals(pushed: PushCounters) -> dict[str, float]:
+    """What was handed over to other engines, as totals of the metrics."""
+    chunks = metrics.PUSHED_CHUNKS
+    return {
+        chunks.key("sent"): pushed.sent,
+        chunks.key("refused"): pushed.refused,
+        chunks.key("failed"): pushed.failed,
+        metrics.PUSHED_BYTES.key(): pushed.sent_bytes,
+    }
+
+
+def _mover_totals(mover: MoverCounters) -> dict[str, float]:
+    loaded = metrics.LOADED_CHUNKS
+    slow = mover.chunks_loaded_from_disk + mover.chunks_loaded_from_remote
+    return {
+        loaded.key(_MEMORY): mover.chunks_loaded - slow,
+        loaded.key(_DISK): mover.chunks_loaded_from_disk,
+        loaded.key(_REMOTE): mover.chunks_loaded_from_remote,
+        metrics.GPU_LOADED_CHUNKS.key(): mover.chunks_loaded_from_gpu,
+        metrics.MOVED_BYTES.key(_MEMORY, "load"): mover.bytes_scattered,
+        metrics.MOVED_BYTES.key(_MEMORY, "store"): mover.bytes_gathered,
+        metrics.MISLABELLED_SLOTS.key(): mover.mislabelled_slots,
+        metrics.READ_TIMEOUTS.key(): mover.read_timeouts,
+    }

@@ -1,0 +1,64 @@
+"""From registered tensors to a paged KV cache: find every layer's blocks, derive the layout, choose how to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.errors import LayoutError
+from kvstore.layout import KVLayout
+from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, find_planes
+from kvstore.paged.device import DevicePagedKV
+
+
+def bind_paged_kv(
+    kv_caches: Mapping[str, LayerCache],
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    chunk_tokens: int,
+    reserved_blocks: int = 0,
+    packing: str = "",
+    has_channels: bool = True,
+) -> PagedKV:
+    """Find the blocks of all layers and choose how to copy them.
+
+    Args:
+        kv_caches: layer name to the tensor, or pair of tensors, that holds its blocks; the order is the payload's.
+        num_blocks: blocks of the serving engine's block manager.
+        block_tokens: tokens in such a block.
+        chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
+        reserved_blocks: so many blocks, from the first on, which the serving engine keeps for itself: nothing is ever
+            copied from them, nor to them.
+        packing: what decides, besides strides, the order of bytes in a block: on CPUs, the instruction set in use.
+        has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. Not so for
+            MLA's latents; blocks that are packed never tell.
+
+    Raises:
+        LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.
+    """
+    if num_blocks < 1:
+        raise LayoutError(f"a KV cache of {num_blocks} blocks holds nothing")
+    layers = [find_planes(name, cache, num_blocks) for name, cache in kv_caches.items()]
+    if not layers:
+        raise LayoutError("there is no layer with a KV cache: nothing to store")
+    planes = {len(found) for found in layers}
+    sizes = [{plane.page_bytes for plane in found} for found in layers]
+    devices = {plane.rows.device for found in layers for plane in found}
+    if len(planes) != 1 or any(len(size) != 1 for size in sizes) or len(devices) != 1:
+        raise LayoutError(f"layers differ in planes {planes}, or K and V in size {sizes}, or devices {devices}")
+    device = devices.pop()
+    elements = {plane.element for found in layers for plane in found}
+    axes = {plane.axes(block_tokens) for found in layers for plane in found} if has_channels and not packing else {None}
+    physical = sorted({plane.physical for found in layers for plane in found})
+    layout = KVLayout(
+        page_bytes=tuple(size.pop() for size in sizes),
+        planes=planes.pop(),
+        block_tokens=block_tokens,
+        chunk_tokens=chunk_tokens,
+        physical=f"{device.type} {packing} {' '.join(physical)}",
+        element=elements.pop() if len(elements) == 1 else "opaque",
+        page_axes=axes.pop() if len(axes) == 1 else None,
+    )
+    if device.type == "cpu":
+        return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
+    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks)

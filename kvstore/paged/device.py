@@ -1,0 +1,212 @@
+"""Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
+
+The same interface as ``pages.HostPagedKV``. On their way to host memory blocks pass a dense staging buffer on the
+device (``staging.py``); to a slot on the device they need none. Gathers and scatters run on the current stream, so a
+gather waits for the kernels that write the blocks, and kernels launched after a scatter see it; copies run beside it.
+What is moved ``beside`` the model has a stream of its own instead of the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kvstore.layout import KVLayout
+from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
+from kvstore.paged.copiers import Copiers
+from kvstore.paged.staging import Moment, Staging, Streams
+from kvstore.tiers.base import ByteArray
+
+
+class DevicePagedKV:
+    """A paged KV cache in device memory, with staging for two chunks."""
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[PlaneRows]],
+        layout: KVLayout,
+        num_blocks: int,
+        reserved_blocks: int = 0,
+        *,
+        has_stream: bool = False,
+        streams: Streams | None = None,
+    ) -> None:
+        self._layers = layers
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._allowed = range(reserved_blocks, num_blocks)
+        rows = [plane.rows for planes in layers for plane in planes]
+        word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
+        self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
+        self._planes = len(layers[0])
+        self.device = rows[0].device
+        self._staging = Staging(layout.slot_bytes, self.device, streams)
+        self._uploaded: tuple[list[BlockIds], torch.Tensor] | None = None  # the ids of the last layer's chunks
+        has_stream = has_stream and self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
+
+    def beside(self) -> PagedKV:
+        """See ``pages.PagedKV``."""
+        return DevicePagedKV(self._layers, self.layout, self.num_blocks, self._allowed.start, has_stream=True)
+
+    def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
+        """See ``pages.PagedKV``: the device copies by itself."""
+        return self
+
+    def moment(self) -> Moment:
+        """See ``pages.PagedKV``."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def after(self, moment: Moment) -> None:
+        """See ``pages.PagedKV``."""
+        if self._stream is not None and moment is not None:
+            torch.cuda.set_stream(self._stream)  # of this thread
+            self._stream.wait_event(moment)
+
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+        """See ``pages.PagedKV``."""
+        size_bytes = self.layout.payload_bytes(len(block_ids))
+        target = torch.from_numpy(payload)[:size_bytes]
+        return self._staging.carry_out(
+            lambda staged: self.gather_on_device(block_ids, staged[:size_bytes]),
+            lambda staged: _copy(target, staged[:size_bytes]),
+        )
+
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
+        """See ``pages.PagedKV``."""
+        check_block_ids(block_ids, self._allowed)  # before anything is copied
+        size_bytes = self.layout.payload_bytes(chunk_blocks)
+        source = torch.from_numpy(payload)[:size_bytes]
+        self._staging.carry_in(
+            lambda staged: _copy(staged[:size_bytes], source),
+            lambda staged: self.scatter_on_device(block_ids, staged[:size_bytes], chunk_blocks, first_block),
+        )
+
+    def chunk(
+        self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
+    ) -> ChunkBlocks:
+        """See ``pages.PagedKV``."""
+        check_block_ids(block_ids, self._allowed)
+        return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
+
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """See ``pages.PagedKV``."""
+        last: Moment = None  # copies leave one after the other
+        for batch in self._batches(layer, chunks):
+            for plane in range(self._planes):
+                last = self._gather_plane(layer, plane, batch, self._ids_of(batch))
+        return last
+
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        """See ``pages.PagedKV``."""
+        for batch in self._batches(layer, chunks):
+            for plane in range(self._planes):
+                self._scatter_plane(layer, plane, batch, self._ids_of(batch))
+
+    def _gather_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> Moment:
+        rows = self._rows[layer * self._planes + plane]
+
+        def copy(staged: torch.Tensor) -> None:
+            for target, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
+                _copy(target, part)
+
+        return self._staging.carry_out(
+            lambda staged: torch.index_select(rows, 0, ids, out=_as_rows(staged, rows, len(ids))), copy
+        )
+
+    def _scatter_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> None:
+        rows = self._rows[layer * self._planes + plane]
+
+        def copy(staged: torch.Tensor) -> None:
+            for source, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
+                _copy(part, source)
+
+        self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
+
+    def reach(self, moment: Moment) -> None:
+        """See ``pages.PagedKV``."""
+        self._staging.streams.reach(moment)
+
+    def wait(self) -> None:
+        """See ``pages.PagedKV``."""
+        self._staging.streams.wait()
+
+    def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
+        """See ``pages.PagedKV``."""
+        ids = self._ids(block_ids)
+        for rows, target in self._pages(payload, len(block_ids)):
+            torch.index_select(rows, 0, ids, out=target)
+
+    def scatter_on_device(
+        self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
+    ) -> None:
+        """See ``pages.PagedKV``."""
+        ids = self._ids(block_ids)
+        last_block = first_block + len(block_ids)
+        for rows, source in self._pages(payload, chunk_blocks):
+            rows.index_copy_(0, ids, source[first_block:last_block])
+
+    def _ids(self, block_ids: BlockIds) -> torch.Tensor:
+        """Checked ids, on the device.
+
+        They are in ordinary memory, which the driver has copied from when the call returns, so nobody waits for it.
+        """
+        check_block_ids(block_ids, self._allowed)
+        return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
+
+    def _pages(self, payload: torch.Tensor, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of a payload on the device."""
+        pairs = []
+        begin = 0
+        for rows in self._rows:
+            end = begin + chunk_blocks * rows.shape[1] * rows.element_size()
+            pairs.append((rows, payload[begin:end].view(rows.dtype).view(chunk_blocks, rows.shape[1])))
+            begin = end
+        return pairs
+
+    def _batches(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[list[ChunkBlocks]]:
+        """As many chunks at a time as have room in the staging buffer for one plane of a layer."""
+        max_blocks = self._staging.size_bytes // self.layout.page_bytes[layer]
+        batch: list[ChunkBlocks] = []
+        for chunk in chunks:
+            if sum(len(other.block_ids) for other in batch) + len(chunk.block_ids) > max_blocks:
+                yield batch
+                batch = []
+            batch.append(chunk)
+        if batch:
+            yield batch
+
+    def _ids_of(self, chunks: Sequence[ChunkBlocks]) -> torch.Tensor:
+        """The ids of several chunks' blocks, on the device; the same chunks' next layer finds them there."""
+        parts = [chunk.block_ids for chunk in chunks]
+        if self._uploaded is not None:
+            known, ids = self._uploaded
+            if len(known) == len(parts) and all(one is other for one, other in zip(known, parts, strict=True)):
+                return ids
+        self._uploaded = parts, self._ids(np.concatenate(parts))
+        return self._uploaded[1]
+
+    def _plane_parts(
+        self, layer: int, plane: int, chunks: Sequence[ChunkBlocks], staged: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each chunk's blocks of a plane in host memory with their part of the staging buffer."""
+        done = 0
+        for block_ids, payload, chunk_blocks, first_block, _ in chunks:
+            begin = self.layout.layer_range(layer, chunk_blocks)[0]
+            begin += (plane * chunk_blocks + first_block) * self.layout.page_bytes[layer]
+            end = begin + len(block_ids) * self.layout.page_bytes[layer]
+            part = torch.from_numpy(payload)[begin:end].view(staged.dtype).view(len(block_ids), -1)
+            yield part, staged[done : done + len(block_ids)]
+            done += len(block_ids)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _as_rows(staged: torch.Tensor, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Room for that many blocks of a plane in a staging buffer."""
+    size_bytes = num_blocks * rows.shape[1] * rows.element_size()
+    return staged[:size_bytes].view(rows.dtype).view(num_blocks, rows.shape[1])

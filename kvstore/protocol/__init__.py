@@ -1,0 +1,1 @@
+"""What the cache server and its clients exchange. ``docs/FORMAT.md`` describes it."""

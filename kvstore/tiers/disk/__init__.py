@@ -1,0 +1,1 @@
+"""The disk tier: one file per chunk, in one folder or striped over several."""

@@ -1,0 +1,272 @@
+"""The bytes of a tier's folder: who holds them, and who gives way when more are needed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.disk.folder import delete, prune, reason
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterable
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SPARE_FILES = 64
+TRIM_FILES = 8  # a call deletes no more than that of what is merely superfluous
+
+
+class _Spares:
+    """Spare files, by age and by size: what one call costs does not grow with their number. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self._by_age: OrderedDict[Path, int] = OrderedDict()  # a dict looks for its first entry past all that are gone
+        self._by_size: dict[int, OrderedDict[Path, None]] = {}
+        self._sizes: list[int] = []  # those that there are, in order: few, as chunks have few lengths
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def add(self, path: Path, size_bytes: int) -> None:
+        """Note one more."""
+        same = self._by_size.get(size_bytes)
+        if same is None:
+            same = self._by_size[size_bytes] = OrderedDict()
+            insort(self._sizes, size_bytes)
+        same[path] = None
+        self._by_age[path] = size_bytes
+        self.total_bytes += size_bytes
+
+    def take_oldest(self) -> tuple[Path, int] | None:
+        """The one that was added first."""
+        return self._take(next(iter(self._by_age))) if self._by_age else None
+
+    def take_near(self, size_bytes: int, extra_bytes: int) -> tuple[Path, int] | None:
+        """The one nearest to a size, no more than a sixteenth away, and at most ``extra_bytes`` shorter."""
+        at = bisect_left(self._sizes, size_bytes)
+        near = [
+            size
+            for size in self._sizes[max(at - 1, 0) : at + 1]
+            if 16 * abs(size - size_bytes) <= size_bytes and size_bytes - size <= extra_bytes
+        ]
+        if not near:
+            return None
+        return self._take(next(iter(self._by_size[min(near, key=lambda size: abs(size - size_bytes))])))
+
+    def _take(self, path: Path) -> tuple[Path, int]:
+        size_bytes = self._by_age.pop(path)
+        same = self._by_size[size_bytes]
+        del same[path]
+        if not same:
+            del self._by_size[size_bytes]
+            del self._sizes[bisect_left(self._sizes, size_bytes)]
+        self.total_bytes -= size_bytes
+        return path, size_bytes
+
+
+class Space:
+    """Who holds the bytes of the folder, and who gives way when more are needed.
+
+    ``used_bytes`` counts chunks, spare files, chunks of other namespaces, and files being written or deleted. The state
+    changes only under ``changed``, which is the tier's lock; methods that touch the disk must be called without it.
+    """
+
+    def __init__(self, capacity_bytes: int, free_folder: Path, changed: threading.Condition) -> None:
+        self.used_bytes = 0
+        self._capacity_bytes = capacity_bytes
+        self._free_folder = free_folder
+        self._changed = changed
+        self._numbers = itertools.count()
+        self._leaving_bytes = 0
+        self._spares = _Spares()
+        self._foreign: list[tuple[Path, int]] = []  # newest first
+        self._stuck: dict[Path, int] = {}  # under the names of chunks that are forgotten
+
+    def new_path(self) -> Path:
+        """A name in ``.free`` that was never used by this tier."""
+        return self._free_folder / str(next(self._numbers))
+
+    def claim(self, size_bytes: int) -> Path | None:
+        """A file to write ``size_bytes`` into, paid for: a spare one of about that size, or a new name. None: no room.
+
+        A spare file that is longer is cut first, so that what is given back is really free.
+
+        Raises:
+            OSError: that one can be neither cut nor deleted.
+        """
+        refused = 0
+        while refused < TRIM_FILES:
+            victim = None
+            with self._changed:
+                spare = self._take_spare(size_bytes)
+                if spare is None:
+                    if self.used_bytes + size_bytes <= self._capacity_bytes:
+                        self.used_bytes += size_bytes
+                        return self.new_path()
+                    victim = self._take_victim()
+                    if victim is None:
+                        if not self._leaving_bytes:
+                            return None
+                        self._changed.wait()  # another thread is deleting: what it frees may be enough
+            if spare is not None and (spare[1] <= size_bytes or self._cut(*spare, size_bytes)):
+                return spare[0]
+            if victim is not None:
+                refused += not self.delete(*victim)
+        return None
+
+    def delete(self, path: Path, size_bytes: int) -> bool:
+        """Delete a file whose bytes were announced by ``leave``.
+
+        One that cannot be deleted stays counted, and is kept in mind like any other: or its bytes would be lost until
+        the next start. Then the answer is False.
+        """
+        freed_bytes = 0
+        try:
+            delete(path)
+            freed_bytes = size_bytes
+            if path.parent != self._free_folder:
+                prune(path.parent)
+        except OSError as error:
+            logger.debug("could not delete a file of the disk tier: %s", reason(error))
+            with self._changed:
+                if path.parent == self._free_folder:
+                    self.add_spare(path, size_bytes)
+                else:
+                    self._foreign.insert(0, (path, size_bytes))
+        self.left(size_bytes, freed_bytes)
+        return freed_bytes > 0
+
+    def leave(self, size_bytes: int) -> None:
+        """Announce that counted bytes are about to be deleted. Needs the lock."""
+        self._leaving_bytes += size_bytes
+
+    def left(self, size_bytes: int, freed_bytes: int) -> None:
+        """End what ``leave`` announced: ``freed_bytes`` of them are gone."""
+        with self._changed:
+            self._leaving_bytes -= size_bytes
+            self.used_bytes -= freed_bytes
+            self._changed.notify_all()
+
+    def add_spare(self, path: Path, size_bytes: int) -> None:
+        """Keep a counted file for later use. Needs the lock; ``trim`` bounds their number."""
+        self._spares.add(path, size_bytes)
+
+    def add_stuck(self, path: Path, size_bytes: int) -> None:
+        """Keep a counted file of a forgotten chunk in mind, which would not move. Needs the lock."""
+        self._stuck[path] = size_bytes
+
+    def overwritten(self, path: Path) -> None:
+        """Another file has come to stand under this name; one that was stuck there is gone with it. Needs the lock."""
+        self.used_bytes -= self._stuck.pop(path, 0)
+
+    def forget_stuck(self) -> int:
+        """Forget files that are stuck, as all of their folder is going; the bytes that they take. Needs the lock."""
+        forgotten_bytes = sum(self._stuck.values())
+        self._stuck.clear()
+        return forgotten_bytes
+
+    def move_stuck(self) -> None:
+        """Try again to make spare files of some that are stuck, or their bytes would be lost until the next start."""
+        with self._changed:
+            for path, size_bytes in list(islice(self._stuck.items(), TRIM_FILES)):
+                spare = self.new_path()
+                try:
+                    path.rename(spare)
+                except (FileNotFoundError, NotADirectoryError):
+                    self.overwritten(path)
+                except OSError:
+                    return
+                else:
+                    del self._stuck[path]
+                    self.add_spare(spare, size_bytes)
+
+    def add_foreign(self, chunks: Iterable[tuple[Path, int]]) -> None:
+        """Count chunks of other namespaces, the newest first. Needs the lock."""
+        self._foreign.extend(chunks)
+        self.used_bytes += sum(size for _, size in self._foreign)
+
+    def trim(self) -> None:
+        """Delete some of the spare files that are too many, the oldest first; call it where waiting does no harm."""
+        for _ in range(TRIM_FILES):
+            with self._changed:
+                victim = self._take_victim() if len(self._spares) > SPARE_FILES else None
+            if victim is None:
+                return
+            self.delete(*victim)
+
+    def shrink(self) -> None:
+        """Delete spare files and foreign chunks until the capacity holds, or until each of them was tried."""
+        for _ in range(len(self._spares) + len(self._foreign)):
+            with self._changed:
+                victim = self._take_victim() if self.used_bytes > self._capacity_bytes else None
+            if victim is None:
+                return
+            self.delete(*victim)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the spare files."""
+        return self._spares.total_bytes
+
+    def give_up_spares(self, wanted_bytes: int) -> None:
+        """Delete spare files, the oldest first, until so many bytes are free, or until each of them was tried."""
+        for _ in range(len(self._spares)):
+            with self._changed:
+                victim = self._spares.take_oldest() if wanted_bytes > 0 else None
+                if victim is None:
+                    return
+                self.leave(victim[1])
+            wanted_bytes -= victim[1] if self.delete(*victim) else 0
+
+    def forget(self) -> None:
+        """Uncount spare files and foreign chunks: the folder was deleted with them. Needs the lock."""
+        self.used_bytes -= self._spares.total_bytes + sum(size for _, size in self._foreign)
+        self._spares = _Spares()
+        self._foreign.clear()
+
+    def _take_spare(self, size_bytes: int) -> tuple[Path, int] | None:
+        """The spare file nearest to a size, and the bytes it has. Needs the lock.
+
+        What a shorter one lacks is paid for, and the bytes of a longer one are announced as leaving. One that differs
+        by more than a sixteenth is passed over: overwriting is faster than writing anew, but not if much is new.
+        """
+        extra_bytes = self._capacity_bytes - self.used_bytes
+        found = self._spares.take_near(size_bytes, extra_bytes) if extra_bytes >= 0 else None
+        if found is None:
+            return None
+        path, has_bytes = found
+        self.used_bytes += max(size_bytes - has_bytes, 0)
+        if has_bytes > size_bytes:
+            self.leave(has_bytes)
+        return path, has_bytes
+
+    def _cut(self, path: Path, has_bytes: int, size_bytes: int) -> bool:
+        """Shorten a spare file that was announced as leaving; one that resists is deleted instead, and False.
+
+        Raises:
+            OSError: it cannot be deleted either.
+        """
+        try:
+            os.truncate(path, size_bytes)
+        except OSError:
+            if not self.delete(path, has_bytes):
+                raise
+            return False
+        self.left(has_bytes, has_bytes - size_bytes)
+        return True
+
+    def _take_victim(self) -> tuple[Path, int] | None:
+        """The file that gives way first, announced as leaving. Needs the lock."""
+        victim = self._spares.take_oldest() or (self._foreign.pop() if self._foreign else None)
+        if victim is None:
+            return None
+        self.leave(victim[1])
+        return victim

@@ -1,0 +1,1 @@
+"""The GPU tier: copies of hot chunks in device memory."""

@@ -1,0 +1,108 @@
+"""Wrappers: tiers around tiers, each for one concern, to be combined.
+
+disk = guarded(DiskTier(...), GuardOptions(timeout_s=10.0))
+breaker = find(disk, CircuitBreaker)
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.disk.striped import StripedTier
+from kvstore.tiers.guards.base import TierWrapper, find, layers
+from kvstore.tiers.guards.breaker import BreakerState, BreakerStats, CircuitBreaker
+from kvstore.tiers.guards.crew import Crew
+from kvstore.tiers.guards.deadline import Deadline
+from kvstore.tiers.guards.faults import Call, Fault, FaultInjector, FaultKind
+from kvstore.tiers.guards.latency import Latency
+from kvstore.tiers.guards.stats import LatencyHistogram, OperationStats, Statistics, TierStats
+from kvstore.tiers.peers import PeersTier
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import Tier
+
+__all__ = [
+    "BreakerState",
+    "BreakerStats",
+    "Call",
+    "CircuitBreaker",
+    "Crew",
+    "Deadline",
+    "Fault",
+    "FaultInjector",
+    "FaultKind",
+    "GuardOptions",
+    "Latency",
+    "LatencyHistogram",
+    "OperationStats",
+    "Statistics",
+    "TierStats",
+    "TierWrapper",
+    "answers",
+    "find",
+    "guarded",
+    "layers",
+    "parts_of",
+]
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """How a tier is guarded.
+
+    Attributes:
+        timeout_s: the deadline of a call about chunks.
+        slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``.
+        threads: calls at the same time; more than the callers' threads.
+        failures: failures in a row after which the tier is left out.
+        probe_interval_s: how often a tier that is left out is tried again.
+        asks_storage: ``contains`` reaches the storage, so that it proves whether the tier works.
+    """
+
+    timeout_s: float = 10.0
+    slow_timeout_s: float = 60.0
+    threads: int = 8
+    failures: int = 5
+    probe_interval_s: float = 10.0
+    asks_storage: bool = False
+
+
+def answers(tier: Tier) -> bool:
+    """Whether any part of a tier answers: False while the breakers of all its parts are open.
+
+    Peers always count as answering: nothing is written to them, so only a question finds out that they are back.
+    """
+    if find(tier, PeersTier) is not None:
+        return True
+    breakers = [find(part, CircuitBreaker) for part in parts_of(tier)]
+    return any(breaker is None or not breaker.is_open for breaker in breakers)
+
+
+def parts_of(tier: Tier) -> tuple[Tier, ...]:
+    """What a tier consists of that may break apart from the rest, as it is now: often only itself."""
+    *_, inner = layers(tier)
+    return inner.parts if isinstance(inner, StripedTier | PeersTier) else (tier,)
+
+
+def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:
+    """``Statistics(CircuitBreaker(Deadline(tier)))``: what a tier that may break needs.
+
+    The order has reasons. The deadline is inside the breaker, so that a time-out counts as a failure, a probe cannot
+    hang, and a call that the breaker answers takes no thread. The statistics are outside, so that they show what the
+    caller gets: the wait for a thread, and the calls that were answered without the tier. Tiers on one storage may
+    share the threads of a ``crew``, which are then not ours to close.
+
+    Raises:
+        InvalidCallError: an option is out of range; the tier is closed then.
+    """
+    with ExitStack() as opened:
+        opened.callback(tier.close)
+        deadline = Deadline(tier, options.timeout_s, options.threads, slow_timeout_s=options.slow_timeout_s, crew=crew)
+        opened.callback(deadline.close)
+        breaker = CircuitBreaker(
+            deadline, options.failures, options.probe_interval_s, asks_storage=options.asks_storage
+        )
+        opened.pop_all()
+    return Statistics(breaker)

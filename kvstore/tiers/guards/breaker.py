@@ -1,0 +1,428 @@
+"""A circuit breaker: a tier that fails again and again is left alone, and asked now and then whether it works again.
+
+Three states. *Closed*: calls go through. *Open*, after some failures in a row: calls are answered at once, without I/O,
+as if the tier were empty and refused to store. *Probing*: after an interval one call goes through, the others are still
+answered at once; if it fails, the interval begins anew.
+
+What counts:
+
+- Failure is a ``TierError``, or a batch of which every chunk is ``FAILED``.
+- Success is a batch for which the storage was reached: a ``HIT``, ``CORRUPT`` or ``STORED``.
+- All else proves nothing, and changes nothing: ``MISS`` and ``FULL`` may come from memory, as ``contains`` does. A disk
+  whose every read fails would otherwise be kept in use by the lookups between them. Where ``contains`` asks the
+  storage, its answer is a success, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
+from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.guards.base import TierWrapper
+from kvstore.tiers.guards.owed import OwedRemovals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from kvstore.keys import Namespace
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_REACHED = {Outcome.HIT, Outcome.CORRUPT, Outcome.STORED}
+
+
+class BreakerState(Enum):
+    """Whether calls go through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+@dataclass(frozen=True)
+class BreakerStats:
+    """A snapshot of a breaker.
+
+    Attributes:
+        state: now.
+        openings: how often it opened.
+        recoveries: how often it closed again.
+        probes: calls let through while it was open.
+        short_cut_calls: calls answered without asking the tier.
+        owed_removals: chunks that the tier must still forget.
+    """
+
+    state: BreakerState
+    openings: int
+    recoveries: int
+    probes: int
+    short_cut_calls: int
+    owed_removals: int
+
+
+class _Verdict(Enum):
+    UNKNOWN = 0
+    SUCCESS = 1
+    FAILURE = 2
+
+
+@dataclass
+class _Passage:
+    """A call that goes through, and what it turned out to prove."""
+
+    is_probe: bool
+    verdict: _Verdict = _Verdict.UNKNOWN
+    reason: str = ""
+
+    def judge(self, outcomes: Sequence[Outcome]) -> None:
+        if not _REACHED.isdisjoint(outcomes):
+            self.verdict = _Verdict.SUCCESS
+        elif outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
+            self.verdict = _Verdict.FAILURE
+
+
+class CircuitBreaker(TierWrapper):
+    """Leaves a tier alone that fails again and again.
+
+    While it is open, ``contains`` answers False, ``get`` and ``put`` ``FAILED`` (not ``MISS``, which would make the
+    index forget what is there, nor ``FULL``, which would send somebody to buy a disk). ``remove`` is remembered, and
+    made good for before the breaker closes: no chunk comes back that was removed meanwhile, and no bytes are lost. A
+    ``remove`` that failed is repeated with the next one, and until then its chunks are not there for whoever asks.
+    One that hangs may yet take effect, so its chunks cannot be put until it has ended.
+    ``scan``, ``clear`` and ``reset`` always go through: whoever clears must know whether it was done.
+
+    A call that raises while the breaker is closed raises here too. The state changes under a lock that is not held
+    during I/O. A probe that hangs keeps the breaker open, so put a ``Deadline`` inside.
+
+    Args:
+        inner: the tier to guard.
+        failures: how many in a row open it.
+        probe_interval_s: from a failure of the open tier to the next probe.
+        asks_storage: ``contains`` reaches the storage: an answer is a success, and it may be a probe.
+        clock: seconds. A clock that jumps costs at most one interval more or less.
+
+    Raises:
+        InvalidCallError: ``failures`` is not positive, or the interval negative.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        failures: int = 5,
+        probe_interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        asks_storage: bool = False,
+    ) -> None:
+        super().__init__(inner)
+        if failures < 1 or not probe_interval_s >= 0:
+            raise InvalidCallError(f"a breaker needs {failures=} of 1 at least and {probe_interval_s=} of 0 at least")
+        self._max_failures = failures
+        self._probe_interval_s = probe_interval_s
+        self._clock = clock
+        self._asks_storage = asks_storage
+        self._lock = threading.Lock()
+        self._state = BreakerState.CLOSED
+        self._failures_in_a_row = 0
+        self._since_s = 0.0  # the last failure while open
+        self._owed = OwedRemovals()
+        self._namespace_id: bytes | None = None  # of the last reset
+        self._clears = 0  # begun and ended: odd while one is under way
+        self._openings = 0
+        self._recoveries = 0
+        self._probes = 0
+        self._short_cut_calls = 0
+        self._is_shut = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are answered without asking the tier."""
+        return self._state is not BreakerState.CLOSED
+
+    def stats(self) -> BreakerStats:
+        """State and counts, all of one moment."""
+        with self._lock:
+            return BreakerStats(
+                self._state,
+                self._openings,
+                self._recoveries,
+                self._probes,
+                self._short_cut_calls,
+                len(self._owed),
+            )
+
+    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Forward; all False while open. A probe only where it reaches the storage.
+
+        Raises:
+            TierError: the tier is broken, and this call went through.
+        """
+        with self._passage(may_probe=self._asks_storage) as passage:
+            if passage is None:
+                return [False] * len(refs)
+            held = self.inner.contains(refs)
+            if self._asks_storage and refs:
+                passage.verdict = _Verdict.SUCCESS
+            hidden = self._owed.hidden(refs)
+            return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
+
+    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward; all ``FAILED`` while open: the chunks may well be there.
+
+        Raises:
+            TierError: the tier is broken, and this call went through.
+        """
+        return self._get(transfers, self.inner.get)
+
+    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
+        """Forward like ``get``."""
+        return self._get(transfers, lambda some: self.inner.get_layers(some, layers))
+
+    def _get(
+        self, transfers: Sequence[Transfer], action: Callable[[Sequence[Transfer]], list[Outcome]]
+    ) -> list[Outcome]:
+        with self._passage() as passage:
+            if passage is None:
+                return [Outcome.FAILED] * len(transfers)
+            hidden = self._owed.hidden(transfer.ref for transfer in transfers)
+            outcomes = action([transfer for transfer in transfers if transfer.ref not in hidden])
+            passage.judge(outcomes)
+            return _merge([transfer.ref in hidden for transfer in transfers], Outcome.MISS, outcomes)
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
+        """Forward; all ``FAILED`` while open.
+
+        Raises:
+            TierError: the tier is broken, and this call went through.
+        """
+        with self._passage() as passage:
+            if passage is None:
+                return Loan.refused(len(refs))
+            hidden = self._owed.hidden(refs)
+            loan = self.inner.borrow([ref for ref in refs if ref not in hidden])
+            passage.judge(loan.outcomes)
+            if not hidden:
+                return loan
+            is_hidden = [ref in hidden for ref in refs]
+            outcomes = _merge(is_hidden, Outcome.MISS, loan.outcomes)
+            return Loan(outcomes, _merge(is_hidden, None, loan.payloads), loan.end)
+
+    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Forward; all ``FAILED`` while open, and what belongs to an epoch that is over, or is just being removed.
+
+        Raises:
+            TierError: the tier is broken, and this call went through.
+        """
+        if transfers and not self._is_shut and not any(item.belongs_to(self._namespace_id) for item in transfers):
+            return [Outcome.FAILED] * len(transfers)  # which says nothing about the storage
+        with self._passage() as passage:
+            if passage is None:
+                return [Outcome.FAILED] * len(transfers)
+            clears = self._clears
+            refused = self._owed.begin_put(transfer.ref for transfer in transfers)
+            outcomes = self._put([transfer for transfer in transfers if transfer.ref not in refused])
+            if clears == self._clears and clears % 2 == 0:  # a put that is overtaken by a clear fails on a sound tier
+                passage.judge(outcomes)
+            return _merge([transfer.ref in refused for transfer in transfers], Outcome.FAILED, outcomes)
+
+    def _put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store chunks, and end what is owed of those that are stored, at last."""
+        refs = {transfer.ref for transfer in transfers}
+
+        def end(outcomes: Sequence[Outcome] = ()) -> None:
+            pairs = zip(transfers, outcomes, strict=False)
+            self._owed.end_put(refs, [item.ref for item, outcome in pairs if outcome is Outcome.STORED])
+
+        try:
+            outcomes = self.inner.put(transfers)
+        except TierTimeoutError as error:
+            error.pending.add_done_callback(lambda late: end(_answer_of(late)))
+            raise
+        except BaseException:
+            end()
+            raise
+        end(outcomes)
+        return outcomes
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Forward, together with removals that failed before; remembered while open.
+
+        Raises:
+            TierError: the tier is broken, and the breaker was still closed. The removal is repeated later.
+        """
+        fixed = tuple(refs)
+        with self._passage(may_probe=False) as passage:
+            if passage:
+                self._remove_with_owed(fixed)
+                return
+        with self._lock:
+            self._owed.owe(fixed)
+            has_recovered = self._state is BreakerState.CLOSED
+        if has_recovered:  # between the answer and the note
+            self.remove(())
+
+    def clear(self) -> None:
+        """Forward in any state; removals remembered before are done with it.
+
+        Raises:
+            TierError: the tier is broken, and may have forgotten nothing.
+        """
+        owed = self._owed.refs()
+        with self._clearing():
+            self.inner.clear()
+        self._owed.forget(owed)
+
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Forward; nothing while open.
+
+        Raises:
+            TierError: the tier is broken, and the breaker was still closed.
+        """
+        with self._passage(may_probe=False) as passage:
+            if passage:
+                self.inner.drop_spares(wanted_bytes)
+
+    def reset(self, namespace: Namespace) -> None:
+        """Forward in any state; removals remembered before are done with it.
+
+        Raises:
+            TierError: the tier is broken. It is in the new namespace all the same, or will be before it does anything.
+        """
+        self._owed.forget(self._owed.refs())
+        with self._clearing():
+            self._namespace_id = namespace.id  # what comes meanwhile fails either way, and proves nothing
+            self.inner.reset(namespace)
+
+    def close(self) -> None:
+        """Forward. Removals still owed are lost, and their chunks there again at the next start."""
+        self._is_shut = True
+        self.inner.close()
+
+    @contextmanager
+    def _passage(self, *, may_probe: bool = True) -> Iterator[_Passage | None]:
+        """Let a call through, and draw the conclusion from it; None if it must not go."""
+        passage = self._admit(may_probe=may_probe)
+        if passage is None:
+            yield None
+            return
+        with self._watch(passage):
+            yield passage
+
+    @contextmanager
+    def _clearing(self) -> Iterator[None]:
+        self._clears += 1
+        try:
+            with self._watch(_Passage(is_probe=False)):
+                yield
+        finally:
+            self._clears += 1
+
+    @contextmanager
+    def _watch(self, passage: _Passage) -> Iterator[None]:
+        try:
+            yield
+        except TierError as error:
+            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
+            raise
+        finally:  # also after exceptions that prove nothing, or a probe would never end
+            self._conclude(passage)
+
+    def _admit(self, *, may_probe: bool) -> _Passage | None:
+        with self._lock:
+            if self._state is BreakerState.CLOSED or self._is_shut:  # after close the tier itself says so
+                return _Passage(is_probe=False)
+            if may_probe and self._state is BreakerState.OPEN and self._is_probe_due():
+                self._state = BreakerState.PROBING
+                self._probes += 1
+                return _Passage(is_probe=True)
+            self._short_cut_calls += 1
+            return None
+
+    def _is_probe_due(self) -> bool:
+        now_s = self._clock()
+        self._since_s = min(self._since_s, now_s)  # after a jump back the interval begins anew
+        return now_s - self._since_s >= self._probe_interval_s
+
+    def _conclude(self, passage: _Passage) -> None:
+        try:
+            if passage.is_probe and passage.verdict is _Verdict.SUCCESS and self._owed:
+                passage.verdict = _Verdict.UNKNOWN
+                self._remove_with_owed()
+                passage.verdict = _Verdict.SUCCESS
+        except TierError as error:  # the probe's own result stands; the breaker stays open
+            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
+        finally:
+            with self._lock:
+                line = self._after_probe(passage) if passage.is_probe else self._after_call(passage)
+            if line:
+                level, message = line
+                logger.log(level, "%s", message)
+
+    def _after_call(self, passage: _Passage) -> tuple[int, str] | None:
+        """Count a failure or a success of a closed breaker. Returns the line to log."""
+        if self._state is not BreakerState.CLOSED or passage.verdict is _Verdict.UNKNOWN:
+            return None  # a straggler from before it opened changes nothing
+        if passage.verdict is _Verdict.SUCCESS:
+            self._failures_in_a_row = 0
+            return None
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row < self._max_failures:
+            return None
+        self._state = BreakerState.OPEN
+        self._since_s = self._clock()
+        self._openings += 1
+        return logging.WARNING, (
+            f"the {self.name} tier failed {self._failures_in_a_row} times in a row and is left out; it is tried again "
+            f"every {self._probe_interval_s:g} s ({passage.reason or 'every chunk of the last call failed'})"
+        )
+
+    def _after_probe(self, passage: _Passage) -> tuple[int, str] | None:
+        """Close after a success, wait again after a failure. Returns the line to log."""
+        if passage.verdict is not _Verdict.SUCCESS:
+            self._state = BreakerState.OPEN
+            if passage.verdict is _Verdict.FAILURE:  # one that proved nothing leaves it to the next call
+                self._since_s = self._clock()
+            return None
+        self._state = BreakerState.CLOSED
+        self._failures_in_a_row = 0
+        self._recoveries += 1
+        return logging.INFO, f"the {self.name} tier works again"
+
+    def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
+        """Remove chunks, and those whose removal is owed.
+
+        Raises:
+            TierError: all of them are owed now.
+        """
+        going = self._owed.begin_removal(refs)
+        try:
+            self.inner.remove(going)
+        except TierTimeoutError as error:
+            self._owed.owe(going)
+            error.pending.add_done_callback(lambda _: self._owed.end_removal(going))
+            raise
+        except BaseException:
+            self._owed.owe(going)
+            self._owed.end_removal(going)
+            raise
+        self._owed.end_removal(going)
+
+
+def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[T]:
+    """The answers about a batch of which some were left out."""
+    rest = iter(others)
+    return [answer if is_out else next(rest) for is_out in is_left_out]
+
+
+def _answer_of(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
+    """What a put that was given up has come to."""
+    return () if late.cancelled() or late.exception() is not None else late.result()

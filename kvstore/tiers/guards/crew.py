@@ -1,0 +1,108 @@
+"""Threads for calls that may hang: such a call cannot be cancelled, only left behind.
+
+The threads are daemons and not those of ``concurrent.futures``, which the interpreter joins at exit: a stuck call must
+not keep a process from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvstore.errors import ClosedError, InvalidCallError, TierError
+from kvstore.tiers.tasks import Work, carry_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+
+class Crew:
+    """A fixed number of threads, which tiers on one storage may share: if it hangs, it hangs for all of them.
+
+    Args:
+        name: of whom, for the names of the threads and for people.
+        threads: calls at the same time.
+        max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
+
+    Raises:
+        InvalidCallError: a count that is not positive.
+    """
+
+    def __init__(self, name: str, threads: int, max_waiting: int = 64) -> None:
+        if not (threads > 0 and max_waiting > 0):
+            raise InvalidCallError(f"a crew needs positive counts, not {threads=} {max_waiting=}")
+        self._name = name
+        self._threads = threads
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._stuck: set[Future[Any]] = set()
+        self._is_closed = False
+        for number in range(threads):
+            thread = threading.Thread(target=_serve, args=(self._work,), name=f"kvstore-{name}-{number}", daemon=True)
+            thread.start()
+
+    def count_waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return self._work.qsize()
+
+    def submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
+        """Start a call.
+
+        Raises:
+            ClosedError: after ``close``.
+            TierError: all threads hang in earlier calls, or too many calls wait.
+        """
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"the {self._name} tier was closed")
+            if len(self._stuck) >= self._threads:
+                raise TierError(
+                    f"{operation} of the {self._name} tier: all {self._threads} threads hang in earlier calls"
+                )
+            if self._work.qsize() >= self._max_waiting:
+                raise TierError(f"{operation} of the {self._name} tier: {self._max_waiting} calls wait already")
+            self._work.put((future, action))
+        return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Nobody waits for a call any more: its thread is lost until it ends."""
+        with self._lock:
+            if not future.cancelled():
+                self._stuck.add(future)
+        future.add_done_callback(self._come_back)  # runs here and now if it has just ended
+
+    def close(self) -> None:
+        """End the threads once they have done what waits. Idempotent; waits for nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for _ in range(self._threads):
+                self._work.put(None)
+
+    def _come_back(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._stuck.discard(future)
+
+
+def start_aside(name: str, action: Callable[[], Result]) -> Future[Result]:
+    """Start a call on a thread of its own: all others may be stuck."""
+    future: Future[Result] = Future()
+    work: SimpleQueue[Work | None] = SimpleQueue()
+    work.put((future, action))
+    work.put(None)
+    threading.Thread(target=_serve, args=(work,), name=name, daemon=True).start()
+    return future
+
+
+def _serve(work: SimpleQueue[Work | None]) -> None:
+    """A thread's life: calls in order, until None."""
+    while item := work.get():
+        carry_out(item)
+        del item  # or the last call's buffers would be kept alive until the next one

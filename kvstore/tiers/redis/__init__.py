@@ -1,0 +1,1 @@
+"""The Redis tier: one server, Sentinel or a cluster."""

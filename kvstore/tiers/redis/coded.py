@@ -1,0 +1,99 @@
+"""Chunks in Redis through a codec: fewer parts, and a commit that says how long each layer is.
+
+A chunk is encoded before a connection is taken, and decoded after it was given back. One that its codec could not make
+any smaller is stored as without a codec, so how much lies in a chunk's parts decides how long its commit is.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.format import chunkfile
+from kvstore.format.chunkfile import Encoding
+from kvstore.format.coding import ChunkCoder, Image
+from kvstore.keys import ChunkKey
+from kvstore.memory.scratch import Scratch
+from kvstore.tiers.redis.chunk import ChunkIO, Fetched, Home, Incoming, Outgoing, split, values_bytes
+from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.format.codecs import Codec
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import ByteArray, ChunkRef
+
+
+class CodedIO(ChunkIO):
+    """Moves chunks whose layers are encoded; also reads those that are not. Thread-safe.
+
+    It takes memory of up to ``SCRATCH_BUFFERS`` chunks, as far as it was ever needed at once.
+
+    Args:
+        layout: the geometry of the chunks.
+        ttl_s: after how many seconds a chunk expires, or None.
+        codec: opened for that layout.
+        timeout_s: how long to wait for one of those buffers.
+    """
+
+    def __init__(self, layout: KVLayout, ttl_s: int | None, codec: Codec, timeout_s: float) -> None:
+        super().__init__(layout, ttl_s)
+        self.codec_name = codec.name
+        self._coder = ChunkCoder(layout, codec)
+        self._scratch = Scratch(layout.slot_bytes, timeout_s)
+
+    def stored_bytes(self, num_blocks: int) -> int:
+        """See ``ChunkIO``: as if nothing got smaller, and the header had no space to spare."""
+        return values_bytes(self._coder.header_bytes, self._layout.payload_bytes(num_blocks))
+
+    def size_of(self, num_blocks: int, data_bytes: int) -> int:
+        """See ``ChunkIO``."""
+        if data_bytes == self._layout.payload_bytes(num_blocks):
+            return super().size_of(num_blocks, data_bytes)
+        share, rest = divmod(data_bytes, self._layout.num_layers)  # only their sum changes the header's length
+        layers = Encoding(self.codec_name, (share + rest, *[share] * (self._layout.num_layers - 1)))
+        blank = self._coded_header(ChunkKey(bytes(8), bytes(16)), num_blocks, layers, self._blank_sums())
+        return values_bytes(len(blank), data_bytes)
+
+    @contextmanager
+    def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:
+        """See ``ChunkIO``: encodes the chunk."""
+        with self._scratch.borrowed() as scratch:
+            layers, sums = self._coder.encode_layers(ref.num_blocks, payload, scratch)
+            header = self._coded_header(ChunkKey(home.namespace_id, ref.prefix_key), ref.num_blocks, layers, sums)
+            size_bytes = values_bytes(len(header), layers.total_bytes)
+            yield Outgoing(ref, scratch[: layers.total_bytes], size_bytes, header)
+
+    def _coded_header(self, key: ChunkKey, num_blocks: int, layers: Encoding, sums: str) -> bytes:
+        is_smaller = layers.total_bytes < self._layout.payload_bytes(num_blocks)
+        encoding = layers if is_smaller else None
+        return chunkfile.build_header(self._layout, key, num_blocks, sums, encoding=encoding).rstrip()
+
+    @contextmanager
+    def incoming(self, ref: ChunkRef, payload: ByteArray) -> Iterator[Incoming]:
+        """See ``ChunkIO``."""
+        with self._scratch.borrowed() as scratch:
+            yield Incoming(ref, payload, scratch[: len(payload)])
+
+    def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:
+        """See ``ChunkIO``: the commit says how much there is."""
+        image = self._image(home, chunk, commit) if commit is not None else None
+        return split(chunk.data[: image.size_bytes]) if image is not None else []
+
+    def is_sound(self, home: Home, chunk: Incoming, found: Fetched) -> bool:
+        """See ``ChunkIO``: decodes every layer whose checksum agrees."""
+        image = self._image(home, chunk, found.commit) if found.is_whole and found.commit is not None else None
+        if image is None:
+            return False
+        return all(image.decode(layer, chunk.payload) is None for layer in range(self._layout.num_layers))
+
+    def _image(self, home: Home, chunk: Incoming, commit: bytes) -> Image | None:
+        """What the commit says of the layers; None if it is not that of this chunk, or of another codec."""
+        text = commit[WRITE_ID_BYTES:]
+        header_bytes = chunkfile.header_bytes(self._layout, chunkfile.codec_of(text) or self.codec_name)
+        if len(text) > header_bytes or text != text.rstrip():
+            return None
+        key = ChunkKey(home.namespace_id, chunk.ref.prefix_key)
+        image = self._coder.open_layers(key, chunk.ref.num_blocks, text.ljust(header_bytes), chunk.data)
+        return image if isinstance(image, Image) else None

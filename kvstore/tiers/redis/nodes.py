@@ -1,0 +1,299 @@
+"""The servers of a Redis: which of them has a chunk, and connections to each. Errors of redis-py end here.
+
+Nothing is asked before the first call, and nothing that was learnt outlives a failure: a tier can be opened while its
+servers are down, and finds them again by itself, in other roles and places if need be.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from kvstore.errors import ClosedError, TierError, TierSetupError
+from kvstore.tiers.redis.url import Address, Kind
+from kvstore.tiers.redis.wire import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.tiers.redis.url import RedisTarget
+
+_TLS_SIGNS = ("ssl", "certificate", "wrong_version_number")
+_CLUSTER_OFF = "cluster support disabled"
+
+
+class SlotMovedError(TierError):
+    """Another node of the cluster has the chunk: ask for its node again."""
+
+
+class NoMemoryError(TierError):
+    """The server has reached its ``maxmemory`` and evicts nothing."""
+
+
+class SlotMovingError(TierError):
+    """The chunk is on its way from one node to another: this chunk cannot be had now, others can."""
+
+
+def translated(error: Exception, place: str) -> TierError:
+    """What an exception of redis-py or of the system means for a tier; never with a password in it."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, MovedError):
+        return SlotMovedError(f"Redis at {place} is part of a cluster and has given the chunk's slot away")
+    if isinstance(error, AskError | TryAgainError):
+        return SlotMovingError(f"Redis at {place} is giving the chunk's slot to another node")
+    if isinstance(error, OutOfMemoryError):
+        return NoMemoryError(f"Redis at {place} has reached its maxmemory and evicts nothing: see docs/redis.md")
+    if isinstance(error, AuthenticationError):
+        return TierSetupError(f"Redis at {place} refuses the login: check user and password ({text})")
+    if isinstance(error, NoPermissionError):
+        return TierSetupError(f"Redis at {place} refuses a command: give the user the rights in docs/redis.md ({text})")
+    if any(sign in text.lower() for sign in _TLS_SIGNS):
+        return TierSetupError(f"Redis at {place}: TLS fails: check scheme, port and certificates ({text})")
+    if "DB index" in text:
+        return TierSetupError(f"Redis at {place} has no such database: lower the number in the URL ({text})")
+    if _CLUSTER_OFF in text:
+        return TierSetupError(f"Redis at {place} is no cluster: use redis:// in the URL")
+    if isinstance(error, ReadOnlyError):
+        return TierError(f"Redis at {place} is a read-only replica: name its master, or use redis-sentinel://")
+    if "Timeout connecting" in text:
+        return TierError(
+            f"Redis at {place} does not answer: is it there, and with or without TLS as the URL says? ({text})"
+        )
+    return TierError(f"Redis at {place} does not work: {text}")
+
+
+class Node:
+    """One server, and connections to it: a bounded number, made when needed, kept for the next call."""
+
+    def __init__(self, target: RedisTarget, address: Address) -> None:
+        self.address = address
+        self.place = str(address)
+        self._new_link = partial(Link, partial(target.connect_to, address))
+        self._connections = target.connections
+        self._timeout_s = target.timeout_s
+        self._room = threading.BoundedSemaphore(target.connections)
+        self._lock = threading.Lock()
+        self._free: list[Link] = []
+        self._lent: set[Link] = set()
+        self._is_closed = False
+
+    @contextmanager
+    def link(self) -> Iterator[Link]:
+        """A connection for one thread. After any exception it is dropped, as half a reply may be waiting in it.
+
+        Raises:
+            TierError: the server cannot be reached, refuses, or all connections are in use for too long.
+        """
+        if not self._room.acquire(timeout=self._timeout_s):
+            raise TierError(
+                f"all {self._connections} connections to Redis at {self.place} are in use: raise their number"
+            )
+        try:
+            link = self._take()
+            try:
+                link.connect()
+                yield link
+            except BaseException:
+                self._put_back(link, is_sound=False)
+                raise
+            self._put_back(link, is_sound=True)
+        except (RedisError, OSError) as error:
+            raise translated(error, self.place) from error
+        finally:
+            self._room.release()
+
+    def close(self) -> None:
+        """Close what is free, and end the calls under way with an error."""
+        with self._lock:
+            self._is_closed = True
+            free, self._free = self._free, []
+            for link in self._lent:
+                link.reader.shut()
+        for link in free:
+            link.close()
+
+    def _take(self) -> Link:
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the redis tier was closed")
+            link = self._free.pop() if self._free else self._new_link()
+            self._lent.add(link)
+            return link
+
+    def _put_back(self, link: Link, *, is_sound: bool) -> None:
+        with self._lock:
+            self._lent.discard(link)
+            is_kept = is_sound and not self._is_closed
+            if is_kept:
+                self._free.append(link)
+        if not is_kept:
+            link.close()
+
+
+class Nodes(ABC):
+    """Which server has what. Thread-safe; every method may ask the servers, and raise ``TierError``."""
+
+    def __init__(self, target: RedisTarget) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._known: dict[Address, Node] = {}
+        self._is_closed = False
+
+    @abstractmethod
+    def node_of(self, tag: bytes) -> Node:
+        """The server that has the keys with this hash tag."""
+
+    @abstractmethod
+    def masters(self) -> list[Node]:
+        """All servers that have keys."""
+
+    def forget(self, failed: Node | None = None) -> None:  # noqa: B027 - a single server is always where it is
+        """Find out anew who has what: a server failed, or did not have what it should."""
+
+    def close(self) -> None:
+        """Close all connections; calls under way fail."""
+        with self._lock:
+            self._is_closed = True
+            nodes = list(self._known.values())
+        for node in nodes:
+            node.close()
+
+    def _node(self, address: Address) -> Node:
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the redis tier was closed")
+            node = self._known.get(address)
+            if node is None:
+                node = self._known[address] = Node(self._target, address)
+            return node
+
+
+class SingleNode(Nodes):
+    """One server, for good."""
+
+    def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - it has everything
+        """The server."""
+        return self._node(self._target.addresses[0])
+
+    def masters(self) -> list[Node]:
+        """The server."""
+        return [self.node_of(b"")]
+
+
+class SentinelNodes(Nodes):
+    """The server that the Sentinels name as the master."""
+
+    def __init__(self, target: RedisTarget) -> None:
+        super().__init__(target)
+        self._sentinel = target.sentinel()
+        self._asking = threading.Lock()
+        self._master: Node | None = None
+
+    def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - the master has everything
+        """The master."""
+        master = self._master
+        return master if master is not None else self._find_master()
+
+    def masters(self) -> list[Node]:
+        """The master."""
+        return [self.node_of(b"")]
+
+    def forget(self, failed: Node | None = None) -> None:  # noqa: ARG002 - the Sentinels know
+        """Ask the Sentinels again next time."""
+        self._master = None
+
+    def close(self) -> None:
+        """Close all connections; calls under way fail."""
+        super().close()
+        for client in self._sentinel.sentinels:
+            client.close()
+
+    def _find_master(self) -> Node:
+        with self._asking:  # the client of the Sentinels changes the order of its list
+            if self._master is None:
+                try:
+                    host, port = self._sentinel.discover_master(self._target.service)
+                except (RedisError, OSError) as error:
+                    raise translated(error, f"{self._target}, asked for the master,") from error
+                self._master = self._node(Address(str(host), int(port)))
+            return self._master
+
+
+class ClusterNodes(Nodes):
+    """The masters of a cluster, each with its share of the 16,384 slots."""
+
+    def __init__(self, target: RedisTarget) -> None:
+        super().__init__(target)
+        self._slots: list[Address | None] | None = None
+        self._failed: Node | None = None
+
+    def node_of(self, tag: bytes) -> Node:
+        """The master whose slot it is."""
+        address = self._map()[key_slot(tag)]
+        if address is None:
+            raise TierError(f"the Redis cluster at {self._target} has no node for some of its slots")
+        return self._node(address)
+
+    def masters(self) -> list[Node]:
+        """All masters that have slots."""
+        return [self._node(address) for address in dict.fromkeys(self._map()) if address is not None]
+
+    def forget(self, failed: Node | None = None) -> None:
+        """Ask for the map of slots again next time, and the node that failed last of all."""
+        self._slots, self._failed = None, failed
+
+    def _map(self) -> list[Address | None]:
+        slots = self._slots
+        if slots is None:
+            slots = self._slots = self._ask_for_map()
+        return slots
+
+    def _ask_for_map(self) -> list[Address | None]:
+        with self._lock:
+            seen = list(self._known)
+        failed = self._failed.address if self._failed else None
+        failure: TierError | None = None
+        for address in sorted(dict.fromkeys([*seen, *self._target.addresses]), key=lambda address: address == failed):
+            node = self._node(address)
+            try:
+                with node.link() as link:
+                    return _slot_map(link.call("CLUSTER", "SLOTS"), address)
+            except TierError as error:
+                failure = error
+        assert failure is not None, "a cluster's URL names at least one node"
+        raise failure
+
+
+def _slot_map(ranges: object, asked: Address) -> list[Address | None]:
+    """Which master has which slot, from the answer to CLUSTER SLOTS: [first, last, [host, port, ...], replicas...]."""
+    slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    try:
+        for first, last, (host, port, *_), *_ in ranges:  # type: ignore[attr-defined]
+            # A node that does not know its own address sends none: then it is the one that was asked.
+            address = Address(host.decode() if host else asked.host, port)
+            slots[first : last + 1] = [address] * (last + 1 - first)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ResponseError(f"an answer to CLUSTER SLOTS that is none: {error}") from error
+    return slots
+
+
+def open_nodes(target: RedisTarget) -> Nodes:
+    """The servers of a target. Asks none of them."""
+    kinds: dict[Kind, type[Nodes]] = {Kind.SINGLE: SingleNode, Kind.SENTINEL: SentinelNodes, Kind.CLUSTER: ClusterNodes}
+    return kinds[target.kind](target)

@@ -1,0 +1,209 @@
+"""All chunks in a Redis, of every namespace, looked at without being an engine and without changing anything.
+
+For tools. Engines may be writing meanwhile: whatever looks damaged is looked at once more before it is called so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import TierError
+from kvstore.format.chunkfile import Damage
+from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
+from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES, ChunkKey
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
+from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.redis.calls import Calls
+from kvstore.tiers.redis.chunk import PREFIX, Home, num_parts
+from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+from kvstore.tiers.redis.nodes import open_nodes
+from kvstore.tiers.redis.url import parse_target
+from kvstore.tiers.redis.wire import Link, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+_PAGE_KEYS = 1000
+_ASKED = 256  # commits that are asked for the geometry of their namespace
+_PARTS_AT_ONCE = 8
+_MOST_PARTS = 1 << 16
+MISSING_PART = "a part is missing: the server evicted it, or it expired"
+
+
+class RedisPlace(NamedTuple):
+    """A chunk's commit: which home, which chunk."""
+
+    home: Home
+    ref: ChunkRef
+
+    def __str__(self) -> str:
+        return f"{self.home.namespace_id.hex()}/{self.ref.prefix_key.hex()}-{self.ref.num_blocks}"
+
+
+class RedisShelf:
+    """The chunks of all namespaces in a Redis. Thread-safe, but for ``layouts``.
+
+    Args:
+        url: as in ``remote_url``.
+        options: see ``docs/redis.md``.
+        layouts: the geometry of namespaces, where it is known; else it is what most of their chunks agree on.
+
+    Raises:
+        ConfigError: the URL or an option is wrong.
+    """
+
+    def __init__(
+        self, url: str, options: Mapping[str, object], layouts: Mapping[bytes, KVLayout] | None = None
+    ) -> None:
+        self.target = parse_target(url, options)
+        self._calls = Calls(self.target, open_nodes(self.target))
+        self._layouts: dict[bytes, KVLayout | None] = dict(layouts or {})
+
+    def places(self) -> list[RedisPlace]:
+        """Every chunk with a commit, of the epochs that hold now.
+
+        Raises:
+            TierError: a server failed.
+        """
+        found = {place for key in self._keys(PREFIX + b"*}:c") if (place := _parse(key)) is not None}
+        epochs: dict[bytes, bytes | None] = {}
+        for place in found:
+            home = place.home
+            if home.namespace_id not in epochs:
+                epochs[home.namespace_id] = self._get(home.epoch_tag, home.epoch_key)
+        return sorted((place for place in found if epochs[place.home.namespace_id] == place.home.epoch), key=str)
+
+    def check(self, place: RedisPlace) -> str | None:
+        """What is wrong with a chunk, in words; None if nothing is, or it has gone.
+
+        Raises:
+            TierError: a server failed.
+        """
+        for _ in range(2):
+            damage = self._check(place)
+            if damage is None:
+                return None
+        return damage
+
+    def facts(self, place: RedisPlace) -> Facts | None:
+        """What a chunk's commit says; None if it is none."""
+        commit = self._get(place.home.tag(place.ref), place.home.keys(place.ref, 0)[0])
+        return read_facts(_header(commit)) if commit is not None else None
+
+    def layout(self, home: Home, places: list[RedisPlace]) -> KVLayout | None:
+        """The geometry of a namespace: as given, or as most of its chunks say; None if they say nothing."""
+        if home.namespace_id not in self._layouts:
+            mine = [place for place in places if place.home == home][:_ASKED]
+            self._layouts[home.namespace_id] = infer_layout(facts for place in mine if (facts := self.facts(place)))
+        return self._layouts[home.namespace_id]
+
+    def remove(self, places: Iterable[RedisPlace]) -> None:
+        """Delete chunks, all their parts included: one walk over all keys.
+
+        Raises:
+            TierError: a server failed.
+        """
+        tags = {PREFIX + place.home.tag(place.ref): place.home.tag(place.ref) for place in places}
+        for key in list(self._keys(PREFIX + b"*")) if tags else ():
+            tag = tags.get(key.partition(b"}")[0])
+            if tag is not None:
+                self._calls.at(tag, lambda link, key=key: link.call("UNLINK", key))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End all connections."""
+        self._calls.nodes.close()
+
+    def _check(self, place: RedisPlace) -> str | None:
+        home, ref = place
+        tag, commit_key = home.tag(ref), home.keys(ref, 0)[0]
+        commit = self._get(tag, commit_key)
+        if commit is None:
+            return None
+        header = _header(commit)
+        facts, layout = read_facts(header), self._layouts.get(home.namespace_id)
+        if facts is None or layout is None or num_parts(facts.payload_bytes) > _MOST_PARTS:
+            return str(Damage.NOT_A_CHUNK)
+        data = self._data(place, facts.payload_bytes, commit[:WRITE_ID_BYTES])
+        if isinstance(data, str):
+            return data
+        image = header + data.ljust(round_up(len(data), ALIGNMENT_BYTES), b"\0")
+        key = ChunkKey(home.namespace_id, ref.prefix_key)
+        damage = check_image(layout, key, ref.num_blocks, np.frombuffer(image, np.uint8))
+        return str(damage) if damage is not None else None
+
+    def _data(self, place: RedisPlace, data_bytes: int, write_id: bytes) -> bytes | str:
+        """What is in the parts of a chunk, or what is wrong with them."""
+        keys = place.home.keys(place.ref, num_parts(data_bytes))[1:]
+        data = bytearray()
+        for begin in range(0, len(keys), _PARTS_AT_ONCE):
+            commands = [pack("GET", key) for key in keys[begin : begin + _PARTS_AT_ONCE]]
+            for part in self._calls.at(place.home.tag(place.ref), lambda link, asked=commands: link.ask(asked)):  # type: ignore[misc]
+                if part is None:
+                    return MISSING_PART
+                if not isinstance(part, bytes):
+                    return str(Damage.NOT_A_CHUNK)
+                if part[:WRITE_ID_BYTES] != write_id:
+                    return "a part is of another write"
+                data += part[WRITE_ID_BYTES:]
+        return bytes(data) if len(data) == data_bytes else str(Damage.SIZE)
+
+    def _get(self, tag: bytes, key: bytes) -> bytes | None:
+        """The value of a key; nothing of another type has one, which is as good as an empty one."""
+        (reply,) = self._calls.at(tag, lambda link: link.ask([pack("GET", key)]))
+        if reply is None or isinstance(reply, bytes):
+            return reply
+        if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+            raise TierError(f"Redis at {self.target} refuses to tell what it holds: {reply}")
+        return b""
+
+    def _keys(self, pattern: bytes) -> Iterator[bytes]:
+        for node in self._calls.nodes.masters():
+            cursor: object = b"0"
+            while True:
+                with node.link() as link:
+                    page = link.call("SCAN", bytes(cursor), "MATCH", pattern, "COUNT", _PAGE_KEYS)  # type: ignore[call-overload]
+                cursor, keys = page  # type: ignore[misc]
+                yield from keys  # type: ignore[misc]
+                if cursor == b"0":
+                    break
+
+    def ask_servers(self, *command: str) -> dict[str, object]:
+        """Put one command to every master: its reply by the server's address, errors as values.
+
+        Raises:
+            TierError: a server cannot be reached.
+        """
+
+        def ask(link: Link) -> object:
+            return link.ask([pack(*command)])[0]
+
+        replies = {}
+        for node in self._calls.nodes.masters():
+            with node.link() as link:
+                replies[node.place] = ask(link)
+        return replies
+
+
+def _header(commit: bytes) -> bytes:
+    """The header of a commit as it stands in a file: with its trailing spaces."""
+    text = commit[WRITE_ID_BYTES:]
+    header_bytes = 8 + int.from_bytes(text[:8], "little")
+    return text.ljust(header_bytes) if len(text) <= header_bytes <= MAX_HEADER_BYTES else text
+
+
+def _parse(key: bytes) -> RedisPlace | None:
+    """The chunk that a commit key belongs to."""
+    namespace, _, rest = key.removeprefix(PREFIX).partition(b":")
+    epoch, _, _ = rest.partition(b":")
+    try:
+        home = Home(bytes.fromhex(namespace.decode()), epoch)
+    except ValueError:
+        return None
+    found = home.parse(key)
+    if found is None or len(home.namespace_id) != NAMESPACE_ID_BYTES:
+        return None
+    ref, _ = found
+    is_chunk = len(ref.prefix_key) == PREFIX_KEY_BYTES and ref.num_blocks > 0
+    return RedisPlace(home, ref) if is_chunk else None

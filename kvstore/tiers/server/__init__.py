@@ -1,0 +1,1 @@
+"""The cache server's client: the server tier, and the operator's connection."""

@@ -1,0 +1,277 @@
+"""One connection to a cache server: says hello, asks, and waits for answers within a deadline.
+
+A connection that failed in any way is closed and never used again: an answer that comes late would be taken for
+another. On the same host it consists of two: the socket that carries messages, and the unix socket that stands for this
+process's hold of the pool. The second is closed last, when nothing here can touch the pool for it any more.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from kvstore.errors import ProtocolError, TierError, TierSetupError
+from kvstore.protocol import messages
+from kvstore.protocol.loopback import buffer_bytes
+from kvstore.protocol.messages import Refusal
+from kvstore.protocol.pieces import Placing
+from kvstore.tiers.server.url import ServerTarget
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvstore.tiers.base import ByteArray
+
+SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
+
+_CONNECT_TIMEOUT_S = 2.0
+_SEND_QUEUE = 64
+_DOOR_NAME = "pool"
+
+
+class NoSessionError(TierError):
+    """The server was started anew, or has forgotten this connection: another one will do."""
+
+
+class Link:
+    """A connection. Belongs to one thread at a time.
+
+    Args:
+        context: of all connections of a tier.
+        target: where the server is.
+
+    Raises:
+        TierError: it cannot be reached.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], target: ServerTarget) -> None:
+        self._target = target
+        self._serials = itertools.count(1)
+        self.pool_fd = -1
+        self.memory: ByteArray | None = None  # the server's pool, once it is mapped
+        self.token = b""
+        door = None if target.folder is None else self._open_door(str(target.folder / _DOOR_NAME))
+        self._door = door
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.immediate = True  # what cannot be sent now is an error, not a message for the next server
+        self._socket.sndhwm = _SEND_QUEUE
+        self._socket.sndbuf = self._socket.rcvbuf = buffer_bytes(target.address)
+        self._socket.ipv6 = "[" in target.address
+        if target.keys is not None and target.server_key is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = target.keys
+            self._socket.curve_serverkey = target.server_key
+        self._socket.connect(target.address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if door is not None:
+            self._poller.register(door, zmq.POLLIN)
+            _links.add(self)
+        if not self._socket.poll(int(min(_CONNECT_TIMEOUT_S, target.timeout_s) * 1000), zmq.POLLOUT):
+            self.close()
+            raise TierError(f"the cache server at {target.address} cannot be reached{self._why()}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether, as far as is known, the server still has this connection."""
+        return self._door is None or not _is_over(self._door)
+
+    def hello(self, fields: dict[str, str | int], geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
+        """Say who is there.
+
+        Raises:
+            TierSetupError: the server does not speak this protocol, or has no room for more clients.
+            TierError: it does not answer.
+        """
+        serial = next(self._serials)
+        message = messages.Hello(serial, messages.PROTOCOL_VERSION, fields, geometry, capacity_bytes, self.token)
+        return self.ask(message, messages.Welcome)
+
+    def new_serial(self) -> int:
+        """A number for a request."""
+        return next(self._serials)
+
+    def ask(self, request: messages.Request, kind: type[SomeAnswer], frames: Sequence[Buffer] = ()) -> SomeAnswer:
+        """Send a request, and wait for its answer, which must be of a kind.
+
+        Raises:
+            NoSessionError: the server does not know this connection.
+            TierError: it does not answer in time, or otherwise.
+        """
+        self.send(request, frames)
+        answer = self.receive()
+        if not isinstance(answer, kind) or answer.serial != request.serial:
+            raise TierError(f"the cache server answered {type(answer).__name__} to {type(request).__name__}")
+        return answer
+
+    def send(self, request: messages.Request, frames: Sequence[Buffer] = ()) -> None:
+        """Send a request.
+
+        Raises:
+            TierError: the server does not take it.
+        """
+        try:
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+                self._wait_for_room()
+            self._socket.send(messages.encode(request), zmq.SNDMORE if frames else 0)
+            for number, frame in enumerate(frames, start=1):
+                self._socket.send(frame, zmq.SNDMORE if number < len(frames) else 0, copy=False)
+        except zmq.ZMQError as error:
+            raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+
+    def tell(self, request: messages.Request) -> bool:
+        """Send a request that has no answer, without waiting; False if the server has gone or does not take it."""
+        if not self.is_alive or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+            return False
+        try:
+            self._socket.send(messages.encode(request), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def receive(self) -> messages.Answer:
+        """Wait for the next answer.
+
+        Raises:
+            NoSessionError, TierError: as ``ask``.
+        """
+        return self.receive_into(lambda _: None)[0]
+
+    def receive_into(self, place: Callable[[messages.Data], ByteArray | None]) -> tuple[messages.Answer, bool]:
+        """Wait for the next answer, and bring the payload behind it to its place; whether all of it arrived as it was.
+
+        Raises:
+            NoSessionError, TierError: as ``ask``; or no place is named for the payload, or one of another size.
+        """
+        self._wait()
+        is_sound = False
+        try:
+            answer = messages.decode_answer(self._socket.recv())
+            if isinstance(answer, messages.Refused):
+                raise _refused(answer, self._target.address)
+            if self._socket.rcvmore:
+                if not isinstance(answer, messages.Data) or (target := place(answer)) is None:
+                    raise TierError("the cache server sent payload that nobody wanted")
+                is_sound = self._fill(target) == answer.checksum
+        except zmq.ZMQError as error:
+            raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
+        except ProtocolError as error:
+            raise TierError(str(error)) from error
+        return answer, is_sound
+
+    def close(self) -> None:
+        """Hang up. Idempotent. Nothing may touch the pool for this connection any more."""
+        self._socket.close()
+        self.memory = None  # an error may keep this connection for as long as it is kept itself
+        self.drop()
+
+    def drop(self) -> None:
+        """In a child of the process that has the connection: or the child would keep it, and what is its, alive."""
+        if self._door is not None:
+            self._door.close()
+        if self.pool_fd >= 0:
+            os.close(self.pool_fd)
+            self.pool_fd = -1
+
+    def _wait_for_room(self) -> None:
+        if not self._socket.poll(int(self._target.timeout_s * 1000), zmq.POLLOUT):
+            raise TierError(f"the cache server at {self._target.address} does not take a request")
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + self._target.timeout_s
+        while True:
+            ready = self._poller.poll(max(0, int((deadline_s - time.monotonic()) * 1000) + 1))
+            if any(source is self._socket for source, _ in ready):
+                return
+            if ready:
+                raise TierError(f"the cache server at {self._target.address} has gone")
+            if time.monotonic() >= deadline_s:
+                raise TierError(f"no answer of the cache server at {self._target.address}{self._why()}")
+
+    def _fill(self, target: ByteArray) -> bytes:
+        """Put the frames that have come, one after the other, to a place they must fill; the checksum of it."""
+        placing = Placing()
+        begin = 0
+        while self._socket.rcvmore:
+            arrived = self._socket.recv(copy=False).buffer
+            end = begin + len(arrived)
+            if end > len(target):
+                raise TierError("the cache server sent more than was wanted")
+            placing.copy(arrived, target[begin:end])
+            begin = end
+        if begin != len(target):
+            raise TierError("the cache server sent less than was wanted")
+        return placing.checksum
+
+    def _open_door(self, path: str) -> socket.socket:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.settimeout(min(_CONNECT_TIMEOUT_S, self._target.timeout_s))
+        try:
+            door.connect(path)
+            self.token, self.pool_fd = _receive_pool(door)
+        except OSError as error:
+            door.close()
+            raise TierError(f"the cache server at {path} cannot be reached: {error.strerror or error}") from error
+        return door
+
+    def _why(self) -> str:
+        return " (or does not know this client's key)" if self._target.keys is not None else ""
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _drop_links_in_child() -> None:
+    for link in list(_links):
+        link.drop()
+
+
+os.register_at_fork(after_in_child=_drop_links_in_child)
+
+
+def _receive_pool(door: socket.socket) -> tuple[bytes, int]:
+    """The token and the memfd that the server hands out.
+
+    Raises:
+        OSError: it does not.
+    """
+    fds = array.array("i")
+    token, ancillary, _, _ = door.recvmsg(messages.TOKEN_BYTES, socket.CMSG_SPACE(fds.itemsize))
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if len(token) != messages.TOKEN_BYTES or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise OSError("it hands out no memory")
+    os.set_inheritable(fds[0], False)
+    return token, fds[0]
+
+
+def _is_over(door: socket.socket) -> bool:
+    """Whether the other end has closed."""
+    door.setblocking(False)
+    with suppress(BlockingIOError):
+        try:
+            return not door.recv(1)
+        except ConnectionError:
+            return True
+    return False
+
+
+def _refused(answer: messages.Refused, address: str) -> TierError:
+    message = f"the cache server at {address} refuses: {answer.message[:300]}"
+    if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
+        return NoSessionError(message)
+    if answer.reason in {Refusal.VERSION, Refusal.LIMIT, Refusal.FOREIGN}:
+        return TierSetupError(message)
+    return TierError(message)

@@ -1,0 +1,259 @@
+"""How payload gets to a cache server and back: through pages that both have mapped, or in messages.
+
+The first is a copy each way. In messages a payload goes in pieces of 2 MiB, a few of them under way at once, each with
+its checksum, straight from the caller's memory and straight to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
+from kvstore.memory.mapped import map_bytes, populate
+from kvstore.protocol import messages
+from kvstore.protocol.pieces import checksum
+from kvstore.protocol.runs import Extent, extents
+from kvstore.tiers.base import ByteArray, Outcome
+from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.links import Home
+
+_READ_WINDOW: Final = 4  # pieces; with more, the C library gives memory back and takes fresh pages for the next ones
+
+
+class Move(NamedTuple):
+    """One payload, and its place at the server."""
+
+    payload: ByteArray
+    grant: messages.Grant
+
+
+class Mover(ABC):
+    """Moves payloads for one tier. Thread-safe; a connection belongs to one thread."""
+
+    @abstractmethod
+    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Bring payloads to their places; for each, whether all of it is there.
+
+        Raises:
+            TierError: the server failed.
+        """
+
+    @abstractmethod
+    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Fetch payloads from their places; for each, whether all of it is here.
+
+        Raises:
+            TierError: the server failed.
+        """
+
+    @property
+    def lends(self) -> bool:
+        """Whether payloads can be read from where they are."""
+        return False
+
+    def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:  # noqa: ARG002 - see above
+        """A payload in its place, read-only; a copy of one that lies in several.
+
+        Raises:
+            InvalidCallError: there is no way to it.
+            TierError: the server failed.
+        """
+        raise InvalidCallError("a cache server on another host does not lend its memory")
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End what runs in the background."""
+
+
+class Mapped(Mover):
+    """Through the server's memory, which is mapped here too. A server started anew has another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inode = -1
+        self._memory: ByteArray | None = None
+        self._is_closed = False
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Copy."""
+        memory = self._memory_of(link)
+        for payload, grant in moves:
+            begin = 0
+            for part in self._parts(memory, len(payload), grant):
+                memory[part.begin : part.begin + part.num_bytes] = payload[begin : begin + part.num_bytes]
+                begin += part.num_bytes
+        return [True] * len(moves)
+
+    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Copy."""
+        memory = self._memory_of(link)
+        for payload, grant in moves:
+            begin = 0
+            for part in self._parts(memory, len(payload), grant):
+                payload[begin : begin + part.num_bytes] = memory[part.begin : part.begin + part.num_bytes]
+                begin += part.num_bytes
+        return [True] * len(moves)
+
+    @property
+    def lends(self) -> bool:
+        """As its pages are mapped here."""
+        return True
+
+    def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
+        """A view."""
+        memory = self._memory_of(link)
+        parts = [memory[part.begin : part.begin + part.num_bytes] for part in self._parts(memory, num_bytes, grant)]
+        payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        payload.flags.writeable = False
+        return payload
+
+    def close(self) -> None:
+        """Stop touching pages, and let go of the memory."""
+        with self._lock:
+            self._is_closed = True
+            self._stop_populating()
+            self._memory = None
+
+    def _memory_of(self, link: Link) -> ByteArray:
+        """The memory of the server that a connection leads to."""
+        if link.memory is None:
+            with self._lock:
+                link.memory = self._map(link.pool_fd)
+        return link.memory
+
+    def _map(self, fd: int) -> ByteArray:
+        if self._is_closed:  # a call that ``close`` did not wait for
+            raise ClosedError("the server tier was closed during the call")
+        try:
+            status = os.fstat(fd)
+            if self._memory is None or status.st_ino != self._inode:
+                self._memory = map_bytes(status.st_size, fd)
+                self._inode = status.st_ino
+                self._populate(self._memory)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TierError(f"the memory of the cache server cannot be mapped: {error}") from error
+        return self._memory
+
+    def _populate(self, memory: ByteArray) -> None:
+        """Let this process's page tables be filled before they are needed."""
+        self._stop_populating()  # that server is gone
+        self._stopping.clear()
+        work = (memory, 0, len(memory), self._stopping.is_set)
+        self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate-server", daemon=True)
+        self._thread.start()
+
+    def _stop_populating(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @staticmethod
+    def _parts(memory: ByteArray, num_bytes: int, grant: messages.Grant) -> list[Extent]:
+        try:
+            parts = extents(grant.runs, 0, num_bytes)
+        except ProtocolError as error:
+            raise TierError(str(error)) from error
+        if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
+            raise TierError("the cache server named pages that it does not have")
+        return parts
+
+
+class Framed(Mover):
+    """In messages."""
+
+    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Send pieces, a few of them before the first is confirmed."""
+        sender = PieceSender(link)
+        for number, (payload, grant) in enumerate(moves):
+            sender.send(number, grant.lease, payload, range(len(payload)))
+        failed = sender.finish()
+        return [number not in failed for number in range(len(moves))]
+
+    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+        """Ask for pieces, a few of them ahead."""
+        arrived = [True] * len(moves)
+        under_way: dict[int, tuple[int, ByteArray]] = {}
+        waiting = deque(_pieces(moves))
+        while waiting or under_way:
+            while waiting and len(under_way) < _READ_WINDOW:
+                number, offset, part = waiting.popleft()
+                serial = link.new_serial()
+                link.send(messages.Fetch(serial, moves[number].grant.lease, offset, len(part)))
+                under_way[serial] = number, part
+            answer, is_sound = link.receive_into(
+                lambda data: under_way[data.serial][1] if data.serial in under_way else None
+            )
+            found = under_way.pop(answer.serial, None)
+            if found is None:
+                raise TierError("the cache server answered what was not asked")
+            arrived[found[0]] = arrived[found[0]] and is_sound
+        return arrived
+
+
+def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, ByteArray]]:
+    """For each piece of all payloads: the number of the payload, the offset in it, and the bytes."""
+    for number, (payload, _) in enumerate(moves):
+        for offset in range(0, len(payload), messages.PIECE_BYTES):
+            yield number, offset, payload[offset : offset + messages.PIECE_BYTES]
+
+
+class PieceSender:
+    """Sends payload in pieces, a few of them before the first is confirmed.
+
+    Raises:
+        TierError: from each method, if the server fails.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._under_way: dict[int, int] = {}  # the numbers of payloads, by serials
+        self._failed: set[int] = set()
+
+    def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
+        """Send some bytes of a payload, which goes by a number, to a place. They must not change before ``finish``."""
+        for offset in range(part.start, part.stop, messages.PIECE_BYTES):
+            if len(self._under_way) >= messages.WINDOW:
+                self._confirm()
+            piece = payload[offset : min(offset + messages.PIECE_BYTES, part.stop)]
+            serial = self._link.new_serial()
+            self._link.send(messages.Piece(serial, lease, offset, checksum([piece.data])), [piece.data])
+            self._under_way[serial] = number
+
+    def finish(self) -> set[int]:
+        """Wait until all has arrived; tells the payloads of which something has not."""
+        while self._under_way:
+            self._confirm()
+        return self._failed
+
+    def _confirm(self) -> None:
+        answer = self._link.receive()
+        number = self._under_way.pop(answer.serial, None)
+        if number is None or not isinstance(answer, messages.Done):
+            raise TierError("the cache server answered what was not asked")
+        if answer.outcomes != bytes([messages.number_of(Outcome.STORED)]):
+            self._failed.add(number)
+
+
+def commit(link: Link, home: Home, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
+    """Tell the server that what was written to places is whole, or will never be; what became of each.
+
+    Raises:
+        TierError: the server failed.
+    """
+    outcomes = []
+    for begin in range(0, len(leases), messages.MAX_MOVES):
+        batch = list(leases[begin : begin + messages.MAX_MOVES])
+        done = link.ask(messages.Commit(link.new_serial(), batch, is_whole), messages.Done)
+        if len(done.outcomes) != len(batch):
+            raise TierError("the cache server did not answer about every chunk")
+        home.note(done.usage)
+        outcomes += [messages.outcome_of(outcome) for outcome in done.outcomes]
+    return outcomes

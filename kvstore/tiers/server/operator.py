@@ -1,0 +1,128 @@
+"""Questions and orders of people to a cache server, for the ``kvstore`` command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvstore.errors import TierError
+from kvstore.keys import KeyExtras, PrefixHasher
+from kvstore.protocol import messages
+from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.url import ServerTarget
+
+_HERE = ("memory", "disk")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one namespace has of a prompt.
+
+    Attributes:
+        space_id: names the namespace.
+        fields: of it.
+        num_tokens: found, from the first on.
+        chunks: where each chunk is, or why it is not there: the ones found, and the first that is missing.
+        refs: the chunks found.
+    """
+
+    space_id: str
+    fields: dict[str, Any]
+    num_tokens: int
+    chunks: list[str]
+    refs: list[ChunkRef]
+
+
+class Operator:
+    """A connection for people. Belongs to one thread.
+
+    Raises:
+        TierError: the server cannot be reached.
+    """
+
+    def __init__(self, target: ServerTarget) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._link = Link(self._context, target)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def ping(self) -> str:
+        """``ok``, or ``closing``."""
+        return str(self._ask(messages.Ping(self._link.new_serial()))["status"])
+
+    def stats(self) -> dict[str, Any]:
+        """Everything counted; ``docs/server.md`` has the names."""
+        return self._ask(messages.Stats(self._link.new_serial()))
+
+    def clear(self, space_id: str = "") -> int:
+        """Forget the chunks of a namespace, or of all; how many there were."""
+        return int(self._ask(messages.ClearSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
+
+    def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
+        """Keep what was found of a prompt from eviction, or no longer; of how many chunks that was said.
+
+        After so many seconds, or the server's longest time, that is over; 0 stands for the longest time.
+        """
+        packed = messages.pack_refs(found.refs[: messages.MAX_REFS])
+        request = messages.Pin(self._link.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
+        return int(self._ask(request)["chunks"])
+
+    def pins(self) -> dict[str, Any]:
+        """What is pinned: ``pins``, a list, those first that end first, and how many are ``left_out``."""
+        return self._ask(messages.Pins(self._link.new_serial()))
+
+    def unpin(self, space_id: str = "") -> int:
+        """Keep no chunk of a namespace, or of all, from eviction any longer; how many were."""
+        return int(self._ask(messages.UnpinSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
+
+    def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
+        """What each namespace has of a prompt, or only those of a model."""
+        spaces = self.stats()["namespaces"]
+        wanted = [space for space in spaces if model in str(space["fields"].get("model", "")) or model == space["id"]]
+        return [self._find(space, tokens, extras) for space in wanted]
+
+    def close(self) -> None:
+        """Hang up."""
+        self._link.close()
+        self._context.term()
+
+    def _find(self, space: dict[str, Any], tokens: Sequence[int], extras: KeyExtras) -> Found:
+        block_tokens, chunk_tokens = space["block_tokens"], space["chunk_tokens"]
+        hasher = PrefixHasher(chunk_tokens, block_tokens, extras)
+        hasher.update(tokens)
+        whole = [ChunkRef(key, chunk_tokens // block_tokens) for key in hasher.chunk_keys()]
+        where = self._explain(space["id"], whole)
+        there = next((number for number, text in enumerate(where) if not text.startswith(_HERE)), len(whole))
+        tails = [ChunkRef(key, blocks) for blocks, key in enumerate(hasher.block_keys(there), start=1)]
+        if there < len(whole):  # the whole chunk was asked for
+            tails = tails[:-1]
+        ends = self._explain(space["id"], tails)
+        tail = max((number for number, text in enumerate(ends) if text.startswith(_HERE)), default=-1)
+        refs, chunks = whole[:there], where[: there + 1]
+        if tail >= 0:
+            refs, chunks = [*refs, tails[tail]], [*where[:there], ends[tail]]
+        num_tokens = sum(ref.num_blocks for ref in refs) * block_tokens
+        return Found(space["id"], space["fields"], num_tokens, chunks, refs)
+
+    def _explain(self, space_id: str, refs: Sequence[ChunkRef]) -> list[str]:
+        found: list[str] = []
+        for begin in range(0, len(refs), messages.MAX_REFS):
+            packed = messages.pack_refs(refs[begin : begin + messages.MAX_REFS])
+            found += self._ask(messages.Explain(self._link.new_serial(), bytes.fromhex(space_id), packed))["chunks"]
+        return found
+
+    def _ask(self, request: messages.Request) -> dict[str, Any]:
+        try:
+            tree = json.loads(self._link.ask(request, messages.Report).body)
+        except ValueError as error:
+            raise TierError(f"the cache server's report cannot be read: {error}") from error
+        if not isinstance(tree, dict):
+            raise TierError("the cache server's report cannot be read")
+        return tree

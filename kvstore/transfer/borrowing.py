@@ -1,0 +1,51 @@
+"""Loads straight from the memory of a tier that lends it: a batch is scattered while the next one is being lent."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final
+
+from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome
+from kvstore.transfer.lane import Lane
+
+BATCH: Final = 8  # chunks in one loan: so few that what a server reads from disk does not keep the others waiting
+_AHEAD: Final = 2  # loans at a time
+_Lending = tuple[Sequence[int], Future[Loan]]
+
+
+def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteArray], None]) -> list[Outcome]:
+    """Borrow chunks, and call ``use`` with the number and the payload of each that is there, on the caller's thread.
+
+    What is refused because too much is lent already is asked for again by itself. Nothing stays lent if ``use`` raises.
+    """
+    outcomes = [Outcome.FAILED] * len(refs)
+    waiting: deque[Sequence[int]] = deque(
+        range(begin, min(begin + BATCH, len(refs))) for begin in range(0, len(refs), BATCH)
+    )
+    lent: deque[_Lending] = deque()
+    try:
+        while waiting or lent:
+            while waiting and len(lent) < _AHEAD:
+                numbers = waiting.popleft()
+                lent.append((numbers, lane.borrow([refs[number] for number in numbers])))
+            numbers, lending = lent[0]
+            with lending.result() as loan:
+                lent.popleft()
+                for number, outcome, payload in zip(numbers, loan.outcomes, loan.payloads, strict=True):
+                    outcomes[number] = outcome
+                    if payload is not None:
+                        use(number, payload)
+            if Outcome.HIT in loan.outcomes:
+                refused = (n for n, outcome in zip(numbers, loan.outcomes, strict=True) if outcome is Outcome.FAILED)
+                waiting.extend(range(number, number + 1) for number in refused)
+    finally:
+        for _, lending in lent:
+            lending.add_done_callback(_end)
+    return outcomes
+
+
+def _end(lending: Future[Loan]) -> None:
+    if not lending.cancelled() and lending.exception() is None:
+        lending.result().end()

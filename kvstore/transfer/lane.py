@@ -1,0 +1,272 @@
+"""The way between slots and one slower tier: reads on threads of their own, writes behind, and what is under way.
+
+Nobody who asks for something here waits for the tier. That it answers in time is the business of wrappers around it.
+
+- *A write belongs to the epoch in which it was begun.* Once ``clear`` or ``reset`` was called it stores nothing more,
+  and a read that was begun before brings nothing.
+- *In order.* A write waits for the removals, clears and resets asked for before it, so none of them undoes it.
+- *At once, for whoever reads.* What is to be removed is not there any more, though the tier may still have it; from
+  ``clear`` or ``reset`` on nothing is, until the tier has done it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvstore.errors import TierError, TierTimeoutError
+from kvstore.keys import Namespace
+from kvstore.throttle import Throttle
+from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.cpu import CpuTier
+from kvstore.transfer.errands import Errands
+from kvstore.transfer.flushed import Flushed
+
+logger = logging.getLogger(__name__)
+
+WRITE_THREADS = 4
+
+
+class Arrival(NamedTuple):
+    """How a read ended. ``pending`` is set if it was given up and may still write to its slot."""
+
+    outcome: Outcome
+    pending: Future[Any] | None = None
+
+
+@dataclass(eq=False)
+class _Write:
+    """A write that has not been reported.
+
+    Attributes:
+        ref: which chunk.
+        slot: where its bytes are.
+        namespace_id: whose bytes these are.
+        sweeps: clears and resets before it; with the next one it is over.
+        after: the last errand that must come before it.
+        is_unwanted: the chunk was removed meanwhile: it goes as soon as it is there.
+    """
+
+    ref: ChunkRef
+    slot: int
+    namespace_id: bytes | None
+    sweeps: int
+    after: int
+    is_unwanted: bool = False
+
+
+class Lane:
+    """Reads and writes of one tier, from and to the slots of a pool. Thread-safe.
+
+    Args:
+        cpu: the pool.
+        tier: where chunks come from and go to; ``close`` closes it.
+        on_written: called from any thread, exactly once for every ``write`` that has ended.
+        read_threads: reads in flight at once.
+        asks_before_write: the part of the tier that is written, to be asked before: somebody else may have stored a
+            chunk there. None if nobody else writes.
+        leaves_writes: report a write as done and do nothing: another worker writes the same bytes, and removes them.
+        namespace_id: whose chunks these are, until ``reset``; None if the tier alone knows.
+    """
+
+    def __init__(
+        self,
+        cpu: CpuTier,
+        tier: Tier,
+        on_written: Callable[[ChunkRef, bool], None],
+        *,
+        read_threads: int = 4,
+        asks_before_write: Tier | None = None,
+        leaves_writes: bool = False,
+        namespace_id: bytes | None = None,
+    ) -> None:
+        self._cpu = cpu
+        self._tier = tier
+        self._on_written = on_written
+        self._asks_before_write = asks_before_write
+        self._leaves_writes = leaves_writes
+        self._readers = ThreadPoolExecutor(read_threads, f"kvstore-read-{tier.name}")
+        self._writers = ThreadPoolExecutor(WRITE_THREADS, f"kvstore-write-{tier.name}")
+        self._errands = Errands(tier, lambda what, error: self._log(f"cannot {what} the %s tier: %s", error))
+        self._lock = threading.Condition()
+        self._namespace_id = namespace_id
+        self._sweeps = 0  # clears and resets
+        self._writing: set[_Write] = set()
+        self._ending = 0  # writes that have ended and are being reported
+        self._untold = Flushed()  # since the last flush
+        self._throttle = Throttle()
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether some layers of a chunk can be had before the others."""
+        return self._tier.reads_layers
+
+    def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
+        """Start to bring a chunk, or some layers of it, to a slot."""
+        buffer = self._cpu.claim(slot)  # now: should nothing come, what the slot held before is not taken for it
+        return self._readers.submit(self._read, ref, buffer, layers, self._sweeps)
+
+    @property
+    def lends(self) -> bool:
+        """Whether chunks can be read from where they are in the tier's memory."""
+        return self._tier.lends
+
+    def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
+        """Start to borrow chunks; a tier that is broken lends none. Whoever gets the loan ends it."""
+        return self._readers.submit(self._borrow, refs, self._sweeps)
+
+    def write(self, ref: ChunkRef, slot: int) -> None:
+        """Start to write what a slot holds; the slot must not change before it has ended."""
+        if self._leaves_writes:
+            self._on_written(ref, True)
+            return
+        with self._lock:
+            write = _Write(ref, slot, self._namespace_id, self._sweeps, self._errands.queued)
+            future = self._writers.submit(self._write, write)
+            self._writing.add(write)
+        future.add_done_callback(lambda ended: self._after_write(write, ended))
+
+    def refuse(self, ref: ChunkRef) -> None:
+        """Report a write that is not to be carried out."""
+        with self._lock:
+            self._untold = self._untold.plus(Flushed(failed=1))
+        self._on_written(ref, False)
+
+    def remove(self, refs: Iterable[ChunkRef]) -> None:
+        """Let chunks be taken off the tier; one that is just being written goes when it is there."""
+        if self._leaves_writes:
+            return
+        with self._lock:
+            leaving = set(refs)
+            for write in self._writing:
+                if write.ref in leaving:
+                    write.is_unwanted = True
+            leaving -= {write.ref for write in self._writing}
+            if leaving:
+                self._errands.remove(leaving)
+
+    def clear(self) -> None:
+        """Let everything be taken off the tier."""
+        with self._lock:
+            self._sweeps += 1  # what was begun is over
+            self._errands.clear()
+
+    def reset(self, namespace: Namespace) -> None:
+        """Let the tier forget everything, and keep what comes under another namespace."""
+        with self._lock:
+            self._sweeps += 1  # what was begun is over
+            self._namespace_id = namespace.id
+            self._errands.reset(namespace)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the tier has forgotten what it is to forget so far; False if time ran out first."""
+        return self._errands.wait(self._errands.queued, timeout_s)
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Wait until all writes and removals asked for so far have ended; what came of those since the last flush."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._lock.wait_for(lambda: not (self._writing or self._ending), timeout_s)
+            untold, self._untold = self._untold, Flushed()
+            pending = len(self._writing) + self._ending
+        is_settled = self.settle(max(0.0, deadline_s - time.monotonic()))
+        return untold.plus(Flushed(pending=pending + (0 if is_settled else self._errands.pending)))
+
+    def close(self) -> None:
+        """End all threads, give up the writes and removals that have not begun, and close the tier."""
+        self._errands.close()  # first: writes wait for it
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
+        self._tier.close()
+
+    def _read(self, ref: ChunkRef, buffer: ByteArray, layers: range | None, sweeps: int) -> Arrival:
+        if sweeps != self._sweeps or self._errands.hides([ref]):
+            return Arrival(Outcome.MISS)
+        transfers = [Transfer(ref, buffer)]
+        try:
+            outcome = (self._tier.get_layers(transfers, layers) if layers else self._tier.get(transfers))[0]
+            return Arrival(outcome if sweeps == self._sweeps else Outcome.FAILED)
+        except TierTimeoutError as error:
+            self._log("cannot read from the %s tier: %s", error)
+            return Arrival(Outcome.FAILED, error.pending)
+        except TierError as error:
+            self._log("cannot read from the %s tier: %s", error)
+            return Arrival(Outcome.FAILED)
+
+    def _borrow(self, refs: Sequence[ChunkRef], sweeps: int) -> Loan:
+        if sweeps != self._sweeps or self._errands.hides(refs):
+            return Loan.refused(len(refs))
+        try:
+            return self._tier.borrow(refs)
+        except TierError as error:
+            self._log("cannot read from the %s tier: %s", error)
+            return Loan.refused(len(refs))
+
+    def _write(self, write: _Write) -> Sequence[Outcome]:
+        if not self._errands.wait(write.after):
+            return [Outcome.FAILED]
+        source = self._cpu.read(write.slot, write.ref)
+        if source is None or write.is_unwanted or self._is_over(write):
+            return [Outcome.FAILED]
+        if self._asks_before_write is not None and self._asks_before_write.contains([write.ref]) == [True]:
+            return [Outcome.STORED]
+        if self._is_over(write):  # once more: the question took its time
+            return [Outcome.FAILED]
+        return self._tier.put([Transfer(write.ref, source, write.namespace_id)])
+
+    def _after_write(self, write: _Write, future: Future[Sequence[Outcome]]) -> None:
+        """Report a write, unless the tier has yet to say what became of it: until then the slot is in use."""
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, TierTimeoutError):
+            self._log("cannot write to the %s tier: %s", error)
+            error.pending.add_done_callback(lambda late: self._end_write(write, late))
+        else:
+            self._end_write(write, future)
+
+    def _end_write(self, write: _Write, ended: Future[Sequence[Outcome]]) -> None:
+        outcome = self._outcome_of(ended)
+        with self._lock:
+            self._writing.remove(write)
+            self._ending += 1
+            is_over = self._is_over(write)
+            is_wanted = not (write.is_unwanted or is_over)
+            if is_wanted and outcome is not Outcome.STORED:
+                is_full = outcome is Outcome.FULL
+                self._untold = self._untold.plus(Flushed(failed=int(not is_full), full=int(is_full)))
+        if write.is_unwanted or (is_over and outcome is Outcome.STORED):
+            self._errands.remove([write.ref], lambda: self._report(write.ref, stored=False))
+        else:
+            self._report(write.ref, stored=is_wanted and outcome is Outcome.STORED)
+
+    def _report(self, ref: ChunkRef, *, stored: bool) -> None:
+        try:
+            self._on_written(ref, stored)
+        finally:  # or flush would wait forever
+            with self._lock:
+                self._ending -= 1
+                self._lock.notify_all()
+
+    def _outcome_of(self, ended: Future[Sequence[Outcome]]) -> Outcome:
+        if ended.cancelled():
+            return Outcome.FAILED
+        error = ended.exception()
+        if error is None:
+            return ended.result()[0]
+        if isinstance(error, TierError):
+            self._log("cannot write to the %s tier: %s", error)
+        else:
+            logger.error("writing a chunk to the %s tier failed", self._tier.name, exc_info=error)
+        return Outcome.FAILED
+
+    def _is_over(self, write: _Write) -> bool:
+        return write.sweeps != self._sweeps
+
+    def _log(self, message: str, error: TierError) -> None:
+        """Warn at most once a minute: a broken tier fails every chunk in the same way."""
+        if self._throttle.is_due("any"):
+            logger.warning(message, self._tier.name, error)

@@ -1,0 +1,311 @@
+"""Loads and stores that advance one layer at a time, so that a model may compute a layer while the next is on its way.
+
+A slower tier that can is asked for groups of layers: first the foremost group of every chunk, then the next group of
+every chunk, so that no layer waits for bytes that are not needed yet. Any other tier brings whole chunks, for layer 0.
+Every layer is verified before it is scattered. In host memory the next one is scattered aside while the model computes;
+on a device a copy is only launched, so it needs no thread.
+
+Nothing here holds a lock between two layers. Whoever begins must end: ``finish`` works in any state.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Generic, NamedTuple, TypeVar
+
+from kvstore.catalog.plans import LoadStep, Place
+from kvstore.keys import PrefixKey
+from kvstore.layout import KVLayout
+from kvstore.paged.base import ChunkBlocks
+from kvstore.tiers.base import ByteArray, Outcome
+from kvstore.tiers.cpu import Filling
+from kvstore.transfer.lane import Arrival
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
+
+READ_BYTES = 768 << 10  # of a chunk in one read, at least: smaller ones are slower in sum
+MAX_GROUPS = 16  # more would not let the model begin much earlier
+IDLE_SHARE = 0.1  # of the time that a layer takes: a model that computes for less does not compute
+READ_AHEAD_GROUPS = 2  # on their way, behind the group that is being used
+
+T = TypeVar("T")
+
+
+class LayerLoad:
+    """Loads under way. For one thread at a time, the mover's; between two calls the model may run.
+
+    The blocks belong to it until ``finish`` or ``halt``, which may be called at any time.
+
+    Args:
+        mover: carries out everything else meanwhile.
+        jobs: what to load. A job whose source is memory may name a chunk that an earlier job brings there.
+    """
+
+    def __init__(self, mover: Mover, jobs: Sequence[LoadJob]) -> None:
+        self._mover = mover
+        self._jobs = list(jobs)
+        self._groups = layer_groups(mover.paged.layout)
+        self._reading: dict[int, _Reading] = {}  # by slot
+        for job in jobs:
+            if job.step.source is not Place.MEMORY:
+                self._reading[job.step.slot] = _Reading(mover, job.step)
+        self._num_layers = mover.paged.layout.num_layers
+        self._done_layers = 0
+        self._groups_asked = 0
+        self._mislabelled = 0
+        self._failed: set[PrefixKey] = set()
+        self._lost: set[PrefixKey] = set()
+        self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
+        self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
+        self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
+        self._goes_aside = mover.paged.device.type == "cpu"
+        self._aside: Future[None] | None = None  # the next layer
+        self._returned_s = -math.inf  # when the last layer was there
+        self._scattering = threading.RLock()  # the collector may call ``halt`` on the very thread that scatters
+        self._is_halted = False
+
+    def move(self, layer: int) -> None:
+        """Bring one layer of all chunks to the paged cache, the layers in order; waits for it to arrive.
+
+        From the layer on at which a chunk fails, its blocks stay as they were.
+        """
+        begin_s = time.perf_counter()
+        self._read_ahead(layer)
+        if self._aside is None or self._aside.cancel():  # another load's layer may be in the way, for long
+            self._bring(layer)
+        else:
+            self._aside.result()
+        self._aside = None
+        computed_s, took_s = begin_s - self._returned_s, time.perf_counter() - begin_s
+        # A thread that is woken for nothing costs more than it brings where nothing is computed in between.
+        if self._goes_aside and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
+            self._read_ahead(layer + 1)
+            self._aside = self._mover.aside(lambda: self._bring(layer + 1))
+        self._done_layers = layer + 1
+        self._returned_s = time.perf_counter()
+
+    def _bring(self, layer: int) -> None:
+        """Wait for a layer and scatter it. On any thread: it uses only what is its own."""
+        arrived = []
+        for number, job in enumerate(self._jobs):
+            key = job.step.ref.prefix_key
+            if key in self._failed:
+                continue
+            source = self._source(job.step, layer)
+            if source is None or not len(job.block_ids):
+                continue
+            if layer == 0:
+                self._fillings[number] = self._mover.cpu.filling(job.step.slot, job.step.ref)
+                if self._mover.scatter_hot(job, self._fillings[number]):
+                    self._hot.add(key)
+            if key not in self._hot:
+                arrived.append(self._blocks_of(number, source))
+        with self._scattering:
+            if not self._is_halted:
+                self._mover.paged.scatter_layer(layer, arrived)
+
+    def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
+        """Where a job's chunk is: found for the first layer, and right for all."""
+        if number not in self._blocks:
+            step, block_ids, first_block = self._jobs[number]
+            self._blocks[number] = self._mover.paged.chunk(block_ids, source, step.ref.num_blocks, first_block)
+        return self._blocks[number]
+
+    def halt(self) -> None:
+        """Leave the blocks alone from now on. From any thread; waits for a copy under way, and for nothing else."""
+        self._is_halted = True
+        with self._scattering:
+            pass
+
+    def finish(self) -> LoadResult:
+        """End all reads, and tell what did not arrive. Chunks whose last layer was not moved count as failed.
+
+        What arrived is in memory from now on.
+        """
+        are_blocks_ours = not self._is_halted
+        self.halt()
+        if self._aside is not None and not self._aside.cancel():
+            self._aside.exception()  # it waits for reads, each of which ends within its tier's deadline
+        for reading in self._reading.values():
+            reading.end()
+            if reading.is_whole:
+                self._mover.note_arrival(reading.step)
+            else:
+                self._failed.add(reading.step.ref.prefix_key)
+        self._mover.paged.wait()
+        self._mover.counters.mislabelled_slots += self._mislabelled
+        if are_blocks_ours and self._done_layers == self._num_layers:
+            self._note_loads()
+        return LoadResult(self._failed, self._lost)
+
+    def _note_loads(self) -> None:
+        """Every layer is in the blocks, and these are still the load's: copies on the device may be taken of them."""
+        for number, job in enumerate(self._jobs):
+            key = job.step.ref.prefix_key
+            if key in self._failed:
+                continue
+            filling = self._fillings.get(number) or self._mover.cpu.filling(job.step.slot, job.step.ref)
+            self._mover.note_load(job, filling, is_hot=key in self._hot)
+
+    def _read_ahead(self, layer: int) -> None:
+        """Ask for this layer and some behind it, of every chunk in turn."""
+        current = next(number for number, group in enumerate(self._groups) if layer in group)
+        for group in self._groups[self._groups_asked : current + 1 + READ_AHEAD_GROUPS]:
+            for reading in self._reading.values():
+                reading.ask(group)
+            self._groups_asked += 1
+
+    def _source(self, step: LoadStep, layer: int) -> ByteArray | None:
+        """The slot of a chunk in which ``layer`` is right, or None, and why not is noted."""
+        reading = self._reading.get(step.slot)
+        if reading is None:
+            source, outcome = self._mover.cpu.read(step.slot, step.ref), Outcome.FAILED
+            self._mislabelled += source is None
+        else:
+            outcome = reading.wait(layer)
+            source = reading.buffer if outcome is Outcome.HIT else None
+        if source is None:
+            self._failed.add(step.ref.prefix_key)
+            if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+                self._lost.add(step.ref.prefix_key)
+        return source
+
+
+class _Reading:
+    """The reads of one chunk, in the order of its layers."""
+
+    def __init__(self, mover: Mover, step: LoadStep) -> None:
+        self.step = step
+        self.buffer = mover.cpu.claim(step.slot)
+        self._mover = mover
+        self._num_layers = mover.paged.layout.num_layers
+        self._in_parts = mover.reads_layers(step.source)
+        self._reads: deque[tuple[int, Future[Arrival]]] = deque()  # with the layer before which each ends
+        self._asked_layers = 0
+        self._done_layers = 0
+        self._outcome = Outcome.HIT
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer has arrived."""
+        return self._done_layers == self._num_layers
+
+    def ask(self, layers: range) -> None:
+        """Start to read the next layers; or all of them, if they come together."""
+        if self._outcome is not Outcome.HIT or self._asked_layers == self._num_layers:
+            return
+        self._asked_layers = layers.stop if self._in_parts else self._num_layers
+        read = self._mover.start_read(self.step, layers if self._in_parts else None)
+        self._reads.append((self._asked_layers, read))
+
+    def wait(self, layer: int) -> Outcome:
+        """Wait until a layer is there, or never will be."""
+        while self._outcome is Outcome.HIT and self._done_layers <= layer:
+            stop, read = self._reads[0]
+            self._outcome = read.result().outcome
+            if self._outcome is Outcome.HIT:
+                self._done_layers = stop
+                self._reads.popleft()
+        return self._outcome
+
+    def end(self) -> None:
+        """Withdraw or await what is left: no read may write to a slot given back."""
+        while self._reads:
+            self._mover.end_read(self.step, self._reads.popleft()[1])
+
+
+class LayerStore:
+    """Stores under way. For one thread at a time, the mover's; between two calls the model may run."""
+
+    def __init__(self, mover: Mover, jobs: Sequence[StoreJob]) -> None:
+        self._mover = mover
+        self._jobs = list(jobs)
+        self._stuck = {job.step.slot for job in jobs if mover.is_stuck(job.step.slot)}
+        self._chunks: list[ChunkBlocks] = []
+        self._done_layers = 0
+
+    def move(self, layer: int) -> None:
+        """Gather one layer of all chunks, the layers in order."""
+        if layer == 0:
+            self._chunks = [
+                self._mover.paged.chunk(job.block_ids, self._mover.cpu.claim(job.step.slot))
+                for job in self._jobs
+                if job.step.gather and job.step.slot not in self._stuck
+            ]
+        self._mover.paged.gather_layer(layer, self._chunks)
+        self._done_layers = layer + 1
+
+    def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
+        """Let the chunks be read, start their writes, and return the keys of those that failed.
+
+        All of them fail if a layer is missing, or what was gathered is not to be ``trusted``.
+        """
+        self._mover.paged.wait()  # in any case: the slots are given back
+        if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
+            return self._mover.refuse(self._jobs)
+        for job in self._jobs:
+            if job.step.slot not in self._stuck:
+                self._mover.note_store(job)
+        return self._mover.refuse(job for job in self._jobs if job.step.slot in self._stuck)
+
+
+class LayerWork(NamedTuple, Generic[T]):
+    """What ``by_layer`` drives.
+
+    Attributes:
+        move: called for every layer in order.
+        end: called once, after any of them.
+        halt: called instead of ``end``, which comes later then: nothing may touch the blocks any more.
+    """
+
+    move: Callable[[int], None]
+    end: Callable[[], T]
+    halt: Callable[[], None] = lambda: None
+
+
+def by_layer(
+    begin: Callable[[], LayerWork[T]],
+    num_layers: int,
+    turn: Callable[[], AbstractContextManager[None]],
+    abandoned: deque[Callable[[], object]],
+) -> Generator[T | None, None, None]:
+    """Advance work by one layer per ``next()``: yields None after each layer, and at last the result.
+
+    Begins with the first ``next()``. A generator that is closed, collected or has raised leaves its ``end`` in
+    ``abandoned``, to be called in the next turn: the collector may come at any time, also in a thread that has just
+    taken a lock, so no turn can be waited for here.
+    """
+    with turn():
+        work = begin()
+    is_ended = False
+    try:
+        for layer in range(num_layers):
+            with turn():
+                work.move(layer)
+            yield None
+        with turn():
+            is_ended = True
+            result = work.end()
+        yield result
+    finally:
+        if not is_ended:
+            work.halt()
+            abandoned.append(work.end)
+
+
+def layer_groups(layout: KVLayout) -> list[range]:
+    """The layers in groups, each of the size of a good read of a full chunk, the last one aside."""
+    blocks = layout.blocks_per_chunk
+    least_bytes = max(READ_BYTES, layout.payload_bytes(blocks) // MAX_GROUPS)
+    groups, first = [], 0
+    for layer in range(layout.num_layers):
+        end_bytes = layout.layer_range(layer, blocks)[1]
+        if end_bytes - layout.layer_range(first, blocks)[0] >= least_bytes or layer + 1 == layout.num_layers:
+            groups.append(range(first, layer + 1))
+            first = layer + 1
+    return groups

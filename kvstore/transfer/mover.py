@@ -1,0 +1,375 @@
+"""Carries out plans: paged KV cache <-> slots <-> slower tiers. Has no policy; the index decided.
+
+Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads
+from slower tiers run on threads of their lanes, several at once, and the caller scatters each as it arrives. Writes run
+behind, on other threads, so that a load never queues behind a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.format.deviation import deviation
+from kvstore.keys import Namespace, PrefixKey
+from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.paged.copiers import Copiers
+from kvstore.paged.staging import Moment
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
+from kvstore.tiers.cpu import CpuTier, Filling
+from kvstore.transfer.borrowing import use_borrowed
+from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.hot import HotChunks
+from kvstore.transfer.lane import Arrival, Lane
+
+logger = logging.getLogger(__name__)
+
+_END_WAIT_S = 5.0
+
+
+class LoadJob(NamedTuple):
+    """A load and its destination: blocks ``first_block ...`` of the chunk go to ``block_ids``."""
+
+    step: LoadStep
+    block_ids: BlockIds
+    first_block: int
+
+
+class StoreJob(NamedTuple):
+    """A store and its source: the chunk's blocks."""
+
+    step: StoreStep
+    block_ids: BlockIds
+
+
+class LoadResult(NamedTuple):
+    """What did not arrive: ``failed``, and of these the ``lost``, whose chunk is missing or damaged."""
+
+    failed: set[PrefixKey]
+    lost: set[PrefixKey]
+
+
+@dataclass
+class MoverCounters:
+    """What was moved since the start."""
+
+    chunks_loaded: int = 0
+    chunks_loaded_from_disk: int = 0
+    chunks_loaded_from_remote: int = 0
+    chunks_stored: int = 0
+    bytes_scattered: int = 0
+    bytes_gathered: int = 0
+    chunks_loaded_from_gpu: int = 0
+    mislabelled_slots: int = 0
+    read_timeouts: int = 0
+
+    @classmethod
+    def sum(cls, parts: Iterable[MoverCounters]) -> MoverCounters:
+        """What several movers did."""
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
+
+
+class Mover:
+    """One worker's data path.
+
+    ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time;
+    ``beside`` gives another thread one of its own. No two of them use a slot at the same time: the index sees to that.
+
+    Args:
+        paged: the model's KV cache.
+        cpu: the pool; ``close`` closes it.
+        lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
+        hot: copies on the device of what is loaded often; ``close`` closes it.
+        stuck: slots that reads given up may still write to, as far as another mover knows them.
+        is_passage: nothing stays in the pool. What a remote tier lends is then scattered from there.
+        copy_threads: how many gather and scatter at once, where processors do it, the caller included.
+    """
+
+    def __init__(
+        self,
+        paged: PagedKV,
+        cpu: CpuTier,
+        lanes: Mapping[Place, Lane],
+        hot: HotChunks | None = None,
+        stuck: dict[int, list[Future[Any]]] | None = None,
+        *,
+        is_passage: bool = False,
+        copy_threads: int = 1,
+    ) -> None:
+        self.counters = MoverCounters()
+        self._copiers = Copiers(copy_threads)
+        self.paged = paged.with_help(self._copiers) if copy_threads > 1 else paged
+        self.cpu = cpu
+        self._lanes = dict(lanes)
+        self._hot = hot
+        self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
+        self._stuck = {} if stuck is None else stuck
+        self._is_passage = is_passage
+        may_borrow = is_passage and Place.DISK not in self._lanes and paged.device.type == "cpu"
+        self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
+
+    def beside(self) -> Mover:
+        """One over the same tiers for another thread, to move blocks that the model does not use meanwhile.
+
+        It counts for itself, knows nothing of copies on the device, and must be at rest when this one is closed.
+        """
+        return Mover(self.paged.beside(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
+
+    def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
+        """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
+
+        A job without blocks brings its chunk only to its slot.
+        """
+        lender = self._may_lend
+        if lender is None or not lender.lends:  # a tier stops to lend when it gets peers, whose chunks are copied
+            return self._load_through_slots(jobs)
+        lent: list[LoadJob] = []
+        others: list[LoadJob] = []
+        for job in jobs:
+            (lent if self._is_lent(job) else others).append(job)
+        result, borrowed = self._load_through_slots(others), self._load_borrowed(lender, lent)
+        return LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
+
+    def _is_lent(self, job: LoadJob) -> bool:
+        """Whether a chunk is read from where it is lent: also one that another load was to bring to its slot."""
+        ref, slot, source = job.step
+        is_elsewhere = source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
+        return is_elsewhere and len(job.block_ids) > 0
+
+    def _load_borrowed(self, lender: Lane, jobs: Sequence[LoadJob]) -> LoadResult:
+        def scatter(number: int, payload: ByteArray) -> None:
+            job = jobs[number]
+            self.paged.scatter(job.block_ids, payload, job.step.ref.num_blocks, job.first_block)
+            self.counters.chunks_loaded_from_remote += 1
+            self.note_load(job, None, is_hot=False)
+
+        result = LoadResult(set(), set())
+        for job, outcome in zip(jobs, use_borrowed(lender, [job.step.ref for job in jobs], scatter), strict=True):
+            self._note_failure(result, job.step.ref, outcome)
+        return result
+
+    @staticmethod
+    def _note_failure(result: LoadResult, ref: ChunkRef, outcome: Outcome) -> None:
+        if outcome is not Outcome.HIT:
+            result.failed.add(ref.prefix_key)
+        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+            result.lost.add(ref.prefix_key)
+
+    def _load_through_slots(self, jobs: Sequence[LoadJob]) -> LoadResult:
+        reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
+        try:
+            return self._scatter_arrivals(jobs, reads)
+        finally:  # also if scattering raises: no read or copy may be left that uses a slot given back
+            for job, read in zip(jobs, reads, strict=True):
+                if read is not None:
+                    self.end_read(job.step, read)
+            self.paged.wait()
+
+    def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
+        """Withdraw or await a read; if it was given up, mark its slot."""
+        if read.cancel() or read.exception() is not None:  # one that raised is over, too
+            return
+        if (pending := read.result().pending) is not None:
+            self._stuck.setdefault(step.slot, []).append(pending)
+            self.counters.read_timeouts += 1
+
+    def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> LoadResult:
+        result = LoadResult(set(), set())
+        for job, read in zip(jobs, reads, strict=True):
+            ref, slot, _ = job.step
+            outcome = Outcome.HIT if read is None else read.result().outcome
+            if read is not None and outcome is Outcome.HIT:
+                self.note_arrival(job.step)
+            filling = self.cpu.filling(slot, ref)
+            source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
+            if source is None:
+                self.counters.mislabelled_slots += outcome is Outcome.HIT
+                self._note_failure(result, ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
+                continue
+            is_hot = self.scatter_hot(job, filling)
+            if len(job.block_ids) and not is_hot:
+                self.paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
+            self.note_load(job, filling, is_hot=is_hot)
+        return result
+
+    def deviation(self, job: LoadJob) -> float | None:
+        """How far a chunk's blocks are from its bytes in a slot, to which it was loaded; None if it is not there."""
+        stored = self.cpu.read(job.step.slot, job.step.ref)
+        if stored is None:
+            return None
+        num_blocks = len(job.block_ids)
+        fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
+        self.paged.reach(self.paged.gather(job.block_ids, fresh))
+        return deviation(fresh, stored, self.paged.layout, num_blocks)
+
+    def aside(self, work: Callable[[], None]) -> Future[None]:
+        """Start something on a thread for what may be done while the model computes."""
+        return self._layers.submit(work)
+
+    def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:
+        """Load a chunk from its copy on the device, if there is one of what its slot holds."""
+        if self._hot is None or filling is None or not len(job.block_ids):
+            return False
+        return self._hot.scatter(job.step.ref, filling, job.block_ids, job.first_block)
+
+    def note_arrival(self, step: LoadStep) -> None:
+        """A slot holds all that was read into it."""
+        self.cpu.publish(step.slot, step.ref)
+        self.counters.chunks_loaded_from_disk += step.source is Place.DISK
+        self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
+
+    def note_load(self, job: LoadJob, filling: Filling | None, *, is_hot: bool) -> None:
+        """A chunk is where it was to go, with what its slot held then; None if it did not pass through its slot."""
+        self.counters.chunks_loaded += 1
+        self.counters.chunks_loaded_from_gpu += is_hot
+        self.counters.bytes_scattered += self.paged.layout.payload_bytes(len(job.block_ids))
+        if self._hot is None or filling is None or is_hot:
+            return
+        if len(job.block_ids) == job.step.ref.num_blocks:
+            self._hot.note_load(job.step.ref, filling, job.block_ids)
+
+    def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
+        """Gather chunks into their slots, start their writes, and return the keys of those that failed.
+
+        If gathering raises, the caller must count all of ``jobs`` as failed.
+        """
+        stuck = {job.step.slot for job in jobs if self.is_stuck(job.step.slot)}
+        waiting = deque(job for job in jobs if job.step.slot not in stuck)
+        copying: deque[tuple[StoreJob, Moment]] = deque()
+        failed = self.refuse(job for job in jobs if job.step.slot in stuck)
+        try:
+            while waiting or copying:
+                if waiting:
+                    copying.append((waiting[0], self._gather(waiting[0])))
+                    waiting.popleft()
+                job, moment = copying[0]
+                if moment is None or len(copying) > 1 or not waiting:  # one is copied while the next is gathered
+                    self.paged.reach(moment)
+                    copying.popleft()
+                    self.note_store(job)
+        except BaseException:
+            self.paged.wait()  # the slots are given back
+            self.refuse([*(job for job, _ in copying), *waiting])
+            raise
+        return failed
+
+    def _gather(self, job: StoreJob) -> Moment:
+        """Start to fill a slot; what needs no gathering is there already."""
+        return self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot)) if job.step.gather else None
+
+    def note_store(self, job: StoreJob) -> None:
+        """A slot holds all that was gathered into it: let it be read, and start its writes."""
+        ref, slot = job.step.ref, job.step.slot
+        if job.step.gather:
+            self.cpu.publish(slot, ref)
+            self.counters.chunks_stored += 1
+            self.counters.bytes_gathered += self.paged.layout.payload_bytes(ref.num_blocks)
+        for target in job.step.targets:
+            self._lanes[target].write(ref, slot)
+
+    def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
+        """Fail stores whose source blocks are not to be trusted, and return their keys."""
+        failed = set()
+        for job in jobs:
+            failed.add(job.step.ref.prefix_key)
+            for target in job.step.targets:
+                self._lanes[target].refuse(job.step.ref)
+        return failed
+
+    def remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
+        """Let chunks be taken off a slower tier, if there is one. Waits for nothing; ``settle`` does."""
+        if place in self._lanes:
+            self._lanes[place].remove(refs)
+
+    def clear(self) -> None:
+        """Forget everything, in every tier: in memory now, elsewhere as soon as may be. Waits for no tier."""
+        for lane in self._lanes.values():
+            lane.clear()
+        self._forget_memory()  # last: a read that a lane had let through till now has its slot taken away
+
+    def reset(self, namespace: Namespace) -> None:
+        """``clear``, and keep what comes under another namespace. Nothing of before is found from here on."""
+        for lane in self._lanes.values():
+            lane.reset(namespace)
+        self._forget_memory()  # last, as in ``clear``
+
+    def _forget_memory(self) -> None:
+        self.cpu.clear()
+        if self._hot is not None:
+            self._hot.clear()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the slower tiers have forgotten what they are to forget; False if time ran out first."""
+        deadline_s = time.monotonic() + timeout_s
+        return all(lane.settle(max(0.0, deadline_s - time.monotonic())) for lane in self._lanes.values())
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Wait until every write and removal asked for so far has ended; what came of those since the last flush."""
+        deadline_s = time.monotonic() + timeout_s
+        flushed = Flushed()
+        for lane in self._lanes.values():
+            flushed = flushed.plus(lane.flush(max(0.0, deadline_s - time.monotonic())))
+        return flushed
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush within the bound, then end all threads and close the tiers. False if writes were given up.
+
+        The end may take as long again, or 5 seconds if that is more. With a disk that hangs it goes on behind, and the
+        folder stays locked until then.
+        """
+        is_written = not self.flush(timeout_s).pending
+        end = threading.Thread(target=self._end, name="kvstore-close", daemon=True)  # a disk must not keep the process
+        end.start()
+        end.join(max(timeout_s, _END_WAIT_S))
+        if end.is_alive():
+            logger.warning("a tier hangs and is closed behind; a folder stays locked until that is done")
+        return is_written
+
+    def _end(self) -> None:
+        closers = [
+            threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in self._lanes.values()
+        ]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+        self._layers.shutdown(wait=True, cancel_futures=True)  # what it waits for has ended
+        self._copiers.close()
+        self.cpu.close()
+        if self._hot is not None:
+            self._hot.close()
+
+    def reads_layers(self, place: Place) -> bool:
+        """Whether some layers of a chunk can be had from there before the others."""
+        return place in self._lanes and self._lanes[place].reads_layers
+
+    def start_read(self, step: LoadStep, layers: range | None = None) -> Future[Arrival]:
+        """Start to bring a chunk from a slower tier, or some layers of it, to its slot. To be ended by ``end_read``."""
+        lane = self._lanes.get(step.source)
+        if lane is not None and not self.is_stuck(step.slot):
+            return lane.read(step.ref, step.slot, layers)
+        self.cpu.claim(step.slot)  # a load that was to find the chunk there must not find what was there before
+        refused: Future[Arrival] = Future()
+        refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))
+        return refused
+
+    def is_stuck(self, slot: int) -> bool:
+        """Whether a read given up may still write to a slot."""
+        if not all(pending.done() for pending in self._stuck.get(slot, ())):
+            return True
+        self._stuck.pop(slot, None)
+        return False
+
+
+def as_block_ids(ids: Iterable[int]) -> BlockIds:
+    """Block ids as the int64 array that gathers and scatters take."""
+    return np.fromiter(ids, dtype=np.int64)

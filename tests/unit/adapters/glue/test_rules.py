@@ -1,0 +1,304 @@
+"""What must hold after a failure: one rule a test, each side of the adapter alone; random schedules seldom get here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
+from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
+from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
+from kvstore.engine import EngineOptions, chunk_refs
+from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
+from kvstore.layout import KVLayout
+from kvstore.paged.binding import bind_paged_kv
+from kvstore.tiers.base import ChunkRef
+from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, as_block_ids
+
+PROMPT = list(range(2 * CHUNK + 1))
+TABLE = list(range(1, 10))
+WITHIN = LoadRules(beside=False, only_if_faster=False)
+BESIDE = LoadRules(beside=True, only_if_faster=False)
+RULES = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
+
+
+def refs_of(tokens: list[int]) -> list[ChunkRef]:
+    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher.update(tokens)
+    return chunk_refs(hasher, CHUNK // BLOCK, with_tail=True)
+
+
+def make(
+    *survivors: ChunkRef, ranks: int = 1, rules: LoadRules = WITHIN, disk_bytes: int = 1 << 20, **options: Any
+) -> StoreScheduler:
+    """The scheduler's side over workers whose disks hold ``survivors``."""
+    scheduler = StoreScheduler(SchedulerOptions(RULES, load_rules=rules, **options))
+    layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
+    held = [(ref, 4096) for ref in survivors]
+    scheduler.connect([WorkerFacts(16, 4096, disk_bytes, (4096,) * 4, held, Namespace({}), layout)] * ranks)
+    return scheduler
+
+
+def begin(scheduler: StoreScheduler, name: str, tokens: list[int]) -> FakeRequest:
+    request = FakeRequest(name, list(tokens))
+    scheduler.add_request(request, NO_EXTRAS)
+    return request
+
+
+def plan(scheduler: StoreScheduler, name: str, num_tokens: int, table: Sequence[int] = TABLE) -> StepPlan:
+    return scheduler.plan_step({name: num_tokens}, lambda _: table)
+
+
+def report(scheduler: StoreScheduler, number: int, ranks: int = 1, failed: Sequence[PrefixKey] = ()) -> None:
+    result = StepResult(failed_loads=set(failed), ranks_loaded=ranks, ranks_ended=ranks)
+    scheduler.complete(StepReport({number: result}))
+
+
+def load_within(scheduler: StoreScheduler, name: str) -> StepPlan:
+    """A step that loads all that the disk has of the prompt."""
+    request = begin(scheduler, name, PROMPT)
+    num_tokens = scheduler.num_new_matched_tokens(request, 0)
+    assert num_tokens
+    assert not scheduler.loads_beside(name)
+    scheduler.allocated(name, TABLE, num_tokens)
+    return plan(scheduler, name, len(PROMPT) - num_tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_store_is_kept_of_steps_planned_before_a_failure_was_known(ranks: int) -> None:
+    """A rank that could load knows nothing of the other's failure, and stores all the same."""
+    (first, *_) = refs_of(PROMPT)
+    scheduler = make(first, ranks=ranks)
+    index = scheduler.index
+    assert index is not None
+    poisoned = load_within(scheduler, "loads")
+    others = [[name, *PROMPT] for name in (11, 12, 13)]
+    ahead = []
+    for number, tokens in enumerate(others[:2]):
+        begin(scheduler, f"other {number}", tokens)
+        ahead.append(plan(scheduler, f"other {number}", len(tokens)))
+        assert ahead[-1].requests[0].stores
+    report(scheduler, poisoned.number, ranks, [first.prefix_key])
+    for step in ahead:
+        report(scheduler, step.number, ranks)
+    assert not any(ref.prefix_key in index for tokens in others[:2] for ref in refs_of(tokens))
+    begin(scheduler, "later", others[2])
+    report(scheduler, plan(scheduler, "later", len(others[2])).number, ranks)
+    assert all(index.in_memory(ref.prefix_key) for ref in refs_of(others[2]))
+
+
+def test_a_step_that_ended_before_the_failure_keeps_its_stores() -> None:
+    (first, *_) = refs_of(PROMPT)
+    scheduler = make(first)
+    begin(scheduler, "other", [9, *PROMPT])
+    step = plan(scheduler, "other", len(PROMPT) + 1)
+    poisoned = load_within(scheduler, "loads")
+    report(scheduler, step.number)
+    report(scheduler, poisoned.number, failed=[first.prefix_key])
+    assert scheduler.index is not None
+    assert all(scheduler.index.in_memory(ref.prefix_key) for ref in refs_of([9, *PROMPT]))
+
+
+def test_a_request_whose_load_failed_does_not_try_again() -> None:
+    """Although the chunk is still on the disk, which only did not answer: it would try for ever."""
+    (first, *_) = refs_of(PROMPT)
+    scheduler = make(first, rules=BESIDE)
+    request = begin(scheduler, "one", PROMPT)
+    assert scheduler.num_new_matched_tokens(request, 0) == CHUNK
+    scheduler.allocated("one", TABLE, CHUNK)
+    (fetch,) = scheduler.plan_step({}, lambda _: TABLE).fetches
+    failed = FetchResult(failed_loads={first.prefix_key}, ranks_ended=1)
+    scheduler.complete(StepReport(fetches={fetch.number: failed}))
+    assert scheduler.num_new_matched_tokens(begin(scheduler, "another", PROMPT), 0) == CHUNK
+    assert scheduler.num_new_matched_tokens(request, 0) == 0
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_chunk_that_could_not_be_stored_replaces_no_tail(monkeypatch: pytest.MonkeyPatch, *, failed: bool) -> None:
+    short, long = PROMPT[: CHUNK - BLOCK], PROMPT[:CHUNK]
+    (tail,), (whole,) = refs_of(short), refs_of(long)
+    scheduler = make(disk_bytes=0)
+    index = scheduler.index
+    assert index is not None
+    superseding: list[PrefixKey] = []
+    supersede = index.supersede
+
+    def note(key: PrefixKey, tails: Sequence[PrefixKey]) -> None:
+        superseding.append(key)
+        supersede(key, tails)
+
+    monkeypatch.setattr(index, "supersede", note)
+    for name, tokens in (("short", short), ("long", long)):
+        begin(scheduler, name, tokens)
+        step = plan(scheduler, name, len(tokens))
+        lost = {whole.prefix_key} if failed and name == "long" else set()
+        scheduler.complete(StepReport({step.number: StepResult(failed_stores=lost, ranks_loaded=1, ranks_ended=1)}))
+    assert superseding == ([] if failed else [whole.prefix_key])
+    assert index.in_memory(whole.prefix_key) is not failed
+    assert index.in_memory(tail.prefix_key) is failed
+
+
+@pytest.mark.parametrize("rules", [WITHIN, BESIDE], ids=["within", "beside"])
+def test_blocks_whose_chunk_went_between_lookup_and_load_are_told(rules: LoadRules) -> None:
+    first, second, *_ = refs_of(PROMPT)
+    scheduler = make(first, second, rules=rules)
+    request = begin(scheduler, "one", PROMPT)
+    assert scheduler.num_new_matched_tokens(request, 0) == 2 * CHUNK
+    assert scheduler.index is not None
+    scheduler.index.remove([second.prefix_key])
+    scheduler.allocated("one", TABLE, 2 * CHUNK)
+    step = plan(scheduler, "one", 1)
+    (part,) = step.requests or step.fetches
+    assert [job.block_ids.tolist() for job in part.loads] == [TABLE[:4]]
+    assert part.lost_block_ids == TABLE[4:8]
+
+
+def test_what_was_computed_behind_a_failed_block_is_spoilt_too() -> None:
+    (first, *_) = refs_of(PROMPT)
+    scheduler = make(first)
+    load_within(scheduler, "one")
+    assert scheduler.spoilt_blocks({TABLE[2]}) == set(TABLE), "those computed in this step, and in those to come"
+    assert scheduler.spoilt_blocks({99}) == {99}
+
+
+def test_a_block_that_comes_to_a_request_later_is_spoilt_too() -> None:
+    (first, *_) = refs_of(PROMPT)
+    scheduler = make(first)
+    load_within(scheduler, "one")
+    plan(scheduler, "one", 1, [*TABLE, 10])
+    plan(scheduler, "other", 1, [20])
+    assert scheduler.spoilt_blocks({TABLE[0]}) == {*TABLE, 10}
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_the_blocks_of_an_ended_request_are_kept_until_its_stores_beside_are_over(*, is_stored: bool) -> None:
+    scheduler = make(saves_beside=True)
+    begin(scheduler, "one", PROMPT)
+    step = plan(scheduler, "one", len(PROMPT))
+    assert step.requests[0].stores
+    if is_stored:
+        report(scheduler, step.number)
+    assert scheduler.finish_request("one", TABLE) is not is_stored
+    told = [meta.req_id for meta in plan(scheduler, "another", 1).requests if meta.finished]
+    assert told == ([] if is_stored else ["one"])
+
+
+class TestWaiting:
+    """For a chunk that is on its way to another request."""
+
+    @pytest.fixture
+    def refs(self) -> list[ChunkRef]:
+        return refs_of(PROMPT)[:2]
+
+    @pytest.fixture
+    def index(self, refs: list[ChunkRef]) -> ChunkIndex:
+        index = ChunkIndex(4, disk_capacity_bytes=1 << 20, stored_bytes=lambda _: 4096)
+        index.adopt((ref, 4096) for ref in refs)
+        return index
+
+    @pytest.fixture
+    def planner(self, index: ChunkIndex) -> LoadPlanner:
+        return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1)
+
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_one_that_comes_beside_the_steps(self, planner: LoadPlanner, refs: list[ChunkRef], *, beside: bool) -> None:
+        """It may fail, and nobody would tell the other request."""
+        match, other = Match((refs[0],), CHUNK), Match((refs[1],), CHUNK)
+        tracker = RequestTracker.start(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
+        planner.plan(tracker, LoadSpec(match, 0, CHUNK, beside=True), TABLE, CHUNK)
+        assert planner.must_wait(match, beside=beside)
+        assert not planner.must_wait(other, beside=beside)
+        (fetch,) = planner.take_fetches()
+        planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
+        assert not planner.must_wait(match, beside=beside)
+
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_one_that_comes_within_a_step(
+        self, planner: LoadPlanner, index: ChunkIndex, refs: list[ChunkRef], *, beside: bool
+    ) -> None:
+        """A load beside might be carried out before that step; one within a step comes after it."""
+        match = Match((refs[0],), CHUNK)
+        steps = index.prepare_load([refs[0]])
+        assert planner.must_wait(match, beside=beside) is beside
+        index.complete_load(steps, set(), set())
+        assert not planner.must_wait(match, beside=beside)
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+REF = ChunkRef(b"k" * 16, 2)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[StoreWorker]:
+    cache = torch.arange(16 * 8, dtype=torch.int64).reshape(16, 1, 4, 2)
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+    worker = StoreWorker(paged, Namespace({"model": "one"}), options, WorkerOptions(saves_beside=True))
+    worker.facts()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_a_step_that_preempts_waits_for_the_stores_beside(
+    worker: StoreWorker, monkeypatch: pytest.MonkeyPatch, *, preempts: bool
+) -> None:
+    goes_on, stored = threading.Event(), []
+    storer = worker._courier._storer
+    store = storer.store
+
+    def slow_store(jobs: Sequence[StoreJob]) -> set[PrefixKey]:
+        assert goes_on.wait(30)
+        failed = store(jobs)
+        stored.append(len(jobs))
+        return failed
+
+    monkeypatch.setattr(storer, "store", slow_store)
+    finish_saves = worker._courier.finish_saves
+
+    def wait() -> None:
+        goes_on.set()
+        finish_saves()
+
+    monkeypatch.setattr(worker._courier, "finish_saves", wait)
+    job = StoreJob(StoreStep(REF, 0, ()), as_block_ids([1, 2]))
+    worker.begin_step(StepPlan(1, 0, [ReqMeta("one", stores=[job])]))
+    worker.store()
+    worker.prepare(StepPlan(2, 0, preempts=preempts))
+    assert stored == ([1] if preempts else [])
+    goes_on.set()
+
+
+def test_a_load_that_a_reset_overtakes_has_failed(worker: StoreWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it brings is the old weights' KV."""
+    goes_on = threading.Event()
+
+    def slow_load(jobs: Sequence[LoadJob]) -> LoadResult:
+        assert goes_on.wait(30)
+        return LoadResult(set(), set())
+
+    monkeypatch.setattr(worker._courier._loader, "load", slow_load)
+    job = LoadJob(LoadStep(REF, 0, Place.MEMORY), as_block_ids([7, 5]), 0)
+    worker.begin_step(StepPlan(1, 0, fetches=[Fetch(1, "one", [job])]))
+    worker.store()
+    worker.begin_step(StepPlan(2, 1, epoch="2"))
+    goes_on.set()
+    worker._courier._fetching[1][1].result(30)
+    worker.store()
+    told = worker.take_report()
+    assert told is not None
+    assert told.fetches[1].failed_loads == {REF.prefix_key}
+    assert worker.take_failed_block_ids() == {5, 7}
+    assert worker.take_fetched_requests() == {"one"}

@@ -1,0 +1,145 @@
+"""The parts of the adapter by themselves: who waits for whom, and what the last of several ranks decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.gate import HANG_GUARD_S
+
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
+from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
+from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
+from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler, _Step
+from kvstore.adapters.vllm.worker.background import Courier
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import LoadStep, Place
+from kvstore.keys import NO_EXTRAS, Namespace
+from kvstore.layout import KVLayout
+from kvstore.testing.harness import make_ref
+from kvstore.transfer.mover import LoadJob, LoadResult, MoverCounters, as_block_ids
+
+RULES = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=False)
+PROMPT = list(range(2 * CHUNK + 1))
+LAYOUT = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
+FACTS = WorkerFacts(4, 4096, 0, (0,) * 4, [], Namespace({}), LAYOUT)
+
+
+class FakeMover:
+    """Moves nothing, and remembers in which order it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.counters = MoverCounters()
+        self.paged = SimpleNamespace(
+            moment=lambda: self.calls.append("moment"), after=lambda _moment: self.calls.append("after")
+        )
+
+    def beside(self) -> FakeMover:
+        return self
+
+    def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
+        self.calls.append(f"load {len(jobs)}")
+        return LoadResult(set(), set())
+
+
+def fetched_by(mover: Any, *, revoked: bool) -> LoadResult:
+    """What a courier says of a load of one chunk that came to its end."""
+    courier = Courier(mover)
+    step = LoadStep(make_ref(1), 0, Place.DISK)
+    courier.fetch(Fetch(1, "one", [LoadJob(step, as_block_ids([1]), 0)]))
+    _, loaded = courier._fetching[1]
+    loaded.result(HANG_GUARD_S)
+    if revoked:
+        courier.revoke_fetches()
+    (fetched,) = courier.take_fetched()
+    courier.close(HANG_GUARD_S)
+    return fetched.result
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+def test_what_was_loaded_before_a_reset_counts_as_failed(*, revoked: bool) -> None:
+    result = fetched_by(FakeMover(), revoked=revoked)
+    assert result == LoadResult({make_ref(1).prefix_key} if revoked else set(), set())
+
+
+def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
+    mover = FakeMover()
+    fetched_by(mover, revoked=False)
+    assert mover.calls == ["moment", "after", "load 1"]
+
+
+def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
+    """It may fail; a load within a step that shares its slot would be told too late."""
+    index = ChunkIndex(4, disk_capacity_bytes=1000, stored_bytes=lambda _: 1)
+    tracker = RequestTracker.start(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
+    tracker.hasher.update(PROMPT)
+    index.adopt([(make_ref(0)._replace(prefix_key=key), 1) for key in tracker.hasher.chunk_keys()])
+    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1)
+    match = index.lookup(tracker.hasher)
+    assert len(match.refs) == 2
+    assert not planner.must_wait(match, beside=False)
+    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, beside=True), list(range(8)), 2 * CHUNK)
+    assert planner.must_wait(match, beside=False)
+    (fetch,) = planner.take_fetches()
+    planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
+    assert not planner.must_wait(match, beside=False)
+    assert planner.is_idle
+
+
+def scheduler_of(num_ranks: int) -> StoreScheduler:
+    scheduler = StoreScheduler(SchedulerOptions(RULES))
+    scheduler.connect([FACTS] * num_ranks)
+    return scheduler
+
+
+def acked(scheduler: StoreScheduler) -> int:
+    return scheduler.plan_step({}, lambda _: []).acked
+
+
+def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
+    """What a rank fails to load poisons the steps planned before that was known, on every rank."""
+    scheduler = scheduler_of(2)
+    scheduler._in_flight[1] = _Step(acked=0)
+    scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
+    assert acked(scheduler) == 0
+    scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
+    assert acked(scheduler) == 1
+
+
+@pytest.mark.parametrize("is_poisoned", [False, True])
+def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(*, is_poisoned: bool) -> None:
+    scheduler = scheduler_of(1)
+    index = scheduler.index
+    assert index is not None
+    (store,) = index.prepare_store([make_ref(1)])
+    index.complete_store([store], set())
+    key = store.ref.prefix_key
+    scheduler._in_flight = {
+        1: _Step(acked=0),
+        2: _Step(acked=0, verifies=index.prepare_load([store.ref])),
+    }
+    scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, ranks_loaded=1, ranks_ended=1)}))
+    scheduler.complete(StepReport({2: StepResult(mismatches={key}, ranks_loaded=1, ranks_ended=1)}))
+    assert (key in index) is is_poisoned
+
+
+@pytest.mark.parametrize(("computed_tokens", "sent_tokens"), [(CHUNK, 0), (len(PROMPT), 2 * CHUNK)])
+def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed_tokens: int, sent_tokens: int) -> None:
+    """A request that was ended early: the receiver must not wait for what nobody sends."""
+    handovers = Handovers(HandoverOptions(sends=True, receives=False, allows_host=lambda *_: True), RULES)
+    request = FakeRequest("one", PROMPT)
+    tracker = RequestTracker.start(request, NO_EXTRAS, RULES)
+    handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
+    handovers.plan(tracker, computed_tokens, lambda _: list(range(1, 10)))
+    request.num_computed_tokens = computed_tokens
+    answer = handovers.answer(tracker, first_token=None)
+    assert answer is not None
+    spec: Any = answer["disagg_spec"]
+    assert (spec["num_transferred_tokens"], spec["is_last_prefill"]) == (sent_tokens, sent_tokens > 0)

@@ -1,0 +1,299 @@
+"""What the scheduler side counts, around real workers: hits add up by tier, misses have their reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.fake_vllm import BLOCK, CHUNK, CHUNK_FILE_BYTES, FakeVllm, Setup
+from support.remote import FakeServer
+
+from kvstore.adapters.vllm.telemetry.accounts import Accounts
+from kvstore.catalog.plans import MissReason
+from kvstore.errors import TierError
+from kvstore.ops import metrics
+from kvstore.ops.metrics import Tally
+
+PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
+PLAIN = Setup()
+
+Build = Callable[..., FakeVllm]
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    """Makes engines, and ends them one after the other: a new one in the same folder is a restart."""
+    engines: list[FakeVllm] = []
+
+    def build_(setup: Setup = PLAIN, **changes: object) -> FakeVllm:
+        if engines:
+            engines[-1].close()
+        engines.append(FakeVllm(replace(setup, **changes)))  # type: ignore[arg-type] # checked by the dataclass
+        return engines[-1]
+
+    yield build_
+    for engine in engines:
+        engine.close()
+
+
+def count(vllm: FakeVllm, metric: metrics.Metric, *labels: str) -> int:
+    vllm.scheduler.take_tally()
+    return int(vllm.scheduler.totals[metric.key(*labels)])
+
+
+def reasons(vllm: FakeVllm) -> dict[str, int]:
+    counted = {reason.value: count(vllm, metrics.MISSES, reason.value) for reason in MissReason}
+    return {reason: number for reason, number in counted.items() if number}
+
+
+def again(vllm: FakeVllm, prompt: list[int] = PROMPT) -> int:
+    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    vllm.forget_local()
+    vllm.ask("again", prompt)
+    return vllm.loaded_tokens["again"]
+
+
+def other(number: int) -> list[int]:
+    return [49 - number, *PROMPT[1:]]
+
+
+class TestSums:
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_hits_by_tier_add_up_to_what_was_loaded(self, build: Build, tmp_path: Path, ranks: int) -> None:
+        server = FakeServer()
+        first = build(Setup(folder=tmp_path / "first", server=server, ranks=ranks))
+        first.ask("warm", PROMPT[: CHUNK + 1])
+        first.settle()
+        vllm = build(Setup(folder=tmp_path / "second", server=server, ranks=ranks))
+        loaded = asked = 0
+        for prompt in (PROMPT, PROMPT, other(1), [*PROMPT, 1, 2, 3]):
+            asked += len(prompt)
+            loaded += again(vllm, prompt)
+            vllm.settle()
+        tiers = [count(vllm, metrics.HIT_TOKENS, tier) for tier in ("memory", "disk", "remote")]
+        assert sum(tiers) == loaded > 0
+        assert tiers[0] > 0
+        assert tiers[2] == CHUNK
+        assert count(vllm, metrics.ASKED_TOKENS) == asked
+        assert count(vllm, metrics.LOOKUPS) == 4
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_workers_add_up(self, build: Build, tmp_path: Path, ranks: int) -> None:
+        setup = Setup(folder=tmp_path, local_cpu=False, ranks=ranks)
+        vllm = build(setup)
+        vllm.ask("first", PROMPT)
+        vllm.settle()
+        again(vllm)
+        vllm.settle()
+        chunks = count(vllm, metrics.STORED_CHUNKS)
+        assert chunks == 4 == count(vllm, metrics.WRITES, "disk", "done")
+        assert count(vllm, metrics.LOADED_CHUNKS, "disk") == chunks * ranks
+        gathered = sum(worker._mover.counters.bytes_gathered for worker in vllm.workers)
+        assert count(vllm, metrics.MOVED_BYTES, "memory", "store") == gathered > 0
+        for direction in ("load", "store"):
+            assert count(vllm, metrics.MOVED_BYTES, "disk", direction) == chunks * CHUNK_FILE_BYTES * ranks
+        tree = vllm.scheduler.totals.as_tree()
+        calls = tree["tier_call_seconds"]
+        assert isinstance(calls, dict)
+        assert {name: timed["count"] for name, timed in calls["disk"].items()} == {
+            "load": chunks * ranks,
+            "store": chunks * ranks,
+        }
+        levels = vllm.scheduler.totals.levels()
+        disks = [worker._tiers.disk for worker in vllm.workers]
+        assert levels["disk_used_bytes"] == sum(disk.used_bytes for disk in disks if disk is not None) > 0
+        assert levels["breaker_state|disk"] == 0
+
+    def test_a_preempted_request_counts_once(self, build: Build) -> None:
+        vllm = build()
+        request = vllm.add("twice", PROMPT, max_tokens=4)
+        vllm.step()
+        vllm.preempt(request)
+        vllm.run()
+        assert count(vllm, metrics.LOOKUPS) == 1
+        assert count(vllm, metrics.ASKED_TOKENS) == len(PROMPT)
+        assert reasons(vllm) == {"never_stored": 1}
+
+    def test_each_event_is_handed_over_once(self, build: Build) -> None:
+        vllm = build()
+        vllm.ask("first", PROMPT)
+        first, second = vllm.scheduler.take_tally(), vllm.scheduler.take_tally()
+        assert first.counters[metrics.STORED_CHUNKS.key()] == 4
+        assert not second
+
+
+class TestReasons:
+    def test_never_stored_and_whole(self, build: Build) -> None:
+        vllm = build()
+        vllm.ask("first", PROMPT)
+        assert reasons(vllm) == {"never_stored": 1}
+        assert again(vllm) == len(PROMPT) - 1
+        vllm.ask("tiny", [1] * (BLOCK - 1))
+        assert reasons(vllm) == {"never_stored": 1}, "nothing of a prompt that short can be stored"
+
+    def test_evicted(self, build: Build) -> None:
+        vllm = build(slots=4)
+        for number in range(6):
+            vllm.ask(f"{number}", other(number))
+        before = reasons(vllm)
+        assert vllm.index.counters.evicted_memory
+        gone = [number for number in range(6) if again(vllm, other(number)) < len(PROMPT) - 1]
+        fresh = {reason: number - before.get(reason, 0) for reason, number in reasons(vllm).items()}
+        assert fresh["evicted"] >= 1
+        assert sum(fresh.values()) == len(gone)
+
+    def test_evicted_from_memory_only_is_no_miss(self, build: Build, tmp_path: Path) -> None:
+        vllm = build(slots=4, folder=tmp_path, max_write_queue=8)
+        for number in range(4):
+            vllm.ask(f"{number}", other(number))
+            vllm.settle()
+        assert again(vllm, other(0)) == len(PROMPT) - 1
+        assert reasons(vllm) == {"never_stored": 4}
+
+    def test_lost(self, build: Build, tmp_path: Path) -> None:
+        setup = Setup(folder=tmp_path, local_cpu=False)
+        build(setup).ask("first", PROMPT)
+        vllm = build(setup, saves=False)  # or what was lost would be stored anew at once
+        for path in vllm.chunk_files():
+            path.write_bytes(b"")
+        assert again(vllm) == len(PROMPT) - 1, "promised, and computed after all"
+        assert count(vllm, metrics.LOST_CHUNKS) == count(vllm, metrics.FAILED_LOADS) == 4
+        assert again(vllm) == 0
+        assert reasons(vllm) == {"lost": 1}
+
+    def test_removed(self, build: Build, tmp_path: Path) -> None:
+        vllm = build(folder=tmp_path)
+        vllm.ask("first", PROMPT)
+        vllm.settle()
+        assert vllm.scheduler.clear() == 4
+        vllm.settle()
+        assert not vllm.chunk_files(), "also those of an index that is empty now"
+        assert again(vllm) == 0
+        assert reasons(vllm) == {"never_stored": 1, "removed": 1}
+
+    def test_too_short(self, build: Build) -> None:
+        vllm = build(min_retrieve_tokens=len(PROMPT))
+        vllm.ask("first", PROMPT)
+        again(vllm)
+        assert reasons(vllm) == {"never_stored": 1, "too_short": 1}
+
+    def test_not_taken(self, build: Build) -> None:
+        vllm = build()
+        vllm.ask("first", PROMPT)
+        vllm.take = lambda offered: 0
+        again(vllm)
+        assert reasons(vllm) == {"never_stored": 1, "not_taken": 1}
+
+    def test_a_role_that_does_not_load(self, build: Build) -> None:
+        vllm = build(loads=False)
+        vllm.ask("first", PROMPT)
+        assert reasons(vllm) == {"switched_off": 1}
+
+    def test_remote_tier_down(self, build: Build) -> None:
+        server = FakeServer()
+
+        def fail() -> None:
+            raise TierError("broken on purpose")
+
+        vllm = build(server=server)
+        vllm.ask("first", PROMPT)
+        vllm.settle()
+        server.before_put = server.before_contains = fail
+        for number in range(4):
+            vllm.ask(f"{number}", other(number))
+            vllm.settle()
+        assert not vllm.workers[0]._tiers.remote_answers
+        before = reasons(vllm).get("tier_down", 0)
+        vllm.ask("last", other(5))
+        assert reasons(vllm)["tier_down"] == before + 1
+        assert vllm.scheduler.totals.levels()["breaker_state|remote"] == 2
+
+
+class TestSwitch:
+    def test_off_neither_loads_nor_stores_and_on_does_again(self, build: Build, tmp_path: Path) -> None:
+        vllm = build(folder=tmp_path, save_decode=True)
+        vllm.ask("first", PROMPT)
+        vllm.settle()
+        vllm.scheduler.set_enabled(enabled=False)
+        assert again(vllm) == 0
+        vllm.ask("other", other(1), max_tokens=20)
+        assert count(vllm, metrics.STORED_CHUNKS) == 4
+        assert reasons(vllm) == {"never_stored": 1, "switched_off": 2}
+        assert vllm.scheduler.totals.levels()["enabled"] == 0
+        vllm.scheduler.set_enabled(enabled=True)
+        assert again(vllm) == len(PROMPT) - 1
+        vllm.settle()
+        vllm.assert_nothing_leaked()
+
+    def test_what_was_computed_meanwhile_is_stored_afterwards(self, build: Build) -> None:
+        vllm = build(budget=CHUNK)
+        vllm.scheduler.set_enabled(enabled=False)
+        vllm.add("long", PROMPT)
+        vllm.step()
+        vllm.step()
+        vllm.scheduler.set_enabled(enabled=True)
+        vllm.run()
+        assert again(vllm) == len(PROMPT) - 1
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_switching_and_clearing_at_any_time_is_safe(self, build: Build, tmp_path: Path, seed: int) -> None:
+        vllm = build(folder=tmp_path, slots=6, run_ahead=1, save_decode=True, seed=seed, budget=20)
+        for number in range(12):
+            vllm.add(f"{number}", other(vllm.random.randrange(4)), max_tokens=vllm.random.randint(1, 9))
+        while vllm.waiting or vllm.running:
+            vllm.step()
+            chance = vllm.random.random()
+            if chance < 0.2:
+                vllm.scheduler.set_enabled(enabled=vllm.random.random() < 0.6)
+            elif chance < 0.3:
+                vllm.scheduler.call_soon(vllm.scheduler.clear)
+            elif chance < 0.5:
+                vllm.forget_local()
+        vllm.settle()
+        vllm.assert_nothing_leaked()
+
+
+class TestLog:
+    def test_a_line_for_each_request_without_keys_or_tokens(
+        self, build: Build, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG, "kvstore")
+        vllm = build()
+        vllm.ask("first", PROMPT)
+        again(vllm)
+        first, second = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+        asked = "57 tokens, 0 of them in vLLM's own cache"
+        nothing, hit = "hit 0 (memory 0, disk 0, remote 0)", "hit 56 (memory 56, disk 0, remote 0)"
+        assert first == f"request first: {asked}; {nothing}; 4 chunks stored; miss: never_stored"
+        assert second == f"request again: {asked}; {hit}; 0 chunks stored; miss: none"
+
+    def test_a_summary_once_a_minute_and_only_if_something_happened(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "kvstore")
+        books, tally = Accounts(BLOCK, BLOCK), Tally()
+        tally.count(metrics.LOOKUPS.key(), 2)
+        tally.count(metrics.ASKED_TOKENS.key(), 100)
+        tally.count(metrics.HIT_TOKENS.key("disk"), 64)
+        tally.count(metrics.MOVED_BYTES.key("disk", "load"), 3e9)
+        tally.count(metrics.WRITES.key("disk", "failed"), 1)
+        books.summarize(0.0)
+        books.add(tally)
+        books.take(None, enabled=True)
+        for now_s in (59.0, 61.0, 200.0):
+            books.summarize(now_s)
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            "last 61 s: 2 requests asked for 100 tokens, hit 64 (memory 0, disk 64, remote 0); "
+            "0 chunks stored, 0 evicted, 3.00 GB moved; 1 failures"
+        )
+
+
+def test_loads_and_stores_have_names_in_a_profile(build: Build) -> None:
+    vllm = build()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        vllm.ask("first", PROMPT)
+        again(vllm)
+    assert {"kvstore::load", "kvstore::store"} <= {event.name for event in profile.events()}

@@ -1,0 +1,259 @@
+"""Loads and stores beside the steps: others go on, nothing is read or written at the wrong time, nothing is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
+from support.gate import HANG_GUARD_S, Gate
+
+from kvstore.adapters.vllm.plan import Fetch
+from kvstore.adapters.vllm.scheduler import choice
+from kvstore.catalog.plans import MissReason, Place
+from kvstore.keys import NO_EXTRAS, PrefixHasher
+from kvstore.ops import metrics
+from kvstore.paged.base import HostPagedKV
+from kvstore.tiers.base import Outcome
+from kvstore.tiers.disk.tier import DiskTier
+
+PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))
+OTHER = [7, *range(20)]
+
+Build = Callable[..., FakeVllm]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Makes engines over one folder, whose hits all come from disk and beside the steps."""
+    plain = Setup(folder=tmp_path, local_cpu=False, beside=True, saves_beside=True)
+    with one_after_the_other(plain) as build:
+        yield build
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open()  # or the interpreter would wait for the thread at its end
+
+
+@pytest.fixture
+def slow_disk(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Reads wait at the gate."""
+    monkeypatch.setattr(DiskTier, "get", gate.before(DiskTier.get))
+    return gate
+
+
+def warm(vllm: FakeVllm) -> FakeVllm:
+    """Have the prompt on disk, and nowhere else."""
+    vllm.ask("first", PROMPT)
+    vllm.settle()
+    vllm.forget_local()
+    return vllm
+
+
+def reads(vllm: FakeVllm) -> int:
+    return sum(worker._counters().chunks_loaded_from_disk for worker in vllm.workers)
+
+
+def assert_idle(vllm: FakeVllm) -> None:
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_others_compute_while_a_request_waits(build: Build, slow_disk: Gate, ranks: int) -> None:
+    vllm = warm(build(ranks=ranks))
+    waiting = vllm.add("waiting", PROMPT)
+    vllm.step()
+    assert slow_disk.reached.wait(HANG_GUARD_S)
+    other = vllm.add("other", OTHER, max_tokens=5)
+    for _ in range(6):
+        vllm.step()
+    assert (other.state, waiting.state) == ("finished", "loading")
+    slow_disk.open()
+    vllm.run()
+    assert waiting.state == "finished"
+    assert vllm.loaded_tokens["waiting"] == len(PROMPT) - 1
+    assert reads(vllm) == 4 * ranks
+    assert_idle(vllm)
+
+
+def fail_chunk(monkeypatch: pytest.MonkeyPatch, number: int) -> list[None]:
+    """Let every read of the prompt's chunk of this number fail; returns what grows with each."""
+    hasher = PrefixHasher(CHUNK, BLOCK, NO_EXTRAS)
+    hasher.update(PROMPT)
+    original, tries = DiskTier.get, list[None]()
+
+    def get(self: DiskTier, transfers: Any) -> list[Outcome]:
+        outcomes = original(self, transfers)
+        for position, transfer in enumerate(transfers):
+            if transfer.ref.prefix_key == hasher.chunk_keys()[number]:
+                outcomes[position] = Outcome.FAILED
+                tries.append(None)
+        return outcomes
+
+    monkeypatch.setattr(DiskTier, "get", get)
+    return tries
+
+
+def test_a_failed_load_is_computed_and_not_tried_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = warm(build())
+    tries = fail_chunk(monkeypatch, 0)
+    vllm.ask("again", PROMPT)
+    assert len(tries) == 1
+    assert vllm.recovered == 1
+    assert_idle(vllm)
+
+
+def test_what_lies_before_a_failure_is_used(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = warm(build())
+    fail_chunk(monkeypatch, 1)
+    request = vllm.add("again", PROMPT, max_tokens=3)
+    while request.state != "running":
+        loaded_tokens = request.num_computed_tokens
+        vllm.step()
+        time.sleep(0.002)
+    assert loaded_tokens == CHUNK
+    vllm.run()
+    assert_idle(vllm)
+
+
+def test_an_aborted_request_keeps_its_blocks_until_the_load_is_over(build: Build, slow_disk: Gate) -> None:
+    vllm = warm(build())
+    request = vllm.add("gone", PROMPT)
+    vllm.step()
+    assert slow_disk.reached.wait(HANG_GUARD_S)
+    vllm.abort(request)
+    free = len(vllm.free)
+    vllm.step()
+    assert len(vllm.free) == free, "somebody else would have got blocks that are being written"
+    slow_disk.open()
+    vllm.run()
+    assert_idle(vllm)
+
+
+def test_a_chunk_on_its_way_is_waited_for_and_read_once(build: Build, slow_disk: Gate) -> None:
+    warm(build())
+    vllm = build(local_cpu=True)  # memory keeps what is loaded
+    before = reads(vllm)
+    for name in ("one", "two"):
+        vllm.add(name, PROMPT)
+    vllm.step()
+    assert slow_disk.reached.wait(HANG_GUARD_S)
+    vllm.step()
+    assert [request.state for request in vllm.waiting] == ["loading", "waiting"]
+    slow_disk.open()
+    vllm.run()
+    assert reads(vllm) - before == 4
+    assert vllm.loaded_tokens == {"one": len(PROMPT) - 1, "two": 0}, "by then vLLM has it itself"
+    assert_idle(vllm)
+
+
+def test_a_load_that_new_weights_overtake_is_of_no_use(build: Build, slow_disk: Gate) -> None:
+    vllm = warm(build())
+    request = vllm.add("old", PROMPT)
+    vllm.step()
+    assert slow_disk.reached.wait(HANG_GUARD_S)
+    vllm.weights += 1
+    vllm.forget_local()
+    vllm.scheduler.reset_cache()
+    vllm.step()
+    slow_disk.open()
+    vllm.run()  # the model of vLLM notices if one byte of the old weights is used
+    assert request.state == "finished"
+    assert vllm.recovered == 1
+    assert_idle(vllm)
+
+
+def test_blocks_of_a_preempted_request_are_read_before_they_are_given_away(
+    build: Build, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = build(local_cpu=True)
+    slow = vllm.add("slow", PROMPT, max_tokens=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPagedKV, "gather", gate.before(HostPagedKV.gather))
+        vllm.step()
+        assert gate.reached.wait(HANG_GUARD_S)
+        assert vllm.index.counters.stored == 0, "the step did not wait for it"
+        vllm.preempt(slow)
+        (worker,) = vllm.workers
+        waits: list[bool] = []
+        original = worker._courier.finish_saves
+
+        def finish_saves() -> None:
+            waits.append(True)
+            gate.open()
+            original()
+
+        patch.setattr(worker._courier, "finish_saves", finish_saves)
+        vllm.step()
+        assert waits == [True]
+    vllm.run()
+    vllm.forget_local()
+    vllm.ask("again", PROMPT)
+    assert vllm.loaded_tokens["again"] == len(PROMPT) - 1
+    assert_idle(vllm)
+
+
+def test_an_ended_request_keeps_its_blocks_until_they_are_read(
+    build: Build, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = build()
+    monkeypatch.setattr(HostPagedKV, "gather", gate.before(HostPagedKV.gather))
+    vllm.add("quick", PROMPT)
+    for _ in range(3):
+        vllm.step()
+    assert set(vllm.kept) == {"quick"}
+    gate.open()
+    vllm.run()
+    assert not vllm.kept
+    assert_idle(vllm)
+
+
+def test_computing_what_is_dear_to_load(build: Build) -> None:
+    vllm = warm(build())
+    choice = vllm.scheduler._choice
+    for _ in range(3):
+        choice.loaded({Place.DISK: 64}, 60.0)
+        choice.computed(64, 0.001)
+    vllm.ask("again", PROMPT)
+    assert vllm.loaded_tokens["again"] == 0
+    vllm.scheduler.take_tally()
+    assert vllm.scheduler.totals[metrics.MISSES.key(MissReason.DEARER.value)] == 1
+    assert_idle(vllm)
+
+
+def test_a_fault_of_the_program_reaches_vllm(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread must not swallow what nobody foresaw."""
+    vllm = warm(build())
+    (worker,) = vllm.workers
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(worker._courier._loader, "load", broken)
+    worker._courier.fetch(Fetch(99, "one"))
+    worker._courier._fetching[99][1].exception()  # wait for it
+    with pytest.raises(ZeroDivisionError):
+        worker.end_loads()
+    worker._courier._fetching.clear()
+
+
+def test_those_that_have_ended_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chat, turn after turn: nobody would gain from a load beside the steps, so none goes there."""
+    monkeypatch.setattr(choice, "BRIEF_S", 0.0)
+    with one_after_the_other(Setup(gpu_blocks=200, slots=40, beside=None)) as build:
+        vllm = build()
+        prompt = [number % 50 for number in range(8 * CHUNK)]  # long enough to be measured
+        for number in range(6):
+            vllm.ask(f"turn {number}", prompt)
+            vllm.forget_local()
+            assert vllm.loaded_tokens[f"turn {number}"] == (len(prompt) - 1 if number else 0)
+        assert vllm.scheduler._choice._load_s({Place.MEMORY: len(prompt)})  # enough is known to choose
+        assert vllm.scheduler._loads is not None
+        assert vllm.scheduler._loads._number == 0

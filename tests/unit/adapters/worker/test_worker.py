@@ -1,0 +1,342 @@
+"""The worker side alone: what it does with plans, and in which order hooks may come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from support.gate import HANG_GUARD_S, Gate
+from support.remote import REMOTE
+from support.remote import install as install_remote
+from support.rig import FakeTier, install
+
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepReport, StepResult, Written
+from kvstore.adapters.vllm.requests.disagg import DisaggSpec
+from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.engine import EngineOptions
+from kvstore.errors import TierError
+from kvstore.handover.pusher import PushJob
+from kvstore.handover.transport import Transport
+from kvstore.keys import Namespace
+from kvstore.paged.binding import bind_paged_kv
+from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
+
+REF = ChunkRef(b"k" * 16, 2)
+OTHER = ChunkRef(b"o" * 16, 2)
+
+
+@pytest.fixture
+def cache() -> torch.Tensor:
+    return torch.arange(16 * 8, dtype=torch.int64).reshape(16, 1, 4, 2)
+
+
+@pytest.fixture
+def worker(cache: torch.Tensor, tmp_path: Path) -> Iterator[StoreWorker]:
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+    worker = StoreWorker(paged, Namespace({"model": "one"}), options)
+    worker.facts()
+    yield worker
+    worker.close()
+
+
+def store(ref: ChunkRef, slot: int, blocks: list[int], *, write_behind: bool = False) -> ReqMeta:
+    return ReqMeta(
+        "store", stores=[StoreJob(StoreStep(ref, slot, (Place.DISK,) if write_behind else ()), as_block_ids(blocks))]
+    )
+
+
+def load(ref: ChunkRef, slot: int, blocks: list[int], *, from_disk: bool = False) -> ReqMeta:
+    return ReqMeta(
+        "load", loads=[LoadJob(LoadStep(ref, slot, Place.DISK if from_disk else Place.MEMORY), as_block_ids(blocks), 0)]
+    )
+
+
+def carry_out(worker: StoreWorker, plan: StepPlan) -> StepReport | None:
+    worker.begin_step(plan)
+    worker.load()
+    worker.store()
+    return worker.take_report()
+
+
+def result_of(report: StepReport | None, number: int) -> StepResult:
+    assert report is not None
+    return report.steps[number]
+
+
+def test_stores_then_loads(worker: StoreWorker, cache: torch.Tensor) -> None:
+    wanted = cache[[1, 2]].clone()
+    stored = result_of(carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2])])), 1)
+    assert stored == StepResult(ranks_loaded=1, ranks_ended=1)
+    loaded = result_of(carry_out(worker, StepPlan(2, 1, [load(REF, 0, [7, 5])])), 2)
+    assert loaded == StepResult(load_s=loaded.load_s, ranks_loaded=1, ranks_ended=1)
+    assert torch.equal(cache[[7, 5]], wanted)
+    assert not worker.take_failed_block_ids()
+
+
+def test_loads_may_start_twice_or_after_the_forward_pass(worker: StoreWorker, cache: torch.Tensor) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2])]))
+    worker.begin_step(StepPlan(2, 1, [load(REF, 0, [7, 5])]))
+    worker.load()
+    cache[[7, 5]] = 0
+    worker.load()
+    assert not cache[[7, 5]].any(), "a second call must not overwrite what was computed"
+
+
+def test_hooks_outside_a_step_do_nothing(worker: StoreWorker) -> None:
+    worker.load()
+    worker.store()
+    assert worker.take_report() is None
+
+
+def test_an_empty_plan_reports_nothing(worker: StoreWorker) -> None:
+    assert carry_out(worker, StepPlan(1, 0)) is None
+
+
+def test_a_step_that_computes_is_reported(worker: StoreWorker) -> None:
+    """vLLM tells when it was over, and steps that compute nothing come in between, of which it may tell nothing."""
+    assert carry_out(worker, StepPlan(1, 0, computes=True)) == StepReport(computed=1)
+    assert carry_out(worker, StepPlan(2, 1)) is None
+
+
+def test_a_missing_chunk_fails_and_names_its_blocks(worker: StoreWorker) -> None:
+    report = carry_out(worker, StepPlan(1, 0, [load(REF, 0, [7, 5])]))
+    assert result_of(report, 1).failed_loads == {REF.prefix_key}
+    assert worker.take_failed_block_ids() == {5, 7}
+    assert worker.take_failed_block_ids() == set()
+
+
+def test_lost_blocks_are_reported_as_failed(worker: StoreWorker) -> None:
+    report = carry_out(worker, StepPlan(1, 0, [ReqMeta("one", lost_block_ids=[3])]))
+    assert result_of(report, 1).is_poisoned
+    assert worker.take_failed_block_ids() == {3}
+
+
+def test_stores_are_refused_until_the_failure_is_known(worker: StoreWorker) -> None:
+    carry_out(worker, StepPlan(1, 0, [load(OTHER, 3, [9, 8])]))
+    for number, acked, refused in ((2, 0, True), (3, 0, True), (4, 1, False)):
+        report = carry_out(worker, StepPlan(number, acked, [store(REF, 0, [1, 2], write_behind=refused)]))
+        assert (result_of(report, number).failed_stores == {REF.prefix_key}) is refused
+        assert report is not None
+        assert report.writes == ([Written(Place.DISK, REF, False)] if refused else [])
+
+
+def test_ended_requests_are_reported_once_even_without_stores(worker: StoreWorker) -> None:
+    report = carry_out(worker, StepPlan(1, 0, [ReqMeta("done", finished=True)]))
+    assert result_of(report, 1).ranks_ended == 1
+    assert worker.take_ended_requests() == {"done"}
+    assert worker.take_ended_requests() == set()
+
+
+def test_a_new_epoch_forgets_memory_and_disk(worker: StoreWorker) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    assert worker._mover.flush(10)
+    for number, from_disk in ((2, False), (3, True)):
+        report = carry_out(
+            worker, StepPlan(number, number, [load(REF, 0, [7, 5], from_disk=from_disk)], epoch="2" * (number == 2))
+        )
+        assert result_of(report, number).failed_loads == {REF.prefix_key}
+
+
+def test_removals_leave_the_disk_before_the_steps_own_loads(worker: StoreWorker) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    assert worker._mover.flush(10)
+    report = carry_out(worker, StepPlan(2, 1, [load(REF, 1, [7, 5], from_disk=True)], removals=[REF]))
+    assert result_of(report, 2).failed_loads == {REF.prefix_key}
+
+
+def test_a_step_waits_for_no_removal_and_no_reset(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may hang in each of them: the model's thread goes on, and what was there is found no more."""
+    tier, gate = FakeTier(), Gate()
+    install(monkeypatch, tier)
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(
+        paged, Namespace({"model": "one"}), EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20)
+    )
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    assert worker._mover.flush(HANG_GUARD_S)
+    monkeypatch.setattr(tier, "remove", gate.before(tier.remove))
+    monkeypatch.setattr(tier, "reset", gate.before(tier.reset))
+    for number, plan in enumerate(
+        [
+            StepPlan(2, 1, [load(REF, 1, [7, 5], from_disk=True)], removals=[REF]),
+            StepPlan(3, 2, [load(REF, 1, [7, 5], from_disk=True)], epoch="new"),
+            StepPlan(4, 3, [store(REF, 2, [1, 2], write_behind=True)]),
+            StepPlan(5, 4, [load(REF, 1, [7, 5], from_disk=True)]),
+        ],
+        2,
+    ):
+        result = result_of(carry_out(worker, plan), number)
+        assert result.failed_loads == ({REF.prefix_key} if number != 4 else set())
+    assert gate.reached.wait(HANG_GUARD_S)
+    assert REF in tier.chunks, "nothing has been carried out yet"
+    gate.open()
+    assert worker._mover.flush(HANG_GUARD_S)
+    assert [namespace.fields["epoch"] for namespace in tier.namespaces] == ["new"]
+    assert REF in tier.chunks, "the new epoch's"
+    worker.close()
+
+
+def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
+    """Also if its receiver is connected to later; the model's thread does not wait for what is on its way."""
+    connected: list[Namespace] = []
+    gate, namespace = Gate(), Namespace({"model": "one"})
+
+    def connect(_url: str, namespace: Namespace, *_: object) -> Transport:
+        gate()
+        connected.append(namespace)
+        raise TierError("nobody there")
+
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    push = PushOptions(0, 1 << 20, connect=connect)
+    worker = StoreWorker(paged, namespace, EngineOptions(4 * 4096), WorkerOptions(push=push))
+    handed = ReqMeta("r", receiver=DisaggSpec("r", "127.0.0.1", (7000,)), pushes=[PushJob(REF, as_block_ids([1, 2]))])
+    carry_out(worker, StepPlan(1, 0, [handed]))
+    assert gate.reached.wait(HANG_GUARD_S)
+    pusher, buffers = worker._pusher, buffer_of(worker)
+    for number in range(2, 6):
+        carry_out(worker, StepPlan(number, number - 1, [handed], epoch=f"epoch {number}"))
+    assert (worker._pusher, buffer_of(worker)) == (pusher, buffers), "no memory for each reset"
+    gate.open()
+    worker.close()
+    assert {space.id for space in connected} == {
+        namespace.id,
+        *(namespace.at_epoch(f"epoch {n}").id for n in range(2, 6)),
+    }
+    assert not any(thread.name == "kvstore-push" for thread in threading.enumerate())
+
+
+def buffer_of(worker: StoreWorker) -> int:
+    """The address of what is handed over."""
+    assert worker._pusher is not None
+    return int(worker._pusher._pool.slot(0).ctypes.data)
+
+
+def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
+    report = StepReport({1: StepResult(failed_loads={b"a"})}, writes=[Written(Place.DISK, REF, True)])
+    report.merge(StepReport({1: StepResult(failed_stores={b"b"}, ranks_ended=1), 2: StepResult(lost_blocks=True)}))
+    assert report.disk_answers
+    other = StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, ranks_ended=1)
+    report.merge(StepReport({2: other}, writes=[Written(Place.DISK, REF, False)], disk_answers=False))
+    assert report == StepReport(
+        {
+            1: StepResult(failed_loads={b"a"}, failed_stores={b"b"}, ranks_ended=1),
+            2: StepResult(failed_loads={b"c"}, lost_chunks={b"c"}, lost_blocks=True, ranks_ended=1),
+        },
+        writes=[Written(Place.DISK, REF, True), Written(Place.DISK, REF, False)],
+        disk_answers=False,
+    )
+
+
+def test_facts_tell_what_a_restart_finds(worker: StoreWorker, cache: torch.Tensor, tmp_path: Path) -> None:
+    carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
+    worker.close()
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+    reopened = StoreWorker(paged, Namespace({"model": "one"}), options)
+    facts = reopened.facts()
+    reopened.close()
+    assert facts.survivors == [(REF, facts.stored_bytes[1])]
+    assert (facts.num_slots, facts.slot_bytes, facts.disk_capacity_bytes) == (4, 4096, 1 << 20)
+
+
+def test_a_start_that_fails_leaves_the_folder_to_the_next(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+
+    def unreadable(self: DiskTier) -> list[tuple[ChunkRef, int]]:
+        raise TierError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "scan", unreadable)
+        with pytest.raises(TierError, match="broken on purpose"):
+            StoreWorker(paged, Namespace({"model": "one"}), options)
+    StoreWorker(paged, Namespace({"model": "one"}), options).close()
+
+
+def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk was found to be wrong while a thread beside the model was about to send it."""
+    server = install_remote(monkeypatch)
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(
+        paged,
+        Namespace({"model": "one"}),
+        EngineOptions(4 * 4096, remote=REMOTE),
+        WorkerOptions(saves_beside=True),
+    )
+    gate, stores, finish_saves = Gate(), worker._courier._storer, worker._courier.finish_saves
+    monkeypatch.setattr(stores, "store", gate.before(stores.store))
+
+    def wait_for_saves() -> None:
+        gate.open()
+        finish_saves()
+
+    sent = StoreJob(StoreStep(REF, 0, (Place.REMOTE,)), as_block_ids([1, 2]))
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("store", stores=[sent])]))
+    assert gate.reached.wait(HANG_GUARD_S)
+    monkeypatch.setattr(worker._courier, "finish_saves", wait_for_saves)
+    worker.begin_step(StepPlan(2, 1, recalls=[REF]))
+    wait_for_saves()
+    assert not worker._mover.flush(HANG_GUARD_S).pending
+    assert not server.all_chunks()
+    worker.close()
+
+
+def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
+    cache: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has taken its memory by then, and staging buffers want some, too."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
+
+    def no_room(self: Mover) -> Mover:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, "beside", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            StoreWorker(paged, Namespace({"model": "one"}), options)
+    StoreWorker(paged, Namespace({"model": "one"}), options).close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, beside: bool) -> None:
+    """The scheduler tells of no removal from memory; the chunk is stored again, into the same slot or another."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(
+        paged,
+        Namespace({"model": "one"}),
+        EngineOptions(4 * 4096, max_local_gpu_bytes=4 * 4096),
+        WorkerOptions(saves_beside=beside),
+    )
+    numbers = count(1)
+
+    def step(meta: ReqMeta) -> None:
+        number = next(numbers)
+        carry_out(worker, StepPlan(number, number - 1, [meta]))
+        worker._courier.finish_saves()
+
+    step(store(REF, 0, [1, 2]))
+    for _ in range(3):
+        step(load(REF, 0, [7, 5]))
+    assert worker._mover.counters.chunks_loaded_from_gpu == 1
+    cache[[1, 2]] += 1000
+    step(store(REF, slot, [1, 2]))
+    for hot_loads in (1, 1, 2):
+        cache[[7, 5]] = 0
+        step(load(REF, slot, [7, 5]))
+        assert torch.equal(cache[[7, 5]], cache[[1, 2]])
+        assert worker._mover.counters.chunks_loaded_from_gpu == hot_loads
+    worker.close()

@@ -1,0 +1,303 @@
+"""Handing over what a model computes: what is gathered when, what is trusted, and receivers that fail or hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
+
+from kvstore.errors import TierError
+from kvstore.handover.pusher import (
+    STALL_S,
+    PushCounters,
+    Pusher,
+    PushJob,
+    Receiver,
+    StepPush,
+    _Delivery,
+    _Room,
+    _Sender,
+)
+from kvstore.handover.transport import Parcel, Transport
+from kvstore.memory.slabs import SlabPool
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
+from kvstore.transfer.mover import as_block_ids
+
+HERE, THERE = Receiver("here", 1), Receiver("there", 2)
+
+
+class Inbox(Transport):
+    """A receiver in memory."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[ChunkRef, ByteArray] = {}
+        self.seen: list[range] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.error: TierError | None = None
+        self.calls = 0
+        self.is_closed = False
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        done_layers = 0
+        for layers in ready:
+            self.seen.append(layers)
+            done_layers = layers.stop
+        assert self.may_go.wait(10)
+        if done_layers < 2:
+            return [Outcome.FAILED] * len(parcels)
+        self.chunks.update({parcel.ref: parcel.payload.copy() for parcel in parcels})
+        return [Outcome.STORED] * len(parcels)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    for number, cache in enumerate(rig.caches.values()):
+        for block in range(rig.num_blocks):
+            cache[block] = (7 * block + number) % 251
+    return rig
+
+
+@pytest.fixture
+def inboxes() -> dict[Receiver, Inbox]:
+    return {HERE: Inbox(), THERE: Inbox()}
+
+
+Open = Callable[..., Pusher]
+
+
+@pytest.fixture
+def open_pusher(rig: Rig, inboxes: dict[Receiver, Inbox]) -> Iterator[Open]:
+    opened: list[Pusher] = []
+
+    def open_(slots: int = 8) -> Pusher:
+        opened.append(Pusher(rig.paged, slots * SLOT_BYTES, inboxes.__getitem__, PushCounters()))
+        return opened[-1]
+
+    yield open_
+    for inbox in inboxes.values():
+        inbox.may_go.set()
+    for pusher in opened:
+        pusher.close(10)
+
+
+def job(number: int, num_blocks: int = BLOCKS_PER_CHUNK) -> PushJob:
+    blocks = range(number * BLOCKS_PER_CHUNK, number * BLOCKS_PER_CHUNK + num_blocks)
+    return PushJob(ChunkRef(number.to_bytes(16, "big"), num_blocks), as_block_ids(blocks))
+
+
+def payload_of(rig: Rig, one: PushJob) -> ByteArray:
+    payload = np.empty(rig.layout.payload_bytes(one.ref.num_blocks), np.uint8)
+    rig.paged.gather(one.block_ids, payload)
+    return payload
+
+
+@pytest.mark.parametrize("layers", [(), (0,), (0, 1), (1, 0)])
+def test_all_arrives_however_many_layers_are_named(
+    rig: Rig, inboxes: dict[Receiver, Inbox], open_pusher: Open, layers: tuple[int, ...]
+) -> None:
+    pusher = open_pusher()
+    step = pusher.begin([(HERE, [job(0), job(1)]), (THERE, [job(2, 1)])])
+    for layer in layers:
+        step.reach(layer)
+    step.finish(trusted=True)
+    wanted = {one.ref: payload_of(rig, one) for one in (job(0), job(1), job(2, 1))}
+    rig.poison()  # the blocks are free as soon as the step ends
+    assert pusher.flush(10)
+    found = {**inboxes[HERE].chunks, **inboxes[THERE].chunks}
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[ref], payload) for ref, payload in wanted.items())
+    assert len(inboxes[THERE].chunks) == 1
+    assert pusher.counters == PushCounters(sent=3, sent_bytes=sum(map(len, wanted.values())))
+    assert len(pusher.take_seconds()) == 2
+
+
+def test_the_last_layer_waits_for_the_end_of_the_step(inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:
+    pusher = open_pusher()
+    step = pusher.begin([(HERE, [job(0)])])
+    step.reach(0)
+    step.reach(1)
+    assert not pusher.flush(0.2)
+    assert inboxes[HERE].seen == [range(1)]
+    step.finish(trusted=True)
+    assert pusher.flush(10)
+    assert inboxes[HERE].seen == [range(1), range(1, 2)]
+
+
+def test_a_step_that_is_not_trusted_hands_over_nothing(inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:
+    pusher = open_pusher(slots=2)
+    for _ in range(3):  # and keeps no room
+        step = pusher.begin([(HERE, [job(0), job(1), job(2)])])
+        step.reach(0)
+        step.finish(trusted=False)
+        assert pusher.flush(10)
+    assert not inboxes[HERE].chunks
+    assert pusher.counters.sent == 0
+    step = pusher.begin([(HERE, [job(0), job(1)])])
+    step.finish(trusted=True)
+    assert pusher.flush(10)
+    assert len(inboxes[HERE].chunks) == 2
+
+
+def test_more_than_the_buffer_holds(rig: Rig, inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:
+    pusher = open_pusher(slots=2)
+    jobs = [job(number) for number in range(9)]
+    step = pusher.begin([(HERE, jobs)])
+    step.reach(0)
+    step.reach(1)
+    step.finish(trusted=True)
+    assert pusher.flush(10)
+    found = inboxes[HERE].chunks
+    assert len(found) == 9
+    assert all(np.array_equal(found[one.ref], payload_of(rig, one)) for one in jobs)
+
+
+class Waits:
+    """Stands in for waiting for room: time passes only there. After ``frees_s`` each, a slot comes free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *frees_s: float) -> None:
+        self.seconds: list[float] = []
+        frees = iter(frees_s)
+
+        def wait(room: _Room, timeout_s: float) -> float:
+            free_s = next(frees, timeout_s + 1)
+            if free_s <= timeout_s:
+                room.give_back([0])
+            self.seconds.append(min(free_s, timeout_s))
+            return self.seconds[-1]
+
+        monkeypatch.setattr(_Room, "_wait", wait)
+
+
+def test_a_step_waits_once_for_room_however_many_chunks_lack_it(
+    inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, pusher = Waits(monkeypatch), open_pusher(slots=2)
+    inboxes[HERE].may_go.clear()
+    pusher.begin([(HERE, [job(number) for number in range(8)])]).finish(trusted=True)
+    assert waits.seconds == [STALL_S]
+    assert pusher.counters.refused == 6
+
+
+def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = Waits(monkeypatch, STALL_S / 2, STALL_S / 4, STALL_S / 2, STALL_S / 2)
+    monkeypatch.setattr(StepPush, "_start", lambda *_: None)  # nobody gives the slots back
+    refused: list[PushJob] = []
+    room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
+    assert room.take(1) == [0]
+    step = StepPush(rig.paged, room, pool, refused.append)
+    step.add([job(number) for number in range(5)], cast("_Sender", None))
+    step.finish(trusted=True)
+    pool.close()
+    assert waits.seconds == [STALL_S / 2, STALL_S / 4, STALL_S / 4]
+    assert [one.ref for one in refused] == [job(number).ref for number in (2, 3, 4)]
+
+
+def test_steps_after_one_that_waited_in_vain_do_not_wait_until_something_was_taken(
+    inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, pusher = Waits(monkeypatch), open_pusher(slots=2)
+    inboxes[HERE].may_go.clear()
+    for _ in range(3):
+        pusher.begin([(HERE, [job(0), job(1), job(2)])]).finish(trusted=True)
+    assert waits.seconds == [STALL_S]
+    assert pusher.counters.refused == 1 + 3 + 3
+    inboxes[HERE].may_go.set()
+    assert pusher.flush(10)
+    inboxes[HERE].may_go.clear()
+    pusher.begin([(HERE, [job(0), job(1), job(2)])]).finish(trusted=True)
+    assert waits.seconds == [STALL_S, STALL_S], "it had been free in between"
+    inboxes[HERE].may_go.set()
+    assert pusher.flush(10)
+    pusher.begin([(THERE, [job(2)])]).finish(trusted=True)
+    assert pusher.flush(10)
+    assert len(inboxes[THERE].chunks) == 1
+
+
+def test_a_receiver_that_fails_is_left_alone_for_a_while(
+    inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pusher = open_pusher(slots=2)
+    inboxes[HERE].error = TierError("it is of another kind: dtype")
+    for _ in range(5):
+        pusher.begin([(HERE, [job(0)]), (THERE, [job(1)])]).finish(trusted=True)
+        assert pusher.flush(10)
+    assert inboxes[HERE].calls == 1
+    assert inboxes[HERE].is_closed
+    assert pusher.counters.failed == 1
+    assert pusher.counters.sent == 5
+    (line,) = [record.message for record in caplog.records if "dtype" in record.message]
+    assert line.startswith("KV cannot be handed over to here:1, which computes it then: it is of another kind: dtype")
+    monkeypatch.setattr("kvstore.handover.pusher.PROBE_INTERVAL_S", 0.0)
+    pusher._senders[HERE]._broken_until_s = 0.0
+    inboxes[HERE].error = None
+    pusher.begin([(HERE, [job(0)])]).finish(trusted=True)
+    assert pusher.flush(10)
+    assert len(inboxes[HERE].chunks) == 1
+
+
+def test_close_is_bounded_and_leaves_no_thread(inboxes: dict[Receiver, Inbox], open_pusher: Open) -> None:
+    pusher = open_pusher()
+    inboxes[HERE].may_go.clear()
+    pusher.begin([(HERE, [job(0)]), (THERE, [job(1)])]).finish(trusted=True)
+    pusher.begin([(HERE, [job(2)])]).finish(trusted=True)
+    pusher.close(0.2)
+    inboxes[HERE].may_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvstore-push":
+            thread.join(10)
+    assert not any(thread.name == "kvstore-push" for thread in threading.enumerate())
+    assert inboxes[HERE].is_closed
+    assert inboxes[THERE].is_closed
+
+
+def test_the_longest_unused_receiver_goes_when_there_are_many(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.handover.pusher.MAX_RECEIVERS", 2)
+    inboxes = {Receiver("host", port): Inbox() for port in range(1, 5)}
+    pusher = Pusher(rig.paged, 4 * SLOT_BYTES, inboxes.__getitem__, PushCounters())
+    for receiver in inboxes:
+        pusher.begin([(receiver, [job(receiver.port)])]).finish(trusted=True)
+        assert pusher.flush(10)
+    pusher.close(10)
+    assert all(inbox.is_closed and len(inbox.chunks) == 1 for inbox in inboxes.values())
+
+
+def test_the_buffer_is_not_used_again_while_it_is_gathered_into(
+    rig: Rig, inboxes: dict[Receiver, Inbox], open_pusher: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver that fails at once must not free places that the model's thread still fills."""
+    inboxes[HERE].error = TierError("gone")
+    pusher, settled, finished = open_pusher(), threading.Event(), threading.Event()
+    real_wait, real_note = _Delivery.wait, pusher._note
+    noted: list[bool] = []
+
+    def wait(delivery: _Delivery) -> None:
+        settled.set()
+        real_wait(delivery)
+
+    def note(*arguments: Any) -> None:
+        noted.append(finished.is_set())
+        real_note(*arguments)
+        settled.set()
+
+    monkeypatch.setattr(_Delivery, "wait", wait)
+    monkeypatch.setattr(pusher, "_note", note)
+    step = pusher.begin([(HERE, [job(0)])])
+    assert settled.wait(10)
+    finished.set()
+    step.finish(trusted=True)
+    assert pusher.flush(10)
+    assert noted == [True]

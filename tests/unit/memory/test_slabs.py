@@ -1,0 +1,276 @@
+"""The pool of slots and the labels on them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.errors import ConfigError
+from kvstore.layout import KVLayout
+from kvstore.memory.pinning import NoPinner, find_pinner
+from kvstore.memory.slabs import SlabPool
+from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.cpu import CpuTier
+
+LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=32)
+
+
+def test_slots_are_aligned_apart_and_stay_where_they_are() -> None:
+    pool = SlabPool(5, 3 * 4096)
+    try:
+        for number in range(5):
+            slot = pool.slot(number)
+            assert slot.dtype == np.uint8
+            assert (slot.shape, slot.flags.writeable) == ((3 * 4096,), True)
+            assert slot.ctypes.data % 4096 == 0
+            assert pool.slot(number) is slot
+            slot[:] = number
+        assert all((pool.slot(number) == number).all() for number in range(5))
+    finally:
+        pool.close()
+
+
+def test_populating_keeps_what_was_written() -> None:
+    pool = SlabPool(64, 1 << 20)
+    for number in range(64):
+        pool.slot(number)[:8] = number + 1
+    assert pool.wait_populated(60.0)
+    assert [int(pool.slot(number)[0]) for number in range(64)] == list(range(1, 65))
+    assert not pool.slot(63)[8:].any()  # fresh memory is zero
+    pool.close()
+
+
+def test_close_ends_populating_and_may_be_repeated() -> None:
+    pool = SlabPool(2048, 1 << 20)  # 2 GiB of addresses, of which almost nothing is touched before the end
+    slot = pool.slot(0)
+    pool.close()
+    pool.close()
+    assert pool.wait_populated(0.0)
+    slot[:] = 1  # views stay valid
+    assert slot.all()
+
+
+class FakePinner:
+    """Remembers what is pinned; refuses from a given call on; waits before each piece until it is let go."""
+
+    def __init__(self, refuse_from: int = 1000) -> None:
+        self.pinned: dict[int, int] = {}
+        self.calls = 0
+        self.gate = threading.Semaphore(1000)
+        self.threads: set[str] = set()
+        self._refuse_from = refuse_from
+        self._lock = threading.Lock()
+
+    def pin(self, address: int, num_bytes: int) -> str | None:
+        assert self.gate.acquire(timeout=30.0)
+        with self._lock:
+            self.calls += 1
+            self.threads.add(threading.current_thread().name)
+            if self.calls >= self._refuse_from:
+                return "no more"
+            self.pinned[address] = num_bytes
+            return None
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_pieces_are_whole_slots_and_cover_the_pool() -> None:
+    pinner = FakePinner()
+    pool = SlabPool(10, 12288, pinner=pinner, piece_bytes=3 * 12288 + 5000)
+    assert pool.wait_populated(30.0)
+    base = pool.slot(0).ctypes.data
+    assert {address - base: size for address, size in pinner.pinned.items()} == {
+        piece * 3 * 12288: (3 if piece < 3 else 1) * 12288 for piece in range(4)
+    }
+    assert pool.pinned_bytes == 10 * 12288
+    assert pool.ready_slots == 10
+    assert pinner.threads == {"kvstore-populate-0", "kvstore-populate-1"}
+    pool.close()
+    assert not pinner.pinned
+    assert pool.pinned_bytes == 0
+    pool.close()
+
+
+def test_a_slot_larger_than_a_piece() -> None:
+    pinner = FakePinner()
+    pool = SlabPool(3, 1 << 20, pinner=pinner, piece_bytes=4096)
+    assert pool.wait_populated(30.0)
+    assert set(pinner.pinned.values()) == {1 << 20}
+    pool.close()
+
+
+def test_the_first_slots_are_ready_while_the_rest_is_not() -> None:
+    pinner = FakePinner()
+    pinner.gate = threading.Semaphore(0)
+    pool = SlabPool(8, 4096, pinner=pinner, piece_bytes=2 * 4096)
+    assert pool.ready_slots == 0
+    pool.slot(7)[:] = 7  # a slot that is not ready works
+    seen = []
+    for _ in range(4):
+        pinner.gate.release()
+        seen.append(pool.ready_slots)
+    assert pool.wait_populated(30.0)
+    assert pool.ready_slots == 8
+    assert seen == sorted(seen)
+    assert (pool.slot(7) == 7).all()
+    pool.close()
+
+
+def test_slots_are_not_ready_before_those_in_front_of_them() -> None:
+    first, rest = threading.Event(), threading.Event()
+
+    class Slow(FakePinner):
+        """Its first piece comes last."""
+
+        def pin(self, address: int, num_bytes: int) -> str | None:
+            if threading.current_thread().name == "kvstore-populate-0":
+                assert first.wait(30.0)
+            problem = super().pin(address, num_bytes)
+            if len(self.pinned) == 4:
+                rest.set()
+            return problem
+
+    pool = SlabPool(8, 4096, pinner=Slow(), piece_bytes=4096)
+    assert rest.wait(30.0)
+    pool._threads[1].join(30.0)
+    assert pool.ready_slots == 0, "every second one is ready, but not the first"
+    first.set()
+    assert pool.wait_populated(30.0)
+    assert pool.ready_slots == 8
+    pool.close()
+
+
+def test_what_cannot_be_pinned_is_told_once_and_used(caplog: pytest.LogCaptureFixture) -> None:
+    pinner = FakePinner(refuse_from=2)
+    with caplog.at_level(logging.WARNING):
+        pool = SlabPool(12, 4096, pinner=pinner, piece_bytes=4096)
+        assert pool.wait_populated(30.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot pin the CPU pool (no more): copies between it and the GPU are slower"
+    ]
+    assert pinner.calls <= 3  # each thread asks once more at most
+    assert pool.pinned_bytes == 4096
+    assert pool.ready_slots == 12
+    pool.slot(11)[:] = 1
+    pool.close()
+    assert not pinner.pinned
+
+
+def test_close_unpins_what_was_pinned_so_far() -> None:
+    pinner = FakePinner()
+    pinner.gate = threading.Semaphore(3)
+    pool = SlabPool(2000, 4096, pinner=pinner, piece_bytes=4096)
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    pinner.gate.release(1000)
+    closer.join(30.0)
+    assert not closer.is_alive()
+    assert not pinner.pinned
+
+
+def test_without_cuda_nothing_is_pinned() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        pytest.skip("CUDA is in use")
+    assert isinstance(find_pinner(), NoPinner)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_slots_are_pinned_for_the_gpu() -> None:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    pool = SlabPool(8, 1 << 20, piece_bytes=2 << 20)
+    assert pool.wait_populated(30.0)
+    slots = [torch.from_numpy(pool.slot(number)) for number in range(8)]
+    assert all(slot.is_pinned() for slot in slots)
+    for number, slot in enumerate(slots):
+        slot.copy_(torch.full((1 << 20,), number, dtype=torch.uint8, device="cuda"))
+    assert [int(slot.sum()) for slot in slots] == [number << 20 for number in range(8)]
+    pool.close()
+    assert not slots[0].is_pinned()
+
+
+@pytest.mark.parametrize(("slots", "size"), [(0, 4096), (-1, 4096), (1, 0), (1, 100), (1, 4097), (1, -4096)])
+def test_impossible_pools(slots: int, size: int) -> None:
+    with pytest.raises(ConfigError, match="max_local_cpu_size"):
+        SlabPool(slots, size)
+
+
+@pytest.mark.parametrize("slots", [2**46, 2**60, 2**80])
+def test_absurd_pools(slots: int) -> None:
+    with pytest.raises(ConfigError, match="lower max_local_cpu_size"):
+        SlabPool(slots, 4096)
+
+
+def test_a_slot_is_read_only_as_what_it_was_published_as() -> None:
+    tier = CpuTier(SlabPool(2, 4096))
+    one, other = ChunkRef(b"1" * 16, 1), ChunkRef(b"2" * 16, 1)
+    assert tier.capacity_bytes == 8192
+    assert tier.read(0, one) is None
+    slot = tier.claim(0)
+    assert tier.read(0, one) is None
+    tier.publish(0, one)
+    assert tier.read(0, one) is slot
+    assert tier.read(0, other) is tier.read(1, one) is tier.read(0, ChunkRef(one.prefix_key, 2)) is None
+    tier.claim(0)
+    assert tier.read(0, one) is None
+    tier.publish(0, other)
+    assert tier.used_bytes == 4096
+    tier.clear()
+    assert tier.read(0, other) is None
+    tier.close()
+
+
+def test_a_chunk_that_moved_to_another_slot_is_found_there() -> None:
+    tier = CpuTier(SlabPool(3, LAYOUT.slot_bytes), LAYOUT)
+    ref = ChunkRef(b"1" * 16, 1)
+    for slot in (2, 0):  # the index gave slot 2 away without a word, and has the chunk read from disk again
+        tier.claim(slot)[:] = slot + 1
+        tier.publish(slot, ref)
+    tier.claim(2)
+    assert tier.contains([ref]) == [True]
+    buffer = np.zeros(4096, np.uint8)
+    assert tier.get([Transfer(ref, buffer)]) == [Outcome.HIT]
+    assert (buffer[:2048] == 1).all()
+    tier.close()
+
+
+def test_as_a_tier_it_fills_the_lowest_free_slot() -> None:
+    tier = CpuTier(SlabPool(3, LAYOUT.slot_bytes), LAYOUT)
+    one, two, three = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
+    buffer = np.ones(4096, np.uint8)
+    tier.put([Transfer(one, buffer), Transfer(two, buffer)])
+    tier.remove([one])
+    tier.put([Transfer(three, buffer)])
+    assert tier.read(0, three) is not None
+    assert tier.read(1, two) is not None
+    assert [ref for ref, _ in tier.scan()] == [two, three]
+    tier.close()
+
+
+def test_a_slot_being_filled_is_nobody_elses_although_all_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = CpuTier(SlabPool(2, LAYOUT.slot_bytes), LAYOUT)
+    one, other, third = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
+    of_slot, answers = tier._pool.slot, []
+
+    def slot(number: int) -> ByteArray:
+        """Before the first copy begins, all is cleared and another chunk comes."""
+        monkeypatch.undo()
+        tier.clear()
+        answers.append(tier.put([Transfer(other, np.full(4096, 2, np.uint8))]))
+        return of_slot(number)
+
+    monkeypatch.setattr(tier._pool, "slot", slot)
+    assert tier.put([Transfer(one, np.full(4096, 1, np.uint8))]) == [Outcome.FAILED]
+    assert answers == [[Outcome.STORED]]
+    buffer = np.zeros(4096, np.uint8)
+    assert tier.get([Transfer(other, buffer)]) == [Outcome.HIT]
+    assert (buffer == 2).all()
+    assert tier.contains([one]) == [False]
+    assert tier.put([Transfer(third, buffer)]) == [Outcome.STORED], "the slot was given back"
+    assert tier.contains([other, third]) == [True, True]
+    tier.close()

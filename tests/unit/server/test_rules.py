@@ -1,0 +1,559 @@
+"""The rules of the cache server, one by one and without sockets: stock, leases, requests, pieces, its disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from zmq.utils import z85
+
+from kvstore.errors import ConfigError, ProtocolError, TierTimeoutError
+from kvstore.keys import EPOCH_FIELD, Namespace
+from kvstore.layout import KVLayout
+from kvstore.protocol import messages
+from kvstore.protocol.messages import Refusal
+from kvstore.protocol.runs import PAGE_BYTES
+from kvstore.server.doors import Doors, make_private
+from kvstore.server.freight import Ways
+from kvstore.server.locks import Locks
+from kvstore.server.owner import Owner
+from kvstore.server.pool import FreePages, Pool
+from kvstore.server.rack import Shelf, ShelfOptions
+from kvstore.server.service import Service
+from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer, Session, Sessions
+from kvstore.server.shelves import Shelves
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.stock import Stock, StockOptions
+from kvstore.testing.harness import make_ref
+from kvstore.tiers.base import ChunkRef, Outcome
+
+LAYOUT = KVLayout((PAGE_BYTES // 2,), 1, 16, 64)  # a chunk of four blocks takes two pages
+CHUNK_BYTES = 2 * PAGE_BYTES
+ONE, TWO, THREE = make_ref(1, 4), make_ref(2, 4), make_ref(3, 4)
+HANG_GUARD_S = 30.0
+LATER_S = 1e9
+
+
+class Shop:
+    """A stock with room for two chunks in memory and one on disk, and one namespace."""
+
+    def __init__(self, chunks: int = 2, disk_chunks: int = 1, quota_bytes: int | None = None) -> None:
+        self.free = FreePages(2 * chunks)
+        quotas = {} if quota_bytes is None else {"mine": quota_bytes}
+        pool_bytes = chunks * CHUNK_BYTES
+        self.stock = Stock(StockOptions(pool_bytes, disk_chunks * CHUNK_BYTES, "LRU", "LRU", quotas), self.free)
+        self.space = self._enter()
+        self.sessions = Sessions(self.stock, pool_bytes)
+
+    def _enter(self) -> Space:
+        space = self.stock.enter(Namespace({"model": "mine"}), LAYOUT)
+        assert space is not None
+        return space
+
+    def reserve(self, ref: ChunkRef) -> Chunk | None:
+        return self.stock.reserve(self.space, ref, 1 << 60)
+
+    def store(self, ref: ChunkRef) -> Chunk:
+        chunk = self.reserve(ref)
+        assert chunk is not None
+        assert self.stock.complete(chunk, is_whole=True) is Outcome.STORED
+        return chunk
+
+    def client(self, token: bytes = b"") -> Session:
+        return self.sessions.begin(Peer(0, b"one"), self.space, 1 << 60, token, 0.0)
+
+
+# Stock
+
+
+def test_a_write_that_clear_overtook_is_not_found() -> None:
+    shop = Shop()
+    chunk = shop.reserve(ONE)
+    assert chunk is not None
+    shop.stock.clear(shop.space)
+    assert shop.stock.complete(chunk, is_whole=True) is Outcome.FAILED
+    assert (list(shop.space.chunks), shop.space.used_bytes, shop.free.num_free) == ([], 0, 4)
+
+
+@pytest.mark.parametrize("how", ["it is read", "it is pinned"])
+def test_what_stays_while_others_want_its_pages(how: str) -> None:
+    shop = Shop(chunks=1)
+    chunk = shop.store(ONE)
+    if how == "it is read":
+        assert shop.stock.acquire(shop.space, ONE) is chunk
+    else:
+        shop.stock.pins.set(chunk, LATER_S)  # whatever share of the memory may be pinned
+    assert shop.reserve(TWO) is None
+    assert ONE in shop.space.chunks
+    if how == "it is read":
+        shop.stock.release(chunk)
+    else:
+        shop.stock.remove(shop.space, [ONE])
+    assert shop.reserve(TWO) is not None
+
+
+def test_pages_for_a_read_that_failed_are_given_back() -> None:
+    shop = Shop()
+    shop.stock.found_on_disk(shop.space, ONE, CHUNK_BYTES)
+    chunk = shop.stock.acquire(shop.space, ONE)
+    assert isinstance(chunk, Chunk)
+    assert shop.free.num_free == 2
+    shop.stock.loaded(chunk, Outcome.FAILED)
+    shop.stock.release(chunk)
+    assert shop.free.num_free == 4
+    assert shop.stock.acquire(shop.space, ONE) is chunk, "it may be tried again"
+
+
+def test_a_quota_is_kept() -> None:
+    shop = Shop(quota_bytes=CHUNK_BYTES)
+    shop.store(ONE)
+    shop.store(TWO)
+    assert (list(shop.space.chunks), shop.space.used_bytes) == ([TWO], CHUNK_BYTES)
+
+
+def test_a_replaced_chunk_is_counted_once() -> None:
+    shop = Shop()
+    shop.store(ONE)
+    shop.store(ONE)
+    assert (shop.space.used_bytes, shop.free.num_free) == (CHUNK_BYTES, 2)
+
+
+def test_what_was_removed_is_not_written_to_disk() -> None:
+    shop = Shop()
+    chunk = shop.store(ONE)
+    assert shop.stock.acquire(shop.space, ONE) is chunk  # so that its pages are still there
+    shop.stock.remove(shop.space, [ONE])
+    assert not shop.stock.prepare_write(chunk, CHUNK_BYTES)
+    assert shop.stock.num_on_disk == 0
+
+
+def test_a_pin_ends_with_its_chunk() -> None:
+    shop = Shop()
+    shop.store(ONE)
+    assert shop.stock.pin(shop.space, [ONE], LATER_S) == 1
+    assert shop.stock.pinned_bytes == CHUNK_BYTES
+    shop.stock.remove(shop.space, [ONE])
+    assert shop.stock.pinned_bytes == 0
+
+
+def test_what_leaves_the_disk_for_others_loses_its_file() -> None:
+    shop = Shop()
+    first, second = shop.store(ONE), shop.store(TWO)
+    for chunk in (first, second):
+        assert shop.stock.prepare_write(chunk, CHUNK_BYTES)
+        shop.stock.written(chunk, CHUNK_BYTES)
+    assert shop.stock.take_removals() == [(shop.space, ONE)]
+    assert (first.disk_bytes, second.disk_bytes) == (0, CHUNK_BYTES)
+
+
+def test_what_is_being_written_does_not_leave_the_disk() -> None:
+    shop = Shop()
+    first, second = shop.store(ONE), shop.store(TWO)
+    assert shop.stock.prepare_write(first, CHUNK_BYTES)
+    assert not shop.stock.prepare_write(second, CHUNK_BYTES)
+    shop.stock.written(first, CHUNK_BYTES)
+    assert shop.stock.prepare_write(second, CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2)])
+def test_free_pages_that_lie_together_are_one_run(order: tuple[int, ...]) -> None:
+    free = FreePages(9)
+    taken = [free.take(3) for _ in range(3)]
+    for number in order:
+        runs = taken[number]
+        assert runs is not None
+        free.give(runs)
+    assert free.take(9) == ((0, 9),)
+
+
+# Leases
+
+
+def test_pages_are_kept_while_pieces_are_on_their_way_to_them() -> None:
+    shop = Shop()
+    client, chunk = shop.client(), shop.reserve(ONE)
+    assert chunk is not None
+    lease = shop.sessions.lease(client, chunk, is_write=True)
+    lease.copies = 1
+    shop.sessions.end(client)
+    assert shop.free.num_free == 2
+    shop.sessions.copied(lease, is_sound=True)
+    assert (shop.free.num_free, list(shop.space.chunks)) == (4, [])
+
+
+@pytest.mark.parametrize("sound", [(True, True), (False, True), (True, False)])
+def test_a_chunk_is_whole_only_if_every_piece_was(sound: tuple[bool, ...]) -> None:
+    shop = Shop()
+    client, chunk = shop.client(), shop.reserve(ONE)
+    assert chunk is not None
+    lease = shop.sessions.lease(client, chunk, is_write=True)
+    lease.copies = len(sound)
+    for is_sound in sound:
+        shop.sessions.copied(lease, is_sound=is_sound)
+    outcome = shop.sessions.give_back(client, lease, is_whole=True)
+    assert outcome is (Outcome.STORED if all(sound) else Outcome.FAILED)
+
+
+def test_only_the_end_of_its_connection_takes_the_pool_from_a_client_that_maps_it() -> None:
+    shop = Shop()
+    mapping = shop.client(b"token")
+    chunk = shop.reserve(ONE)
+    assert chunk is not None
+    shop.sessions.lease(mapping, chunk, is_write=True)
+    assert shop.sessions.expire(100 * FORGET_S) == []
+    elsewhere = shop.sessions.begin(Peer(0, b"two"), shop.space, 1 << 60, b"", 0.0)
+    assert shop.sessions.expire(SILENCE_S + 1) == []
+    other = shop.reserve(TWO)
+    assert other is not None
+    shop.sessions.lease(elsewhere, other, is_write=True)
+    assert shop.sessions.expire(SILENCE_S + 1) == [elsewhere]
+
+
+def test_a_client_has_a_quarter_of_the_pool_at_most() -> None:
+    shop = Shop(chunks=8)
+    client = shop.client()
+    granted = 0
+    for number in range(8):
+        if not shop.sessions.may_lease(client, CHUNK_BYTES):
+            break
+        chunk = shop.reserve(make_ref(number, 4))
+        assert chunk is not None
+        shop.sessions.lease(client, chunk, is_write=True)
+        granted += 1
+    assert granted == 2
+
+
+# Requests and pieces
+
+
+class Desk:
+    """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self.pool = Pool(8 * CHUNK_BYTES)
+        self.stock = Stock(StockOptions(self.pool.num_bytes), self.pool.free)
+        self.sessions = Sessions(self.stock, self.pool.num_bytes)
+        self.sent: list[messages.Answer] = []
+        self.reports: list[Callable[[], None]] = []
+        self.reported = threading.Semaphore(0)
+        self.open_tokens: set[bytes] = set()
+        ways = Ways(
+            send=lambda _peer, answer, _frames: self.sent.append(answer),
+            report=self._report,
+            is_open=self._is_open,
+            stats=dict,
+            may_order=lambda _peer: True,
+            now=lambda: 0.0,
+        )
+        self.service = Service(
+            self.pool, self.stock, self.sessions, None, ways, max_writes=1, pin_max_s=LATER_S, owner=owner
+        )
+        self.peer = Peer(0, b"one")
+
+    def _report(self, work: Callable[[], None]) -> None:
+        self.reports.append(work)
+        self.reported.release()
+
+    def _is_open(self, token: bytes) -> bool:
+        return token in self.open_tokens
+
+    def settle(self, count: int) -> None:
+        for _ in range(count):
+            assert self.reported.acquire(timeout=HANG_GUARD_S)
+            self.reports.pop(0)()
+
+    def ask(self, request: messages.Request, *frames: bytes) -> Any:
+        before = len(self.sent)
+        self.service.handle(self.peer, [messages.encode(request), *frames])
+        return self.sent[-1] if len(self.sent) > before else None
+
+    def hello(self, token: bytes = b"") -> Any:
+        fields: dict[str, str | int] = {"model": "mine"}
+        return self.ask(messages.Hello(1, messages.PROTOCOL_VERSION, fields, messages.Geometry.of(LAYOUT), 0, token))
+
+    def lease(self, request: type[messages.Reserve | messages.Acquire], ref: ChunkRef) -> int:
+        (grant,) = self.ask(request(2, messages.pack_refs([ref]))).grants
+        assert grant.lease
+        return int(grant.lease)
+
+    def send(self, lease: int, payload: bytes, offset: int = 0) -> None:
+        self.ask(messages.Piece(3, lease, offset, checksum_of(payload)), payload)
+
+    def commit(self, lease: int) -> Outcome:
+        return messages.outcome_of(self.ask(messages.Commit(4, [lease], True)).outcomes[0])
+
+    def store(self, ref: ChunkRef) -> None:
+        lease = self.lease(messages.Reserve, ref)
+        self.send(lease, bytes(CHUNK_BYTES))
+        self.settle(1)
+        assert self.commit(lease) is Outcome.STORED
+
+
+def checksum_of(payload: bytes) -> bytes:
+    from kvstore.protocol.pieces import checksum
+
+    return checksum([memoryview(payload)])
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    assert isinstance(desk.hello(), messages.Welcome)
+    yield desk
+    desk.service.close()
+    desk.pool.close()
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_a_chunk_of_which_a_part_never_came_is_not_stored(desk: Desk, parts: int) -> None:
+    lease = desk.lease(messages.Reserve, ONE)
+    for number in range(parts):
+        desk.send(lease, bytes(PAGE_BYTES), number * PAGE_BYTES)
+    desk.settle(parts)
+    assert desk.commit(lease) is (Outcome.STORED if parts == 2 else Outcome.FAILED)
+
+
+def test_a_release_ends_no_write(desk: Desk) -> None:
+    lease = desk.lease(messages.Reserve, ONE)
+    desk.ask(messages.Release(5, [lease]))
+    assert desk.sessions.num_leases == 1
+    assert not desk.stock.spaces[next(iter(desk.stock.spaces))].chunks
+
+
+def test_a_commit_ends_no_read(desk: Desk) -> None:
+    desk.store(ONE)
+    lease = desk.lease(messages.Acquire, ONE)
+    assert desk.commit(lease) is Outcome.FAILED
+    assert desk.sessions.num_leases == 1
+
+
+def test_a_token_is_good_while_its_connection_is_there() -> None:
+    desk = Desk()
+    token = b"t" * messages.TOKEN_BYTES
+    refused = desk.hello(token)
+    assert (type(refused), refused.reason) == (messages.Refused, Refusal.TOKEN)
+    desk.open_tokens.add(token)
+    assert isinstance(desk.hello(token), messages.Welcome)
+    desk.service.close()
+    desk.pool.close()
+
+
+def test_with_new_weights_the_chunks_of_the_old_ones_go_and_who_sent_them() -> None:
+    old = Namespace({"model": "mine"})
+    desk = Desk(Owner(old, LAYOUT))
+    assert isinstance(desk.hello(), messages.Welcome)
+    desk.store(ONE)
+    desk.service.enter(old.at_epoch("1"))
+    assert desk.pool.used_bytes == 0
+    assert not desk.sessions.by_peer
+    assert isinstance(desk.hello(), messages.Refused)
+    desk.service.close()
+    desk.pool.close()
+
+
+@pytest.mark.parametrize("blocks", [0, 5, 1 << 30])
+def test_chunks_have_the_size_of_their_namespace(desk: Desk, blocks: int) -> None:
+    with pytest.raises(ProtocolError, match="1 to 4 blocks"):
+        desk.ask(messages.Reserve(2, messages.pack_refs([ChunkRef(bytes(16), blocks)])))
+
+
+def test_nothing_behind_the_end_of_a_chunk_is_read_or_written(desk: Desk) -> None:
+    """What is there belongs to others, or was theirs."""
+    short = make_ref(7, 1)  # a quarter of a chunk: half a page
+    lease = desk.lease(messages.Reserve, short)
+    with pytest.raises(ProtocolError, match="behind its end"):
+        desk.send(lease, bytes(PAGE_BYTES))
+    desk.send(lease, bytes(PAGE_BYTES // 2))
+    desk.settle(1)
+    assert desk.commit(lease) is Outcome.STORED
+    reading = desk.lease(messages.Acquire, short)
+    with pytest.raises(ProtocolError, match="behind its end"):
+        desk.ask(messages.Fetch(6, reading, 0, PAGE_BYTES))
+
+
+def test_a_place_to_write_to_is_not_read(desk: Desk) -> None:
+    """Its pages hold what another client's chunk has left."""
+    lease = desk.lease(messages.Reserve, ONE)
+    answer = desk.ask(messages.Fetch(6, lease, 0, PAGE_BYTES))
+    assert isinstance(answer, messages.Done)
+    assert messages.outcome_of(answer.outcomes[0]) is Outcome.FAILED
+
+
+def test_a_client_sends_few_pieces_at_once(desk: Desk) -> None:
+    lease = desk.lease(messages.Reserve, ONE)
+    for _ in range(MAX_PIECES):
+        desk.send(lease, bytes(8))
+    with pytest.raises(ProtocolError, match="pieces at once"):
+        desk.send(lease, bytes(8))
+
+
+def test_a_message_has_a_longest_length() -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        messages.decode_request(bytes(messages.MAX_MESSAGE_BYTES + 1))
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o777])
+def test_a_folder_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "pool"
+    make_private(folder)
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match="closed to others"):
+        make_private(folder)
+
+
+def test_one_server_to_a_folder(tmp_path: Path) -> None:
+    pool = Pool(CHUNK_BYTES)
+    doors = Doors(tmp_path / "pool", pool.fd)
+    with pytest.raises(ConfigError, match="another cache server runs"):
+        Doors(tmp_path / "pool", pool.fd)
+    doors.close()
+    Doors(tmp_path / "pool", pool.fd).close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "key", "status"),
+    [(b"CURVE", b"k" * 32, b"200"), (b"CURVE", b"x" * 32, b"400"), (b"NULL", b"k" * 32, b"400")],
+    ids=["listed", "not listed", "no key needed"],
+)
+def test_whose_key_is_listed_comes_in(mechanism: bytes, key: bytes, status: bytes) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    locks = Locks(context, {z85.encode(b"k" * 32): "engine 1"})
+    question = [b"1.0", b"7", b"", b"10.0.0.1", b"", mechanism, key]
+    assert locks._judge(question)[1:3] == [b"7", status]
+    assert locks._judge(question[:5])[2] == b"400"
+    locks.close()
+    context.term()
+
+
+# The disk
+
+
+@pytest.fixture
+def shelves(tmp_path: Path) -> Iterator[Shelves]:
+    shelves = open_shelves(tmp_path / "disk")
+    yield shelves
+    shelves.close(HANG_GUARD_S)
+
+
+def open_shelves(folder: Path) -> Shelves:
+    """One thread for each kind of work; what is reported happens at once."""
+    return Shelves(ShelfOptions(folder, 64 << 20, read_threads=1), lambda work: work())
+
+
+def chunk_of(ref: ChunkRef, namespace: Namespace | None = None) -> Chunk:
+    return Chunk(Space(namespace or Namespace({"model": "mine"}), LAYOUT), ref)
+
+
+def written(shelves: Shelves, chunk: Chunk, parts: Sequence[np.ndarray]) -> int | None:
+    sizes: Future[int | None] = Future()
+    shelves.write(chunk, parts, sizes.set_result)
+    return sizes.result(HANG_GUARD_S)
+
+
+def read(shelves: Shelves, chunk: Chunk, parts: Sequence[np.ndarray]) -> Outcome:
+    outcomes: Future[Outcome] = Future()
+    freed = threading.Event()
+    shelves.read(chunk, parts, outcomes.set_result, freed.set)
+    outcome = outcomes.result(HANG_GUARD_S)
+    assert freed.wait(HANG_GUARD_S)
+    return outcome
+
+
+def shelf_of(shelves: Shelves, chunk: Chunk) -> Shelf:
+    shelf = shelves._rack._places[chunk.space.id].shelf
+    assert shelf is not None
+    return shelf
+
+
+def payload(parts: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 256, CHUNK_BYTES // parts, np.uint8) for _ in range(parts)]
+
+
+@pytest.mark.parametrize(("there", "back"), [(1, 2), (2, 1), (2, 2)])
+def test_a_chunk_in_several_runs_comes_back(shelves: Shelves, there: int, back: int) -> None:
+    chunk, sent = chunk_of(ONE), payload(there)
+    assert written(shelves, chunk, sent) is not None
+    found = [np.zeros(CHUNK_BYTES // back, np.uint8) for _ in range(back)]
+    assert read(shelves, chunk, found) is Outcome.HIT
+    assert np.array_equal(np.concatenate(found), np.concatenate(sent))
+
+
+def test_what_went_while_it_waited_for_the_disk_is_not_written(shelves: Shelves) -> None:
+    chunk = chunk_of(ONE)
+    chunk.is_gone = True
+    assert written(shelves, chunk, payload(1)) is None
+    assert read(shelves, chunk_of(ONE), payload(1)) is Outcome.MISS
+
+
+def test_works_on_one_file_end_in_their_order(shelves: Shelves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The removal of an older version, behind the write of a newer one, would delete that."""
+    chunk, order = chunk_of(ONE), []
+    assert written(shelves, chunk, payload(1)) is not None
+    shelf = shelf_of(shelves, chunk)
+    began, goes_on, removed = threading.Event(), threading.Event(), threading.Event()
+    real_put, real_remove = shelf.raw.put, shelf.raw.remove
+
+    def put(transfers: Any) -> Any:
+        began.set()
+        assert goes_on.wait(HANG_GUARD_S)
+        order.append("put")
+        return real_put(transfers)
+
+    def remove(refs: Any) -> None:
+        order.append("remove")
+        real_remove(refs)
+        removed.set()
+
+    monkeypatch.setattr(shelf.raw, "put", put)
+    monkeypatch.setattr(shelf.raw, "remove", remove)
+    shelves.write(chunk, payload(1), lambda _: None)
+    assert began.wait(HANG_GUARD_S)
+    shelves.remove([(chunk.space, chunk.ref)])
+    threads = shelves._writers.submit(lambda: None)  # behind the removal, were that not to wait
+    threads.result(HANG_GUARD_S)
+    goes_on.set()
+    assert removed.wait(HANG_GUARD_S)
+    assert order == ["put", "remove"]
+
+
+def test_a_buffer_that_a_hung_read_may_write_to_is_not_used_again(
+    shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, pending, buffers = chunk_of(ONE), Future[Any](), []
+    assert written(shelves, chunk, payload(1)) is not None
+    shelf = shelf_of(shelves, chunk)
+
+    def get(transfers: Any) -> Any:
+        buffers.append(transfers[0].buffer)
+        raise TierTimeoutError("hangs", pending)
+
+    monkeypatch.setattr(shelf.tier, "get", get)
+    outcomes = [Future[Outcome]() for _ in range(2)]
+    freed: list[int] = []
+    for outcome in outcomes:
+        shelves.read(chunk, [np.zeros(PAGE_BYTES, np.uint8)] * 2, outcome.set_result, lambda: freed.append(1))
+        assert outcome.result(HANG_GUARD_S) is Outcome.FAILED
+    assert not np.shares_memory(*buffers)
+    assert not freed, "nor are the pages given away"
+    pending.set_result(None)
+    assert len(freed) == 2
+
+
+def test_chunks_of_past_epochs_are_not_found_at_start(tmp_path: Path) -> None:
+    spaces = [Namespace({"model": "mine"}), Namespace({"model": "mine", EPOCH_FIELD: "1"})]
+    shelves = open_shelves(tmp_path / "disk")
+    for namespace in spaces:
+        assert written(shelves, chunk_of(ONE, namespace), payload(1)) is not None
+    shelves.close(HANG_GUARD_S)
+    again = open_shelves(tmp_path / "disk")
+    assert [found.namespace for found in again.open_all()] == spaces[:1]
+    again.close(HANG_GUARD_S)
+    assert len([path for path in (tmp_path / "disk").iterdir() if len(path.name) == 16]) == 1

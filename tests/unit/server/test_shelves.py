@@ -1,0 +1,273 @@
+"""The disk of the cache server: a namespace whose files hang keeps no other from being read."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transfer
+from support.gate import HANG_GUARD_S, Gate
+from support.redis_server import wait_for
+
+from kvstore.errors import ConfigError, TierError
+from kvstore.keys import Namespace
+from kvstore.server.rack import ShelfOptions
+from kvstore.server.shelves import Shelves
+from kvstore.server.spaces import Chunk, Space
+from kvstore.tiers.base import ByteArray, Outcome
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk import tier as disk
+
+A_WHILE_S = 0.5
+FULL, READ, WRITTEN = (Space(Namespace({"model": name}), EVEN) for name in ("full", "read", "written"))
+
+
+class Desk:
+    """Calls of shelves, and the thread that decides, which is this one."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, timeout_s: float = HANG_GUARD_S) -> None:
+        self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        options = ShelfOptions(folder, capacity_bytes, timeout_s=timeout_s)
+        self.shelves = Shelves(options, self._reports.put)
+        with ExitStack() as opened:
+            opened.callback(self.shelves.close, HANG_GUARD_S)
+            self.shelves.open_all()
+            opened.pop_all()
+
+    def write(self, space: Space, number: int) -> list[int | None]:
+        """Begin to write a chunk; the list has its size, or None, once ``wait`` has seen the end."""
+        ended: list[int | None] = []
+        chunk = Chunk(space, make_ref(number))
+        self.shelves.write(chunk, [payload_of(number)], ended.append)
+        return ended
+
+    def read(self, space: Space, number: int) -> list[Outcome]:
+        """Begin to read one."""
+        ended: list[Outcome] = []
+        self.shelves.read(Chunk(space, make_ref(number)), [make_slot()], ended.append, lambda: None)
+        return ended
+
+    def remove(self, space: Space, *numbers: int) -> None:
+        """Remove chunks, and wait until their files are spare ones."""
+        self.shelves.remove([(space, make_ref(number)) for number in numbers])
+        wait_for("removals", lambda: not self.shelves.is_busy)
+
+    def wait(self, ended: list[Any]) -> Any:
+        """What came of something, as it is reported."""
+        while not ended:
+            self._reports.get(timeout=HANG_GUARD_S)()
+        return ended[0]
+
+    def wait_a_while(self, ended: list[Any]) -> None:
+        """Let something end that might."""
+        with suppress(queue.Empty):
+            while not ended:
+                self._reports.get(timeout=A_WHILE_S)()
+
+
+def payload_of(number: int) -> ByteArray:
+    return np.ascontiguousarray(make_transfer(make_ref(number)).buffer)
+
+
+@pytest.fixture
+def open_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
+    opened: list[Desk] = []
+
+    def open_(capacity_bytes: int, **options: Any) -> Desk:
+        opened.append(Desk(tmp_path / "disk", capacity_bytes, **options))
+        return opened[-1]
+
+    yield open_
+    for desk in opened:
+        desk.shelves.close(HANG_GUARD_S)
+
+
+def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    """As many as are needed, and no more."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    for number in range(4):
+        assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
+    desk.remove(FULL, 0, 1, 2)
+    assert desk.wait(desk.write(WRITTEN, 9)) == CHUNK_BYTES
+    assert len(list((tmp_path / "disk" / FULL.id.hex() / _folder.FREE_NAME).iterdir())) == 2
+    assert desk.shelves.used_bytes == 4 * CHUNK_BYTES
+    assert desk.wait(desk.read(FULL, 3)) is Outcome.HIT
+
+
+def test_a_spare_that_cannot_be_deleted_holds_up_nobody_else(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hangs is a thread that writes. Others are read, and so is a namespace that is new."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    for space, number in ((FULL, 0), (FULL, 1), (READ, 2), (READ, 3)):
+        assert desk.wait(desk.write(space, number)) == CHUNK_BYTES
+    desk.remove(FULL, 0, 1)
+    gate = Gate()
+    real = _folder.delete
+
+    def hang(path: Path) -> None:
+        if FULL.id.hex() in str(path):
+            gate()
+        real(path)
+
+    monkeypatch.setattr("kvstore.tiers.disk.space.delete", hang)
+    try:
+        late = desk.write(WRITTEN, 4)
+        assert gate.reached.wait(HANG_GUARD_S)
+        assert desk.wait(desk.read(READ, 2)) is Outcome.HIT
+        assert desk.wait(desk.read(WRITTEN, 77)) is Outcome.MISS
+        assert not late
+    finally:
+        gate.open()
+    assert desk.wait(late) == CHUNK_BYTES
+
+
+def test_a_hanging_spare_ends_with_its_deadline(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write that wanted its bytes is not stored, and the thread goes on to the next."""
+    desk = open_desk(2 * CHUNK_BYTES, timeout_s=0.2)
+    for number in range(2):
+        assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
+    desk.remove(FULL, 0)
+    gate = Gate()
+    monkeypatch.setattr("kvstore.tiers.disk.space.delete", lambda _path: gate())
+    try:
+        assert desk.wait(desk.write(WRITTEN, 4)) is None
+        assert desk.wait(desk.read(FULL, 1)) is Outcome.HIT
+    finally:
+        gate.open()
+
+
+def test_a_folder_that_cannot_be_made_holds_up_nobody_else(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = open_desk(8 * CHUNK_BYTES)
+    assert desk.wait(desk.write(READ, 1)) == CHUNK_BYTES
+    gate = Gate()
+    real = disk.DiskTier._make_home
+
+    def hang(tier: disk.DiskTier) -> None:
+        if tier._namespace == WRITTEN.namespace:
+            gate()
+        real(tier)
+
+    monkeypatch.setattr(disk.DiskTier, "_make_home", hang)
+    try:
+        new = desk.write(WRITTEN, 2)
+        assert gate.reached.wait(HANG_GUARD_S)
+        assert desk.wait(desk.read(READ, 1)) is Outcome.HIT
+        assert desk.wait(desk.write(READ, 3)) == CHUNK_BYTES
+    finally:
+        gate.open()
+    assert desk.wait(new) == CHUNK_BYTES
+
+
+def test_a_folder_that_is_opened_again_keeps_its_name_whatever_happens(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Killed while it says whose it is, or on a disk that cannot be read now: the next start must not delete it."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
+    desk.shelves.close(HANG_GUARD_S)
+    note = tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda _: fail(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(TierError, match="Input/output error"):
+            open_desk(4 * CHUNK_BYTES)
+    note.write_text(note.read_text().replace("{", "{ ", 1))  # as another version would have written it
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: fail(OSError(errno.EIO, "killed here")))
+        with pytest.raises(ConfigError, match="Input/output error"):
+            open_desk(4 * CHUNK_BYTES)
+    again = open_desk(4 * CHUNK_BYTES)
+    assert again.wait(again.read(FULL, 1)) is Outcome.HIT
+
+
+def test_a_folder_is_not_opened_while_it_is_deleted(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that comes late would lock it anew, and nobody could write there any more."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
+    desk.remove(FULL, 1)
+    gate = Gate()
+    real = shutil.rmtree
+
+    def delete(home: Path, **options: Any) -> None:
+        real(home, **options)
+        gate()
+
+    monkeypatch.setattr("kvstore.server.rack.shutil.rmtree", delete)
+    desk.shelves.forget(FULL)
+    assert gate.reached.wait(HANG_GUARD_S)
+    late = desk.read(FULL, 1)
+    desk.wait_a_while(late)
+    gate.open()
+    assert desk.wait(late) is Outcome.MISS
+    wait_for("the folder is forgotten", lambda: not desk.shelves.is_busy)
+    assert desk.wait(desk.write(FULL, 2)) == CHUNK_BYTES
+    assert desk.wait(desk.read(FULL, 2)) is Outcome.HIT
+
+
+def test_a_late_read_makes_no_folder(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.read(FULL, 1)) is Outcome.MISS
+    assert not (tmp_path / "disk" / FULL.id.hex()).exists()
+
+
+def test_a_folder_whose_deletion_hangs_takes_nothing_along_that_came_later(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    desk = open_desk(4 * CHUNK_BYTES)
+    assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
+    desk.remove(FULL, 1)
+    gate = Gate()
+    monkeypatch.setattr("kvstore.server.rack.shutil.rmtree", gate.before(shutil.rmtree))
+    monkeypatch.setattr("kvstore.server.rack._SLOW_TIMEOUT_S", 0.1)
+    desk.shelves.forget(FULL)
+    assert gate.reached.wait(HANG_GUARD_S)
+    later = desk.write(FULL, 2)
+    desk.wait_a_while(later)
+    gate.open()
+    assert desk.wait(later) == CHUNK_BYTES
+    wait_for("the folder is forgotten", lambda: not desk.shelves.is_busy)
+    assert desk.wait(desk.read(FULL, 2)) is Outcome.HIT
+    assert (tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE).is_file()
+
+
+def test_a_clear_that_fails_takes_nothing_along_that_is_stored_later(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there before goes, file by file."""
+    desk = open_desk(4 * CHUNK_BYTES)
+    for number in (1, 2):
+        assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
+    gate = Gate()
+
+    def refuse(_tier: disk.DiskTier) -> NoReturn:
+        gate()
+        fail(TierError("the folder does not let go"))
+
+    monkeypatch.setattr(disk.DiskTier, "clear", refuse)
+    cleared: list[bool] = []
+    desk.shelves.clear(FULL, [make_ref(1), make_ref(2)], cleared.append)
+    assert gate.reached.wait(HANG_GUARD_S)
+    later = desk.write(FULL, 1)
+    gate.open()
+    assert desk.wait(cleared) is False
+    assert desk.wait(later) == CHUNK_BYTES
+    wait_for("removals", lambda: not desk.shelves.is_busy)
+    assert desk.wait(desk.read(FULL, 1)) is Outcome.HIT
+    assert desk.wait(desk.read(FULL, 2)) is Outcome.MISS
+
+
+def fail(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,47 @@
+"""Questions to a remote tier: beside the caller, or on the caller's thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+from support.gate import HANG_GUARD_S, Gate
+from support.rig import FakeTier
+
+from kvstore.keys import Namespace
+from kvstore.testing.harness import make_ref
+from kvstore.tiers.base import ChunkRef
+from kvstore.tiers.directory import RemoteDirectory, all_have
+
+
+def test_an_answer_waits_for_the_reset_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would tell what the old weights have left."""
+    tier, gate = FakeTier(), Gate()
+    entered: list[Namespace] = []
+
+    def contains(refs: Sequence[ChunkRef]) -> list[bool]:
+        entered.extend(tier.namespaces)
+        return [False] * len(refs)
+
+    monkeypatch.setattr(tier, "reset", gate.before(tier.reset))
+    monkeypatch.setattr(tier, "contains", contains)
+    directory = RemoteDirectory([tier])
+    new = Namespace({"model": "new"})
+    directory.reset([new])
+    assert gate.reached.wait(HANG_GUARD_S)
+    asking = threading.Thread(target=directory.answer, args=([make_ref(1)],))
+    asking.start()
+    asking.join(0.1)  # long enough to ask, did it not wait
+    gate.open()
+    asking.join(HANG_GUARD_S)
+    directory.close()
+    assert entered == [new]
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [((True, True), True), ((True, False), False), ((None, False), False), ((True, None), None), ((False,), False)],
+)
+def test_a_chunk_is_there_if_all_its_parts_are(parts: tuple[bool | None, ...], whole: bool | None) -> None:
+    assert all_have(parts) is whole

@@ -1,0 +1,208 @@
+"""The registry of tiers: ours, those of other packages, and what is said when there is none."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from support import example_tier
+from support.example_tier import install, install_example
+
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError
+from kvstore.format.pack import PackWriter, Shard
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.tiers import BUILT_IN, BUILT_IN_SCHEMES, known_schemes, known_tiers, leads_to, open_tier, tier_behind
+from kvstore.tiers.base import TierSetup
+
+LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=64)
+
+
+def make_setup(**options: object) -> TierSetup:
+    return TierSetup(Namespace({"model": "mine"}), LAYOUT, 1 << 20, options)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is searched for packages."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
+    options: dict[str, dict[str, object]] = {
+        "cpu": {},
+        "disk": {"folder": tmp_path},
+        "gpu": {"device": "cpu"},
+        "pack": {"url": f"pack://{tmp_path}/empty.kvpack"},
+        "redis": {"url": "redis://localhost"},
+        "server": {"url": "kvs+ipc:///nowhere"},
+    }
+    with PackWriter(tmp_path / "empty.kvpack", [Shard(make_setup().namespace, LAYOUT)]) as pack:
+        pack.finish()
+    assert {entry.name for entry in BUILT_IN} == set(options)
+    for name, own in options.items():
+        tier = open_tier(name, make_setup(**own))
+        assert tier.name == name
+        tier.close()
+
+
+def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_example(site)
+    assert list(known_tiers()) == ["cpu", "disk", "gpu", "pack", "redis", "server", "sqlite"]
+    assert tier_behind("sqlite:///x") == "sqlite"
+    tier = open_tier("sqlite", make_setup(url=f"sqlite://{tmp_path}"))
+    monkeypatch.delitem(sys.modules, example_tier.MODULE)
+    assert tier.name == "sqlite"
+    tier.close()
+
+
+_USE_BY_CONFIG = """
+import sys
+from pathlib import Path
+import torch
+from kvstore.paged.binding import bind_paged_kv
+from kvstore.config import load_config
+from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.keys import Namespace
+from kvstore.assembly import RemoteOptions
+
+loaded = load_config(path=Path(sys.argv[1]), environ={})
+assert not loaded.warnings, loaded.warnings
+config = loaded.config
+layers = {f"layer.{i}": torch.randn(64, 8, 16, 32) for i in range(4)}
+paged = bind_paged_kv(layers, num_blocks=64, block_tokens=16, chunk_tokens=config.chunk_size)
+tokens, slots = list(range(600)), torch.arange(600)
+settings = {"connections": config.remote_connections, "timeout_s": config.blocking_timeout_secs}
+options = EngineOptions(
+    config.max_local_cpu_bytes, remote=RemoteOptions(config.shared_url, settings, required=config.remote_required)
+)
+before = {name: layer.clone() for name, layer in layers.items()}
+for turn in range(2):  # the second engine finds only what the tier kept
+    with CacheEngine(paged, Namespace({"model": "mine"}), options) as engine:
+        print("found", engine.lookup(tokens))
+        if turn:
+            for layer in layers.values():
+                layer.zero_()
+            print("loaded", int(engine.retrieve(tokens, slot_mapping=slots).sum()))
+        else:
+            engine.store(tokens, slot_mapping=slots)
+            assert engine.flush()
+print("same", all(torch.equal(layers[name][:37], before[name][:37]) for name in layers))
+"""
+
+
+def test_a_configuration_uses_a_tier_of_another_package(site: Path, tmp_path: Path) -> None:
+    """From the installed package to loaded KV, with nothing but its URL in the file, in a process of its own."""
+    install_example(site)
+    (page,) = (block for block in example_tier.blocks("tiers.md", "yaml") if "sqlite" in block)
+    (tmp_path / "kv").mkdir()
+    text = page.replace("/var/lib/kvstore", str(tmp_path / "kv")).replace("20.0", "0.05")
+    (tmp_path / "kvstore.yaml").write_text(text + "remote_required: true\n")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    for command in (["-m", "kvstore.tools.cli", "config", "check"], ["-c", _USE_BY_CONFIG]):
+        done = subprocess.run(
+            [sys.executable, *command, str(tmp_path / "kvstore.yaml")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["found 0", "found 592", "loaded 592", "same True"]
+
+
+def test_a_scheme_means_what_the_registry_says(site: Path) -> None:
+    """Ours are in it like those of others; a plugin may bring what is known of LMCache's only."""
+    names = {entry.name: tier_behind(f"{entry.name}://x") for entry in BUILT_IN_SCHEMES}
+    assert names == {
+        **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster"), "redis"),
+        "pack": "pack",
+        **dict.fromkeys(("kvs", "kvs+ipc"), "server"),
+    }
+    ignored = StoreConfig(remote_url="s3://bucket")
+    assert ignored.shared_url is None
+    install(
+        site, "bucket", "[kvstore.tiers]\nbucket = bucket:Tier\n[kvstore.schemes]\ns3 = bucket:Tier\ngs = bucket:Tier\n"
+    )
+    assert [tier_behind(f"{scheme}://b") for scheme in ("s3", "gs")] == ["bucket", "bucket"]
+    assert StoreConfig(remote_url="s3://bucket").shared_url == "s3://bucket"
+    assert list(known_schemes())[-2:] == ["s3", "gs"]
+    assert leads_to("gs://b", "bucket")
+    assert not any(leads_to(url, "bucket") for url in (None, "", "/a/path", "gs", "kvs://b", "ftp://b"))
+    with pytest.raises(ConfigError, match=r"begins with one of redis://.*gs://, not with 'ftp'"):
+        tier_behind("ftp://b")
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            "[kvstore.schemes]\nkvs = greedy:Tier\n",
+            "kvs:// is claimed by kvstore.tiers.server.tier:ServerTier.open and greedy",
+        ),
+        ("[kvstore.schemes]\ntape = greedy:Tier\n", "tape:// leads to greedy:Tier, which is no tier"),
+    ],
+)
+def test_a_scheme_that_cannot_be_used(site: Path, sections: str, problem: str) -> None:
+    install(site, "greedy", sections)
+    url = f"{sections.split()[1]}://h"
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        tier_behind(url)
+    with pytest.raises(ValidationError, match=re.escape(problem)):
+        StoreConfig(remote_url=url)
+    assert StoreConfig(remote_url="redis://h").shared_url == "redis://h"  # others are not harmed
+
+
+@pytest.mark.parametrize(("name", "hint"), [("dsik", "did you mean 'disk'?"), ("tape", "known are cpu, disk, gpu")])
+def test_unknown_tiers(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"no tier '{name}'") as caught:
+        open_tier(name, make_setup())
+    assert hint in str(caught.value)
+
+
+def test_a_name_that_is_claimed_twice(site: Path) -> None:
+    install(site, "greedy", "[kvstore.tiers]\ndisk = greedy:Tier\n")
+    with pytest.raises(ConfigError, match=r"claimed by kvstore\.tiers\.disk:DiskTier\.open and greedy:Tier"):
+        open_tier("disk", make_setup())
+    open_tier("cpu", make_setup()).close()  # others are not harmed
+
+
+@pytest.mark.parametrize("code", [None, "import no_such_module", "x = 1"])
+def test_a_package_that_cannot_be_loaded(site: Path, code: str | None) -> None:
+    install(site, "broken_tier", "[kvstore.tiers]\nbroken = broken_tier:Tier\n", code)
+    with pytest.raises(ConfigError, match="'broken' cannot be loaded from broken_tier:Tier"):
+        open_tier("broken", make_setup())
+    sys.modules.pop("broken_tier", None)
+
+
+@pytest.mark.parametrize("options", [{"size": 3}, {"folder": "x"}])
+def test_options_that_a_tier_does_not_have(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"no option '{next(iter(options))}': it knows none"):
+        open_tier("cpu", make_setup(**options))
+
+
+def test_a_cpu_tier_too_small_for_a_chunk() -> None:
+    with pytest.raises(ConfigError, match="do not hold one chunk"):
+        open_tier("cpu", TierSetup(Namespace({}), LAYOUT, LAYOUT.slot_bytes - 1))
+
+
+def test_asking_for_names_imports_no_tier() -> None:
+    code = "import sys, kvstore.tiers as t; t.known_tiers(); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
+def test_the_suite_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import kvstore.testing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"kvstore.testing needs {missing}: pip install 'vllm-kvstore[testing]'" in done.stderr

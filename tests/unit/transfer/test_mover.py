@@ -1,0 +1,393 @@
+"""The mover by itself: what it reports of each plan, and that every write is reported exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from support.gate import Gate
+from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
+
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.errors import TierError
+from kvstore.keys import Namespace
+from kvstore.memory.slabs import SlabPool
+from kvstore.tiers.base import ChunkRef, Outcome
+from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.guards import Deadline
+from kvstore.transfer.flushed import Flushed
+from kvstore.transfer.lane import WRITE_THREADS, Lane
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_block_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvstore.paged.base import BlockIds
+    from kvstore.tiers.base import ByteArray
+
+HANG_GUARD_S = 30.0
+
+
+class Bench:
+    """A mover over a cache whose block ``b`` is filled with ``b``, with its reports of writes."""
+
+    def __init__(self, tier: FakeTier | None, timeout_s: float = HANG_GUARD_S) -> None:
+        self.rig = Rig()
+        for cache in self.rig.caches.values():
+            for block in range(self.rig.num_blocks):
+                cache[block] = block
+        self.cpu = CpuTier(SlabPool(8, SLOT_BYTES))
+        self.written: list[tuple[ChunkRef, bool]] = []
+        self.tier = tier
+        disk = None if tier is None else Deadline(tier, timeout_s, slow_timeout_s=timeout_s)
+        lanes = (
+            {} if disk is None else {Place.DISK: Lane(self.cpu, disk, lambda *written: self.written.append(written))}
+        )
+        self.mover = Mover(self.rig.paged, self.cpu, lanes)
+        self.targets = tuple(lanes)
+
+    def store(self, *numbers: int, write: bool = True) -> set[bytes]:
+        """Store chunk n, of the blocks 4n ..., in slot n."""
+        return self.mover.store([self.store_job(number, write=write) for number in numbers])
+
+    def store_job(self, number: int, *, write: bool = True) -> StoreJob:
+        return StoreJob(
+            StoreStep(ref_of(number), number, self.targets if write else ()),
+            as_block_ids(range(4 * number, 4 * number + 4)),
+        )
+
+    def load(self, *numbers: int, from_disk: bool = False, first_block: int = 0) -> set[bytes]:
+        """Load chunk n through slot n to the blocks 60, 59, ...; the keys of those that failed."""
+        return self.results(*numbers, from_disk=from_disk, first_block=first_block).failed
+
+    def results(self, *numbers: int, from_disk: bool = True, first_block: int = 0) -> LoadResult:
+        ids = as_block_ids(range(60, 60 - BLOCKS_PER_CHUNK + first_block, -1))
+        source = Place.DISK if from_disk else Place.MEMORY
+        return self.mover.load([LoadJob(LoadStep(ref_of(n), n, source), ids, first_block) for n in numbers])
+
+    def held(self) -> list[int]:
+        """What fills the blocks 60, 59, 58, 57."""
+        return [int(self.rig.held(block)[0]) for block in range(60, 56, -1)]
+
+
+def ref_of(number: int) -> ChunkRef:
+    return ChunkRef(bytes([number]) * 16, BLOCKS_PER_CHUNK)
+
+
+def key_of(number: int) -> bytes:
+    return ref_of(number).prefix_key
+
+
+@pytest.fixture
+def tier() -> FakeTier:
+    return FakeTier()
+
+
+@pytest.fixture
+def bench(tier: FakeTier) -> Iterator[Bench]:
+    bench = Bench(tier)
+    yield bench
+    bench.mover.close(HANG_GUARD_S)
+
+
+def test_there_and_back(bench: Bench) -> None:
+    assert bench.store(1, 2, 3) == set()
+    assert bench.load(2) == set()
+    assert bench.held() == [8, 9, 10, 11]
+    assert bench.load(3, first_block=1) == set()
+    assert bench.held() == [13, 14, 15, 11]
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(n), True) for n in (1, 2, 3)]
+    counters = bench.mover.counters
+    assert (counters.chunks_stored, counters.chunks_loaded, counters.chunks_loaded_from_disk) == (3, 2, 0)
+    block_bytes = bench.rig.layout.block_bytes
+    assert (counters.bytes_gathered, counters.bytes_scattered) == (12 * block_bytes, 7 * block_bytes)
+
+
+def test_from_disk(bench: Bench) -> None:
+    bench.store(1, 2)
+    bench.mover.flush(HANG_GUARD_S)
+    bench.cpu.clear()
+    assert bench.results(1, from_disk=False) == ({key_of(1)}, set())  # not in memory
+    assert bench.results(1, 5, 2) == ({key_of(5)}, {key_of(5)})
+    assert bench.held() == [8, 9, 10, 11]
+    assert bench.load(2) == set()
+    assert bench.mover.counters.mislabelled_slots == 1
+    assert bench.mover.counters.chunks_loaded_from_disk == 2
+
+
+def test_without_a_disk() -> None:
+    bench = Bench(None)
+    assert bench.store(1, write=False) == set()
+    assert bench.load(1) == set()
+    assert bench.load(2, from_disk=True) == {key_of(2)}
+    bench.mover.remove(Place.DISK, [ref_of(1)])
+    bench.mover.clear()
+    assert bench.load(1) == {key_of(1)}
+    assert bench.mover.close(HANG_GUARD_S)
+    assert bench.written == []
+
+
+def test_refused_stores_are_reported_like_others(bench: Bench) -> None:
+    jobs = [bench.store_job(1), bench.store_job(2, write=False)]
+    assert bench.mover.refuse(jobs) == {key_of(1), key_of(2)}
+    assert bench.written == [(ref_of(1), False)]
+
+
+def test_every_write_is_reported_once_when_gather_raises(bench: Bench) -> None:
+    bad = StoreJob(StoreStep(ref_of(2), 2, (Place.DISK,)), as_block_ids([999]))
+    with pytest.raises(ValueError, match="999"):
+        bench.mover.store([bench.store_job(1), bad, bench.store_job(3), bench.store_job(4, write=False)])
+    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=2)
+    assert sorted(bench.written) == [(ref_of(1), True), (ref_of(2), False), (ref_of(3), False)]
+
+
+def test_a_slot_whose_gather_fails_midway_holds_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was in it before, either: some of that has been overwritten."""
+    bench.store(1, write=False)
+
+    def broken(_block_ids: BlockIds, payload: ByteArray) -> None:
+        payload[:100] = 0xEE
+        raise ZeroDivisionError
+
+    job = StoreJob(StoreStep(ref_of(2), 1, ()), as_block_ids(range(8, 12)))
+    assert bench.load(1) == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.mover.paged, "gather", broken)
+        with pytest.raises(ZeroDivisionError):
+            bench.mover.store([job])
+    assert bench.load(1) == {key_of(1)}
+    assert bench.mover.store([job]) == set()
+    assert bench.load(1) == {key_of(1)}
+
+
+def test_a_chunk_is_named_only_when_its_copy_is_there(
+    bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device a gather is only launched: what it brings is there once it was waited for."""
+    gather, paged = bench.mover.paged.gather, bench.mover.paged
+    launched: list[tuple[BlockIds, ByteArray]] = []
+
+    def launch(block_ids: BlockIds, payload: ByteArray) -> tuple[BlockIds, ByteArray]:
+        payload[:] = 0xEE
+        launched.append((block_ids, payload))
+        return launched[-1]
+
+    def reach(moment: tuple[BlockIds, ByteArray]) -> None:
+        number = int(moment[0][0]) // BLOCKS_PER_CHUNK
+        assert bench.cpu.read(number, ref_of(number)) is None, "may be read before it is there"
+        assert ref_of(number) not in tier.chunks
+        assert number not in {write.slot for write in bench.mover._lanes[Place.DISK]._writing}
+        gather(*moment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "gather", launch)
+        patch.setattr(paged, "reach", reach)
+        assert bench.store(1, 2, 3) == set()
+    assert len(launched) == 3
+    for number in (1, 2, 3):
+        assert bench.load(number) == set()
+        assert bench.held() == list(range(4 * number, 4 * number + 4))
+
+
+def test_removed_while_being_written(bench: Bench, tier: FakeTier) -> None:
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    bench.store(1, 2)
+    bench.mover.remove(Place.DISK, [ref_of(1), ref_of(7)])
+    gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(1), False), (ref_of(2), True)]
+    assert list(tier.chunks) == [ref_of(2)]
+    bench.mover.remove(Place.DISK, [ref_of(2)])
+    assert bench.mover.settle(HANG_GUARD_S)
+    assert tier.chunks == {}
+
+
+def test_cleared_while_being_written(bench: Bench, tier: FakeTier) -> None:
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    bench.store(1, 2, 3, 4)
+    bench.mover.clear()
+    assert bench.load(1) == {key_of(1)}
+    gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert sorted(bench.written) == [(ref_of(n), False) for n in (1, 2, 3, 4)]
+    assert tier.chunks == {}
+
+
+def test_a_tier_that_cannot_remove_or_clear(bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object) -> None:
+        raise TierError("broken")
+
+    bench.store(1)
+    bench.mover.flush(HANG_GUARD_S)
+    monkeypatch.setattr(tier, "remove", broken)
+    monkeypatch.setattr(tier, "clear", broken)
+    bench.mover.remove(Place.DISK, [ref_of(1)])
+    bench.mover.clear()
+    assert bench.load(1) == {key_of(1)}
+
+
+def test_writes_given_up_by_close_are_reported(tier: FakeTier) -> None:
+    bench = Bench(tier, timeout_s=2.0)
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        bench.store(1, 2, 3, 4, 5, 6)
+        assert not bench.mover.close(0.05)
+        given_up = 6 - WRITE_THREADS
+        assert [stored for _, stored in bench.written] == [False] * given_up
+    finally:
+        gate.set()
+    assert bench.mover.flush(HANG_GUARD_S) == Flushed(failed=given_up)
+    assert sorted(ref for ref, _ in bench.written) == [ref_of(n) for n in range(1, 7)]
+
+
+def test_flush_ends_even_if_a_report_fails(tier: FakeTier) -> None:
+    bench = Bench(tier)
+    bench.mover._lanes[Place.DISK]._on_written = lambda *_: 1 / 0  # type: ignore[assignment]
+    bench.store(1)
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+def test_a_slot_of_a_hanging_read_is_not_used(tier: FakeTier) -> None:
+    bench = Bench(tier, timeout_s=0.05)
+    gate = threading.Event()
+    bench.store(1)
+    bench.mover.flush(HANG_GUARD_S)
+    tier.before_get = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        assert bench.results(1) == ({key_of(1)}, set())  # not lost: the disk did not answer
+        before = np.array(bench.cpu._pool.slot(1))
+        assert bench.store(1, 2) == {key_of(1)}
+        assert bench.load(1, from_disk=True) == {key_of(1)}  # at once: no second read into that slot
+        assert np.array_equal(before, bench.cpu._pool.slot(1))
+        assert (ref_of(1), False) in bench.written
+        (read,) = bench.mover._stuck[1]
+    finally:
+        gate.set()
+    assert read.result(HANG_GUARD_S) == [Outcome.HIT]
+    assert bench.load(1) == {key_of(1)}  # what came too late is not readable
+    assert bench.store(1) == set()
+    assert bench.load(1) == set()
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+def test_a_load_without_blocks_only_fills_the_slot(bench: Bench) -> None:
+    bench.store(1)
+    bench.mover.flush(HANG_GUARD_S)
+    bench.cpu.clear()
+    before = bench.held()
+    assert bench.mover.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)]) == (set(), set())
+    assert bench.held() == before
+    assert bench.cpu.read(3, ref_of(1)) is not None
+
+
+def test_a_write_without_a_gather_writes_what_the_slot_holds(bench: Bench, tier: FakeTier) -> None:
+    bench.store(1, write=False)
+    step = StoreStep(ref_of(1), 1, (Place.DISK,), gather=False)
+    assert bench.mover.store([StoreJob(step, as_block_ids([0, 0, 0, 0]))]) == set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.written == [(ref_of(1), True)]
+    assert bench.load(1, from_disk=True) == set()
+    assert bench.held() == [4, 5, 6, 7]
+    assert bench.mover.counters.chunks_stored == 1
+
+
+def test_a_slot_to_which_nothing_came_has_not_what_was_there_before(
+    bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store(1)
+    assert bench.mover.flush(HANG_GUARD_S)
+    gate = Gate()
+    monkeypatch.setattr(tier, "remove", lambda _refs: gate())
+    bench.mover.remove(Place.DISK, [ref_of(1)])  # from now on it is not read; its slot still has it
+    ids = as_block_ids(range(60, 60 - BLOCKS_PER_CHUNK, -1))
+    jobs = [LoadJob(LoadStep(ref_of(1), 1, source), ids, 0) for source in (Place.DISK, Place.MEMORY)]
+    failed = bench.mover.load(jobs[:1]).failed, bench.mover.load(jobs[1:]).failed
+    gate.open()
+    assert failed == ({key_of(1)}, {key_of(1)})
+
+
+@pytest.mark.parametrize("forgets", [Mover.clear, lambda mover: mover.reset(Namespace({"model": "another"}))])
+def test_what_is_read_while_all_is_forgotten_is_in_no_slot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, forgets: Callable[[Mover], None]
+) -> None:
+    bench.store(1)
+    assert bench.mover.flush(HANG_GUARD_S)
+    beside, clear = bench.mover.beside(), bench.cpu.clear
+
+    def clear_then_load() -> None:
+        clear()
+        beside.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)])
+
+    monkeypatch.setattr(bench.cpu, "clear", clear_then_load)
+    forgets(bench.mover)
+    assert bench.cpu.read(3, ref_of(1)) is None
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED])
+def test_only_what_is_missing_or_damaged_is_lost(
+    bench: Bench, tier: FakeTier, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+) -> None:
+    monkeypatch.setattr(tier, "get", lambda transfers: [outcome])
+    lost = set() if outcome is Outcome.FAILED else {key_of(1)}
+    assert bench.results(1) == ({key_of(1)}, lost)
+
+
+def test_all_reads_are_over_when_several_raise(bench: Bench, tier: FakeTier) -> None:
+    """Or one of them would write to a slot that was given back."""
+    lock, begun, ended = threading.Lock(), [0], [0]
+
+    def fail() -> None:
+        with lock:
+            begun[0] += 1
+            number = begun[0]
+        time.sleep(0.05 * number)
+        with lock:
+            ended[0] += 1
+        raise ZeroDivisionError
+
+    tier.before_get = fail
+    with pytest.raises(ZeroDivisionError):
+        bench.results(1, 2, 3, 4)
+    assert ended == begun
+
+
+def test_a_chunk_of_a_hanging_write_is_in_use_until_it_ends(tier: FakeTier) -> None:
+    bench = Bench(tier, timeout_s=0.05)
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        bench.store(1)
+        assert not bench.mover.flush(0.3)
+        assert not bench.mover.close(0.05)
+        assert bench.written == []  # the disk may still read the slot
+    finally:
+        gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.written == [(ref_of(1), True)]
+
+
+def test_a_removal_that_comes_after_close_is_dropped(tier: FakeTier) -> None:
+    bench = Bench(tier, timeout_s=0.05)
+    gate = threading.Event()
+    tier.before_put = lambda: gate.wait(HANG_GUARD_S)
+    try:
+        bench.store(1)
+        bench.mover.remove(Place.DISK, [ref_of(1)])
+        assert not bench.mover.close(0.05)
+    finally:
+        gate.set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert bench.written == [(ref_of(1), False)]
+
+
+def test_block_ids() -> None:
+    assert as_block_ids([3, 1]).dtype == np.int64
+    assert as_block_ids([]).shape == (0,)

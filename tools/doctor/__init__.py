@@ -1,0 +1,1 @@
+"""``kvstore doctor``: whether this machine can do what a configuration asks."""

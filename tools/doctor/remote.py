@@ -1,0 +1,172 @@
+"""The part of ``kvstore doctor`` that looks at what is not this machine, and at the packages that reach it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from importlib import import_module
+
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, KVStoreError, TierSetupError
+from kvstore.format.codecs import open_codec
+from kvstore.layout import KVLayout
+from kvstore.tiers import load_tier, tier_behind
+from kvstore.tools.console import size
+from kvstore.tools.doctor.findings import Finding, State
+
+_BAD_POLICIES = ("noeviction", "allkeys-random", "volatile-random")
+_MIN_REDIS = (6, 0)
+_MOST_WAIT_S = 5.0
+_ANY_LAYOUT = KVLayout(
+    page_bytes=(4096,), planes=1, block_tokens=16, chunk_tokens=16, element="bf16", page_axes=(1, 16, 128)
+)
+
+
+def needed_packages(config: StoreConfig) -> Iterator[Finding]:
+    """Packages that the configuration needs and pip installs only as extras: codecs, and what listens."""
+    for key, codec in (("local_disk_serde", config.local_disk_serde), ("remote_serde", config.remote_codec)):
+        if codec == "none":
+            continue
+        try:
+            open_codec(codec, _ANY_LAYOUT)
+        except ConfigError as error:
+            yield Finding(
+                f"codec {codec}", "error", str(error), f"pip install 'vllm-kvstore[codecs]', or leave {key} out"
+            )
+        else:
+            yield Finding(f"codec {codec}", "ok", f"{key} can be used")
+    wanted = {
+        "internal_api_server_enabled": ("admin", ("starlette", "uvicorn"), config.internal_api_server_enabled),
+        "server_http_port": ("server", ("starlette", "uvicorn"), config.server_http_port is not None),
+        "server_listen": ("server", ("zmq", "msgspec"), config.server_listen is not None),
+        "enable_pd": ("server", ("zmq", "msgspec"), config.enable_pd),
+        "peers": ("server", ("zmq", "msgspec"), bool(config.peers)),
+    }
+    for key, (extra, modules, is_wanted) in wanted.items():
+        missing = [module for module in modules if is_wanted and not _can_import(module)]
+        if missing:
+            found = f"{key} needs {' and '.join(missing)}, which cannot be imported"
+            yield Finding(key, "error", found, f"pip install 'vllm-kvstore[{extra}]'")
+
+
+def elsewhere(config: StoreConfig) -> Iterator[Finding]:
+    """The tier that is shared, and other engines that are read."""
+    if config.remote_url is not None and config.shared_url is None:
+        found = "remote_url names a tier of LMCache's"
+        yield Finding("remote tier", "warning", found, "use redis://, see docs/redis.md")
+    elif config.shared_url is not None:
+        yield from _shared(config, config.shared_url)
+    for url in config.peers:
+        yield _cache_server(f"peer {url}", url, config, is_required=False)
+
+
+def _shared(config: StoreConfig, url: str) -> Iterator[Finding]:
+    name = tier_behind(url)
+    try:
+        load_tier(name)
+    except ConfigError as error:
+        yield Finding("remote tier", "error", str(error), "install what is missing")
+        return
+    if name == "redis":
+        yield from _redis(config)
+    elif name == "server":
+        yield _cache_server("cache server", url, config, is_required=config.remote_required)
+    elif name == "pack":
+        yield _pack(url)
+    else:
+        yield Finding("remote tier", "ok", f"the tier {name!r} is installed; whether it works only its start can tell")
+
+
+def _can_import(module: str) -> bool:
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _pack(url: str) -> Finding:
+    from kvstore.format.pack import open_pack  # noqa: PLC0415
+    from kvstore.tiers.pack import path_of  # noqa: PLC0415
+
+    try:
+        with open_pack(path_of(url)) as pack:
+            chunks = sum(len(extents) for extents in pack.extents)
+    except ConfigError as error:
+        return Finding("pack", "error", str(error), "correct remote_url, or copy the pack again")
+    return Finding("pack", "ok", f"{chunks:,} chunks; kvstore verify reads them")
+
+
+def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: bool) -> Finding:
+    """Ask a cache server whether it serves."""
+    try:
+        load_tier("server")
+    except ConfigError as error:
+        return Finding(topic, "error", str(error), "install what is missing")
+    from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
+    from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
+
+    keys = {"client_key_file": config.remote_key_file, "server_key_file": config.remote_server_key_file}
+    timeout_s = min(config.blocking_timeout_secs, _MOST_WAIT_S)
+    down: State = "error" if is_required else "warning"
+    begin_s = time.perf_counter()
+    try:
+        operator = Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))
+        try:
+            status = operator.ping()
+        finally:
+            operator.close()
+    except ConfigError as error:  # also a TierSetupError: it answers, but not to this
+        return Finding(topic, "error", str(error), "correct its URL, or the key files")
+    except KVStoreError as error:
+        return Finding(topic, down, str(error), "start it, or correct its URL: until then nothing is shared")
+    if status != "ok":
+        return Finding(topic, down, f"says {status!r}", "start it again")
+    return Finding(topic, "ok", f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included")
+
+
+def _redis(config: StoreConfig) -> Iterator[Finding]:
+    from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - the tier could be loaded, so redis-py is there
+
+    options = {"username": config.remote_username, "password": config.remote_password}
+    try:
+        shelf = RedisShelf(str(config.shared_url), options)
+    except KVStoreError as error:
+        yield Finding("Redis", "error", str(error), "correct remote_url")
+        return
+    try:
+        begin_s = time.perf_counter()
+        shelf.ask_servers("PING")
+        found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
+        yield Finding("Redis", "ok", found)
+        for place, info in shelf.ask_servers("INFO").items():
+            yield from _redis_server(f"Redis {place}", info)
+    except TierSetupError as error:  # it is there: to start it again would not help
+        yield Finding(
+            "Redis", "error", str(error), "correct remote_username and remote_password, or what remote_url says"
+        )
+    except KVStoreError as error:
+        down: State = "error" if config.remote_required else "warning"
+        yield Finding("Redis", down, str(error), "start it, or correct remote_url: until then nothing is shared")
+    finally:
+        shelf.close()
+
+
+def _redis_server(topic: str, info: object) -> Iterator[Finding]:
+    """What one server says of itself."""
+    if not isinstance(info, bytes):
+        yield Finding(topic, "warning", "does not tell about itself", "grant the user +info to have it looked at")
+        return
+    said = dict(re.findall(r"^(\w+):(.*?)\r?$", info.decode(errors="replace"), re.MULTILINE))
+    version = said.get("redis_version", "0.0")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _MIN_REDIS:
+        yield Finding(topic, "error", f"version {version}", "use Redis 6.0 or later")
+    policy, most_bytes = said.get("maxmemory_policy", ""), int(said.get("maxmemory", "0") or 0)
+    found = f"version {version}, maxmemory {size(most_bytes) if most_bytes else 'unlimited'}, policy {policy}"
+    if not most_bytes:
+        yield Finding(topic, "warning", found, "set maxmemory: without it the server grows until it is killed")
+    elif policy in _BAD_POLICIES:
+        yield Finding(topic, "warning", found, "set maxmemory-policy allkeys-lru: see docs/redis.md")
+    else:
+        yield Finding(topic, "ok", found)

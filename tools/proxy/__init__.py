@@ -1,0 +1,1 @@
+"""``kvstore proxy``: one address in front of prefill and decode engines."""

@@ -1,0 +1,139 @@
+"""A client's request, and what of it each of the two engines is told. Pure: bytes in, parts of bytes out.
+
+What ``kv_transfer_params`` hold on the way is described in docs/disaggregation.md. Addresses that one engine is to send
+KV to come from the operator, never from a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import msgspec
+from msgspec import Raw
+
+from kvstore.errors import InvalidCallError
+from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, says, written
+from kvstore.tools.proxy.options import Receiver
+
+_PARAMS: Final = "kv_transfer_params"
+_SPEC: Final = "disagg_spec"
+_SENT: Final = "num_transferred_tokens"
+_OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # what the proxy alone says
+_WISHES: Final = ("kvstore.", "lmcache.")
+_PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt that stands in kv_transfer_params
+_ONE_TOKEN: Final = frozenset({"stream_options", "min_tokens"})  # without meaning, or refused, with one token
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for a completion or a chat.
+
+    Attributes:
+        body: the members of what the client sent, without ``kv_transfer_params``.
+        params: the members of these.
+    """
+
+    body: Mapping[str, Raw]
+    params: Mapping[str, Raw]
+
+    @classmethod
+    def parse(cls, content: bytes | bytearray) -> Self:
+        """Understand a body.
+
+        Raises:
+            InvalidCallError: it cannot be understood. The message shows nothing of it.
+        """
+        body = members_of(content)
+        given = body.pop(_PARAMS, None)
+        try:
+            params = {} if given is None or says(given, b"null") else members_of(given)
+        except InvalidCallError as error:
+            raise InvalidCallError(f"{_PARAMS} must be an object of few members") from error
+        return cls(body, {name: value for name, value in params.items() if name not in _OURS})
+
+    def for_prefill(self, receiver: Receiver | None, transfer_id: str) -> Parts:
+        """The same prompt for one token, whose KV goes to ``receiver``, if there is one, under ``transfer_id``."""
+        body: dict[str, Any] = {name: value for name, value in self.body.items() if name not in _ONE_TOKEN}
+        for name in ("max_completion_tokens", "n"):
+            if not says(self.body.get(name), b"null"):
+                body[name] = 1
+        body |= {"max_tokens": 1, "stream": False}
+        params: dict[str, Any] = dict(self.params)
+        if receiver is not None:
+            params[_SPEC] = {
+                "req_id": transfer_id,
+                "receiver_host": receiver.host,
+                "receiver_init_port": receiver.port,
+                "receiver_alloc_port": receiver.port,
+                "is_last_prefill": True,
+            }
+            params["ret_first_tok"] = False
+        return _with_params(body, params)
+
+    def for_decode(self, spec: Mapping[str, Raw] | None, *, counted: bool) -> Parts:
+        """The client's request, with what prefill said of the KV it sent.
+
+        Args:
+            spec: what ``sent_kv`` returned; None if the decode engine must find or compute the KV itself.
+            counted: ask for the usage of a stream too.
+        """
+        body: dict[str, Any] = dict(self.body)
+        if counted and not self.shows_usage:
+            more = {"include_usage": True, "continuous_usage_stats": False}
+            body["stream_options"] = {**self._stream_options(), **more}
+        params: dict[str, Any] = {
+            name: value for name, value in self.params.items() if name.startswith(_WISHES) or name == _PROMPT
+        }
+        if spec is not None:
+            # Of a batch vLLM says how much of its first prompt was sent.
+            params[_SPEC] = {name: value for name, value in spec.items() if not self.is_batch or name != _SENT}
+        return _with_params(body, params)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether there are several prompts."""
+        return is_list_of_several(self.body.get("prompt"))
+
+    @property
+    def is_one_stream(self) -> bool:
+        """Whether the answer is a stream of one sequence, whose usage says how long it is."""
+        number = self.body.get("n")
+        is_one = says(number, b"null") or says(number, b"1")
+        return says(self.body.get("stream"), b"true") and is_one and not self.is_batch
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether the client wants a stream's usage."""
+        return says(self._stream_options().get("include_usage"), b"true")
+
+    def _stream_options(self) -> Mapping[str, Raw]:
+        options = self.body.get("stream_options")
+        try:
+            return {} if options is None else members_of(options)
+        except InvalidCallError:  # the engine will say so
+            return {}
+
+
+class _Sent(msgspec.Struct):
+    disagg_spec: dict[str, Raw]
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: _Sent
+
+
+_ANSWER: Final = msgspec.json.Decoder(_Answer)
+
+
+def sent_kv(answer: bytes) -> Mapping[str, Raw] | None:
+    """What a prefill engine says of the KV it sent; None if it sent none."""
+    try:
+        return _ANSWER.decode(answer).kv_transfer_params.disagg_spec
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _with_params(body: dict[str, Any], params: dict[str, Any]) -> Parts:
+    return written({**body, _PARAMS: params} if params else body)

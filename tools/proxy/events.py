@@ -1,0 +1,118 @@
+"""Server-sent events on their way from an engine to a client, byte for byte. Pure: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from kvstore.tools.proxy.options import Receiver
+from kvstore.tools.proxy.reply import AnswerError, event_of
+
+_MAX_EVENT_BYTES: Final = 64 << 20
+_END: Final = re.compile(rb"\r?\n\r?\n")
+_LAST: Final = b"data: [DONE]"
+
+
+class EventTooLongError(AnswerError):
+    """An engine's event does not end."""
+
+    status = HTTPStatus.BAD_GATEWAY
+    reason = "broken"
+
+
+class EventCutter:
+    """Cuts a stream into whole events, so that nothing is ever said in the middle of one."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that are complete now, with the empty lines that end them.
+
+        Raises:
+            EventTooLongError: an event does not end.
+        """
+        seen = max(0, len(self._rest) - 3)  # an end may lie across the seam
+        self._rest += data
+        events, begin = [], 0
+        for end in _END.finditer(self._rest, seen):
+            events.append(bytes(self._rest[begin : end.end()]))
+            begin = end.end()
+        del self._rest[:begin]
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            raise EventTooLongError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+        return events
+
+
+class Handover:
+    """Tells the client of a stream where its KV is, in an event of its own before the last one.
+
+    vLLM says ``kv_transfer_params`` in whole answers only. The length of the sequence is the stream's usage, which is
+    taken out again if the client did not ask for it.
+    """
+
+    def __init__(self, receiver: Receiver, *, shows_usage: bool) -> None:
+        self._receiver = receiver
+        self._shows_usage = shows_usage
+        self._usage: _UsageChunk | None = None
+
+    def pass_on(self, event: bytes) -> bytes:
+        """What the client gets instead of this event."""
+        if is_last(event):
+            return self._said() + event
+        chunk = _usage_chunk(event)
+        if chunk is None:
+            return event
+        self._usage = chunk
+        return event if self._shows_usage else b""
+
+    def _said(self) -> bytes:
+        if self._usage is None:
+            return b""
+        params = {
+            "remote_host": self._receiver.host,
+            "remote_port": self._receiver.port,
+            "num_tokens": self._usage.usage.total_tokens - 1,  # the last token has no KV
+        }
+        return event_of({**self._usage.names(), "choices": [], "kv_transfer_params": params})
+
+
+def is_last(event: bytes) -> bool:
+    """Whether a stream is complete with this event."""
+    return event.strip() == _LAST
+
+
+class _Usage(msgspec.Struct):
+    total_tokens: int
+
+
+class _UsageChunk(msgspec.Struct):
+    choices: list[Raw]
+    usage: _Usage
+    id: str | UnsetType = UNSET
+    object: str | UnsetType = UNSET
+    created: int | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+
+    def names(self) -> dict[str, Any]:
+        """What every chunk of a stream says."""
+        said = {name: getattr(self, name) for name in ("id", "object", "created", "model")}
+        return {name: value for name, value in said.items() if value is not UNSET}
+
+
+_USAGE_CHUNK: Final = msgspec.json.Decoder(_UsageChunk)
+
+
+def _usage_chunk(event: bytes) -> _UsageChunk | None:
+    """The chunk in an event, if it has a usage and nothing else to say."""
+    if b'"usage"' not in event or not event.startswith(b"data:"):
+        return None
+    try:
+        chunk = _USAGE_CHUNK.decode(event.removeprefix(b"data:"))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return None if chunk.choices else chunk

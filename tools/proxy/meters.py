@@ -1,0 +1,41 @@
+"""What a proxy counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvstore.tools.proxy.engines import Engine
+
+_PREFIX = "kvstore_proxy"
+_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class ProxyMeters:
+    """The numbers of one proxy. Belongs to its event loop."""
+
+    def __init__(self) -> None:
+        all_ = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            f"{_PREFIX}_requests", "Requests answered, by path and status.", ("path", "status"), registry=all_
+        )
+        self.fallbacks = Counter(
+            f"{_PREFIX}_fallbacks", "Requests that took another way than planned, and why.", ("reason",), registry=all_
+        )
+        self.errors = Counter(
+            f"{_PREFIX}_errors", "Requests that the proxy ended with an error, and why.", ("reason",), registry=all_
+        )
+        self.prefill_seconds = Histogram(
+            f"{_PREFIX}_prefill_seconds", "Time of a prefill that was answered.", buckets=_BUCKETS_S, registry=all_
+        )
+        self.in_flight = Gauge(f"{_PREFIX}_in_flight", "Requests under way.", registry=all_)
+        self._healthy = Gauge(
+            f"{_PREFIX}_engine_healthy", "Whether an engine answers.", ("role", "engine"), registry=all_
+        )
+
+    def exposition(self, engines: Iterable[Engine]) -> bytes:
+        """All of it in Prometheus's text format."""
+        for engine in engines:
+            self._healthy.labels(engine.role, engine.url).set(engine.is_well)
+        return generate_latest(self._registry)

@@ -1,0 +1,1 @@
+"""``kvstore simulate``: what each policy would have found in a trace."""

@@ -1,0 +1,167 @@
+"""``kvstore simulate``: what each policy would have found in a trace, in tiers of several sizes.
+
+Runs the policies of the index over the requests of a trace, one after the other: see ``kvstore/policies/simulation.py``
+for what is left out, and ``docs/policies.md`` for how to read the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvstore.errors import ConfigError
+from kvstore.policies import POLICIES, choose_policy, open_policy
+from kvstore.policies.simulation import SimulatedStore, TierCounts, best_hits
+from kvstore.policies.traces import Request, read_trace
+
+BEST = "best possible"
+GIB = 1 << 30
+_SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the distinct chunks of a trace: the sizes if none are given
+_TICK = 500  # requests between two reports of progress
+
+Tick = Callable[[int], None]
+"""Called with the number of requests that were replayed since the last call."""
+
+
+class Scale(NamedTuple):
+    """What sizes are counted in: chunks, or bytes at so many bytes a token."""
+
+    bytes_per_token: int | None = None
+
+    def sizes_of(self, request: Request) -> list[int]:
+        """The size of each chunk of a request."""
+        if self.bytes_per_token is None:
+            return [1] * len(request.keys)
+        return [request.tokens_of(place) * self.bytes_per_token for place in range(len(request.keys))]
+
+    def capacity(self, size: float) -> int:
+        """A size as users give it, in chunks or GiB, in what is counted in."""
+        return round(size) if self.bytes_per_token is None else round(size * GIB)
+
+    def label(self, size: float) -> str:
+        """A size for people."""
+        return f"{size:,.0f}" if self.bytes_per_token is None else f"{size:g} GiB"
+
+
+class Trace(NamedTuple):
+    """A trace in memory, with the size of every chunk."""
+
+    name: str
+    chains: list[tuple[bytes, ...]]
+    sizes: list[list[int]]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks used by all requests."""
+        return sum(map(len, self.chains))
+
+    def distinct(self) -> dict[bytes, int]:
+        """All keys, with their sizes."""
+        found: dict[bytes, int] = {}
+        for chain, sizes in zip(self.chains, self.sizes, strict=True):
+            found.update(zip(chain, sizes, strict=True))
+        return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one policy did with one trace at one size.
+
+    Attributes:
+        size, disk: of memory and disk, in chunks or GiB; no disk if None.
+        hit_rate: chunks found, from the head of a request on, over chunks used.
+        hit_bytes, used_bytes: of the chunks found, and of all; None if sizes are in chunks.
+        written_rate: chunks written over chunks offered, in memory; None for the best possible.
+        tiers: the counts of each tier, memory first.
+    """
+
+    trace: str
+    policy: str
+    size: float
+    disk: float | None
+    hit_rate: float
+    hit_bytes: int | None = None
+    used_bytes: int | None = None
+    written_rate: float | None = None
+    tiers: tuple[dict[str, Any], ...] = ()
+
+
+def load(path: Path, scale: Scale) -> Trace:
+    """Read a trace.
+
+    Raises:
+        ConfigError: it cannot be read, or has no requests.
+    """
+    requests = list(read_trace(path))
+    if not requests:
+        raise ConfigError(f"{path} has no requests with at least one chunk")
+    return Trace(str(path), [request.keys for request in requests], [scale.sizes_of(request) for request in requests])
+
+
+def replay(trace: Trace, policy: str, size: float, *, disk: float | None, scale: Scale, tick: Tick) -> Cell:
+    """Run one policy over a trace."""
+    capacities = [scale.capacity(size)] + ([] if disk is None else [scale.capacity(disk)])
+    store = SimulatedStore([open_policy(policy, capacity) for capacity in capacities])
+    for number, (chain, sizes) in enumerate(zip(trace.chains, trace.sizes, strict=True), start=1):
+        store.request(chain, sizes)
+        if number % _TICK == 0:
+            tick(_TICK)
+    tick(len(trace.chains) % _TICK)
+    memory = store.tiers[0].counts
+    return Cell(
+        trace.name,
+        policy,
+        size,
+        disk,
+        store.hit_rate,
+        None if scale.bytes_per_token is None else sum(tier.counts.hit_bytes for tier in store.tiers),
+        None if scale.bytes_per_token is None else store.bytes,
+        memory.written_chunks / memory.offered_chunks if memory.offered_chunks else 0.0,
+        tuple(_tier_fields(tier.counts, scale) for tier in store.tiers),
+    )
+
+
+def _tier_fields(counts: TierCounts, scale: Scale) -> dict[str, Any]:
+    fields = asdict(counts)
+    return fields if scale.bytes_per_token is not None else {k: v for k, v in fields.items() if "bytes" not in k}
+
+
+def best(trace: Trace, size: float, disk: float | None, scale: Scale) -> Cell:
+    """The best possible at this size; with a disk, in both together."""
+    hits = best_hits(trace.chains, trace.sizes, scale.capacity(size) + (scale.capacity(disk) if disk else 0))
+    return Cell(trace.name, BEST, size, disk, hits / trace.num_chunks)
+
+
+def default_sizes(trace: Trace, scale: Scale) -> list[float]:
+    """From a hundredth of what the trace holds to all of it."""
+    total = sum(trace.distinct().values())
+    unit = 1 if scale.bytes_per_token is None else GIB
+    sizes = (float(f"{share * total / unit:.2g}") if unit == GIB else max(1, round(share * total)) for share in _SHARES)
+    return sorted({*sizes})
+
+
+def parse_sizes(text: str, option: str, *, whole: bool) -> list[float]:
+    """Positive numbers between commas, in ascending order.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    try:
+        sizes = sorted({float(int(part)) if whole else float(part) for part in text.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: it must be numbers between commas, such as 1000,5000") from error
+    if not all(0 < size < float("inf") for size in sizes):
+        raise ConfigError(f"{option} is {text!r}: every size must be greater than 0")
+    return sizes
+
+
+def parse_policies(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The policies that the names stand for, all if there are none, and warnings.
+
+    Raises:
+        ConfigError: a name stands for nothing.
+    """
+    found = [choose_policy(name) for name in names or POLICIES]
+    return list(dict.fromkeys(name for name, _ in found)), [warning for _, warning in found if warning]

@@ -1,0 +1,103 @@
+"""What ``kvstore simulate`` shows: a table, what more room would bring, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rich.table import Table
+
+from kvstore.tools.figures import new_figure, save_figure
+from kvstore.tools.simulate.cells import BEST, Cell, Scale
+
+
+def table(cells: Sequence[Cell], scale: Scale) -> Table:
+    """Hit rates of one trace by policy and size; below them, for each tier, what was found and what was written."""
+    first = cells[0]
+    unit = "chunks" if scale.bytes_per_token is None else "memory"
+    below = "" if first.disk is None else f", disk of {scale.label(first.disk)}{_unit(scale)} below"
+    found = Table(caption=f"Hit rates by size{below}.", caption_justify="left")
+    found.add_column(unit)
+    for size in _sizes(cells):
+        found.add_column(scale.label(size), justify="right")
+    for policy in _policies(cells):
+        row = [cell for cell in cells if cell.policy == policy]
+        found.add_row(policy, *(f"{cell.hit_rate:.4f}" for cell in row))
+        if policy == BEST:
+            continue
+        for place, name in enumerate(("memory", "disk")[: len(first.tiers)]):
+            if first.disk is not None:
+                found.add_row(f"  found in {name}", *(f"{_found_in(cell, place):.4f}" for cell in row), style="dim")
+            found.add_row(
+                f"  written to {name}" if first.disk is not None else "  written",
+                *(_written(cell, place) for cell in row),
+                style="dim",
+            )
+    return found
+
+
+def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
+    """A line for each policy: what every step up in size brings."""
+    for policy in _policies(cells):
+        row = [cell for cell in cells if cell.policy == policy]
+        steps = [
+            f"{scale.label(larger.size - smaller.size)}{_unit(scale)} on top of {scale.label(smaller.size)}: "
+            f"{100 * (larger.hit_rate - smaller.hit_rate):+.1f} points{_memory_gain(smaller, larger)}"
+            for smaller, larger in pairwise(row)
+        ]
+        if steps:
+            yield f"{policy}: {'; '.join(steps)}"
+
+
+def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
+    """Draw hit rate over size, one panel a trace and one curve a policy; the file's ending chooses the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot write this file.
+    """
+    traces = list(dict.fromkeys(cell.trace for cell in cells))
+    figure = new_figure(6.4 * len(traces), 4.8)
+    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
+        shown = [cell for cell in cells if cell.trace == trace]
+        for policy in _policies(shown):
+            row = [cell for cell in shown if cell.policy == policy]
+            style = {"color": "black", "linestyle": "--"} if policy == BEST else {"marker": "o"}
+            axes.plot([cell.size for cell in row], [cell.hit_rate for cell in row], label=policy, **style)
+        axes.set(title=trace, xscale="log", ylabel="hit rate", ylim=(0, None))
+        axes.set_xlabel("chunks" if scale.bytes_per_token is None else "GiB of memory")
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    save_figure(figure, file)
+
+
+def _sizes(cells: Sequence[Cell]) -> list[float]:
+    return list(dict.fromkeys(cell.size for cell in cells))
+
+
+def _policies(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(cell.policy for cell in cells))
+
+
+def _unit(scale: Scale) -> str:
+    return " chunks" if scale.bytes_per_token is None else ""
+
+
+def _memory_gain(smaller: Cell, larger: Cell) -> str:
+    """What a step brings in memory alone, where a disk finds the rest."""
+    if len(smaller.tiers) < 2:
+        return ""
+    return f" ({100 * (_found_in(larger, 0) - _found_in(smaller, 0)):+.1f} in memory)"
+
+
+def _found_in(cell: Cell, place: int) -> float:
+    """The part of a hit rate that one tier has."""
+    hits = sum(tier["hit_chunks"] for tier in cell.tiers)
+    return cell.hit_rate * float(cell.tiers[place]["hit_chunks"]) / hits if hits else 0.0
+
+
+def _written(cell: Cell, place: int) -> str:
+    counts = cell.tiers[place]
+    share = counts["written_chunks"] / counts["offered_chunks"] if counts["offered_chunks"] else 0.0
+    volume = f", {counts['written_bytes'] / (1 << 30):,.0f} GiB" if "written_bytes" in counts else ""
+    return f"{share:.0%}{volume}"

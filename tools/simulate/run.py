@@ -1,0 +1,124 @@
+"""Carries out ``kvstore simulate``: options, every cell with its progress, and what is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvstore.errors import ConfigError
+from kvstore.tools.figures import require_plotting
+from kvstore.tools.simulate import report as simulate_report
+from kvstore.tools.simulate.cells import (
+    Cell,
+    Scale,
+    Tick,
+    Trace,
+    best,
+    default_sizes,
+    load,
+    parse_policies,
+    parse_sizes,
+    replay,
+)
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What to simulate; without sizes they follow from each trace."""
+
+    sizes: tuple[float, ...]
+    disk: float | None
+    scale: Scale
+    policies: tuple[str, ...]
+    best: bool
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        chunks: str,
+        size: str,
+        disk: float | None,
+        bytes_per_token: int | None,
+        policies: Sequence[str],
+        best: bool,
+    ) -> SimulateOptions:
+        """Read what the command line gave.
+
+        Raises:
+            ConfigError: an option is wrong, or two do not go together.
+        """
+        if size and bytes_per_token is None:
+            raise ConfigError("--size needs --bytes-per-token: 2 x layers x KV heads x head size x bytes a number")
+        if chunks and bytes_per_token is not None:
+            raise ConfigError(
+                "--chunks counts chunks, --bytes-per-token makes sizes bytes: use --size, or leave one out"
+            )
+        if disk is not None and disk <= 0:
+            raise ConfigError(f"--disk is {disk:g}: it must be greater than 0; leave it out for no disk")
+        sizes = parse_sizes(chunks, "--chunks", whole=True) if chunks else []
+        sizes = parse_sizes(size, "--size", whole=False) if size else sizes
+        names, warnings = parse_policies(policies)
+        return cls(tuple(sizes), disk, Scale(bytes_per_token), tuple(names), best, tuple(warnings))
+
+
+def simulate_and_print(
+    paths: Sequence[Path], options: SimulateOptions, *, plot_file: Path | None, as_json: bool
+) -> None:
+    """Simulate all traces, then print them, and draw them if a file is named.
+
+    Raises:
+        ConfigError: a trace cannot be read, or the picture not be drawn.
+    """
+    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    for warning in options.warnings:
+        errors.print(f"warning: {warning}")
+    if plot_file is not None:
+        require_plotting()
+    traces = [load(path, options.scale) for path in paths]
+    cells = [cell for trace in traces for cell in _with_progress(trace, options, errors)]
+    if plot_file is not None:
+        simulate_report.plot(cells, options.scale, plot_file)
+    if as_json:
+        unit = "chunks" if options.scale.bytes_per_token is None else "GiB"
+        print(json.dumps({"unit": unit, "cells": [asdict(cell) for cell in cells]}))
+        return
+    console = Console()
+    for trace in traces:
+        shown = [cell for cell in cells if cell.trace == trace.name]
+        console.print(trace.name, soft_wrap=True, highlight=False, markup=False)
+        console.print(simulate_report.table(shown, options.scale))
+        for line in simulate_report.gains(shown, options.scale):
+            console.print(line, soft_wrap=True, highlight=False)
+
+
+def _with_progress(trace: Trace, options: SimulateOptions, errors: Console) -> list[Cell]:
+    sizes = options.sizes or default_sizes(trace, options.scale)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        total = len(trace.chains) * len(sizes) * (len(options.policies) + options.best)
+        task = progress.add_task(trace.name, total=total)
+
+        def tick(requests: int) -> None:
+            progress.advance(task, requests)
+
+        return simulate(trace, sizes, options, tick)
+
+
+def simulate(trace: Trace, sizes: Sequence[float], options: SimulateOptions, tick: Tick) -> list[Cell]:
+    """All cells of one trace: every policy at every size, and the best possible."""
+    cells = [
+        replay(trace, policy, size, disk=options.disk, scale=options.scale, tick=tick)
+        for policy in options.policies
+        for size in sizes
+    ]
+    for size in sizes if options.best else ():
+        cells.append(best(trace, size, options.disk, options.scale))
+        tick(len(trace.chains))
+    return cells

@@ -1,0 +1,121 @@
+"""Which chunks prompts consist of: the same keys that vLLM asks for, made without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.adapters.vllm.glue.identity import fingerprint_adapter
+from kvstore.errors import ConfigError, InvalidCallError
+from kvstore.keys import KeyExtras
+from kvstore.layout import KVLayout
+from kvstore.requests import chunk_refs, hash_tokens
+from kvstore.tiers.base import ChunkRef
+from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, tokens_of
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter: the name that requests call it by, and the folder of its files."""
+
+    name: str
+    folder: Path
+
+    @classmethod
+    def parse(cls, text: str | None) -> Lora | None:
+        """``name=folder``, as in vLLM's ``--lora-modules``.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if text is None:
+            return None
+        name, mark, folder = text.partition("=")
+        if not name or not mark or not Path(folder).is_dir():
+            raise ConfigError(f"--lora is {text!r}: write name=folder, with the name that requests will use")
+        return cls(name, Path(folder))
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What all prompts of a run have in common besides the model.
+
+    Attributes:
+        lora: name and fingerprint of the adapter's files.
+        salt: where a prompt has none of its own.
+    """
+
+    lora: tuple[str, str] | None = None
+    salt: str | None = None
+
+    @classmethod
+    def of(cls, lora: Lora | None, salt: str | None) -> Sharing:
+        """Looks at the adapter's files.
+
+        Raises:
+            ConfigError: they cannot be told.
+        """
+        return cls((lora.name, fingerprint_adapter(lora.folder)) if lora else None, salt or None)
+
+    def extras(self, prompt: Prompt) -> KeyExtras:
+        """What besides its tokens decides a prompt's keys."""
+        return KeyExtras(lora=self.lora, cache_salt=prompt.salt or self.salt)
+
+
+class Wanted(NamedTuple):
+    """A prompt with its tokens and chunks: the whole ones, and the tail."""
+
+    prompt: Prompt
+    tokens: list[int]
+    refs: list[ChunkRef]
+
+
+def refs_of(layout: KVLayout, tokens: list[int], extras: KeyExtras, *, with_tail: bool = True) -> list[ChunkRef]:
+    """The chunks of a sequence, in order.
+
+    Raises:
+        InvalidCallError: a token id is out of range.
+    """
+    return chunk_refs(hash_tokens(layout, tokens, extras), layout.blocks_per_chunk, with_tail=with_tail)
+
+
+def wanted(
+    prompts: Iterable[Prompt | Rejected],
+    layout: KVLayout,
+    sharing: Sharing,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int | None = None,
+    vocab_size: int | None = None,
+    with_tail: bool = True,
+) -> Iterator[Wanted | Rejected]:
+    """Every prompt with its chunks; what is malformed or too long as ``Rejected``.
+
+    Args:
+        prompts: what ``read_prompts`` hands out.
+        layout: of the engine.
+        sharing: of all prompts.
+        tokenizer: of the model.
+        max_tokens: the most that the model takes.
+        vocab_size: token ids are below that.
+        with_tail: whether the engine stores ends that fill no chunk.
+    """
+    for prompt in prompts:
+        if isinstance(prompt, Rejected):
+            yield prompt
+            continue
+        try:
+            tokens = tokens_of(prompt, tokenizer)
+            _check(tokens, max_tokens, vocab_size)
+            yield Wanted(prompt, tokens, refs_of(layout, tokens, sharing.extras(prompt), with_tail=with_tail))
+        except (PromptError, InvalidCallError) as error:
+            yield Rejected(prompt.where, str(error))
+
+
+def _check(tokens: list[int], max_tokens: int | None, vocab_size: int | None) -> None:
+    if max_tokens is not None and len(tokens) > max_tokens:
+        raise PromptError(f"too long: {len(tokens):,} tokens, and the model takes {max_tokens:,}")
+    if vocab_size is not None and max(tokens, default=0) >= vocab_size:
+        raise PromptError(f"token id {max(tokens)} is not in the model's vocabulary of {vocab_size:,}")

@@ -1,0 +1,323 @@
+"""Offline warming: the KV of prompts that are known beforehand, computed and stored before the first user asks.
+
+    from kvstore.tools.warm import warm
+
+    report = warm("meta-llama/Llama-3.1-8B-Instruct", ["You are ..."], config="kvstore.yaml")
+
+What is stored already is not computed. A batch counts only when the tiers hold it; so a run that was interrupted, in
+whatever way, is simply started again.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvstore.layout import KVLayout
+from kvstore.tiers.base import ChunkRef
+from kvstore.tools import console
+from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, parse, read_prompts
+from kvstore.tools.warm.wanted import Lora, Sharing, Wanted, wanted
+
+MAX_BATCH_PROMPTS = 32  # vLLM batches them; after each batch the tiers are waited for
+_ROUNDS = 3  # of offering chunks again for which there was no room in a queue
+
+Work = tuple["array[int]", str | None]
+
+
+class WarmEngine(Protocol):
+    """What computes and keeps: ``adapters.vllm.offline.engine.OfflineEngine``, which describes each part at length."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The geometry of the chunks."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below that."""
+
+    @property
+    def saves_tails(self) -> bool:
+        """Whether tails are stored."""
+
+    @property
+    def max_chunks_at_once(self) -> int:
+        """How many chunks may be on their way."""
+
+    def chunk_bytes(self, ref: ChunkRef) -> int:
+        """The KV in a chunk."""
+
+    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Whether each chunk is in the tiers."""
+
+    def compute(self, work: Sequence[Work]) -> int:
+        """Compute prompts; returns the tokens that had to be."""
+
+    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Wait until chunks are stored; those that are not."""
+
+
+@dataclass
+class WarmReport:
+    """What a run did.
+
+    Attributes:
+        prompts: whose chunks are all stored now.
+        prompts_present: of those, how many had been stored before, all of them.
+        failed_prompts: of which some chunk could not be stored.
+        skipped: malformed or too long, each with its place and the reason.
+        tokens: of all prompts but the skipped ones.
+        tokens_computed: of those, what vLLM computed: neither loaded nor shared with another prompt.
+        chunks_stored, chunks_present, chunks_failed: each chunk counted once.
+        bytes_stored: of KV, without headers, before any codec.
+        seconds: all in all, the start of vLLM not included.
+        interrupted: whether it was stopped before the last prompt; start it again to go on.
+    """
+
+    prompts: int = 0
+    prompts_present: int = 0
+    failed_prompts: int = 0
+    skipped: list[Rejected] = field(default_factory=list)
+    tokens: int = 0
+    tokens_computed: int = 0
+    chunks_stored: int = 0
+    chunks_present: int = 0
+    chunks_failed: int = 0
+    bytes_stored: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything asked for is stored."""
+        return not (self.skipped or self.chunks_failed or self.interrupted)
+
+
+Tick = Callable[[WarmReport], None]
+"""Called after every batch with the report so far."""
+
+
+def warm(
+    model: str,
+    prompts: Iterable[object],
+    *,
+    config: str | Path | None = None,
+    lora: tuple[str, str | Path] | None = None,
+    salt: str | None = None,
+    engine_args: Mapping[str, object] | None = None,
+    progress: bool = False,
+    total: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> WarmReport:
+    """Run vLLM offline over prompts, so that their KV is in the configured disk and remote tiers.
+
+    Args:
+        model: as vLLM takes it.
+        prompts: texts, lists of token ids, lists of chat messages, objects as in a ``.jsonl`` file, paths of files or
+            folders, or what ``read_prompts`` returns; any iterable, also one that is made on the way.
+        config: the YAML file that the server will use; None for the one that ``KVSTORE_CONFIG_FILE`` names.
+        lora: name, as requests will call it, and folder of an adapter.
+        salt: ``cache_salt`` of prompts that have none of their own.
+        engine_args: fields of vLLM's ``EngineArgs`` with which the server will run: ``dtype``, ``block_size``,
+            ``tensor_parallel_size`` and the like decide whether its KV is the same.
+        progress: show a bar on standard error.
+        total: number of prompts, for the time left; None for as many as ``prompts`` has, if it knows.
+        should_stop: asked before every batch.
+
+    Raises:
+        ConfigError: the configuration keeps nothing, or cannot be used, or vLLM does not start with it. Later errors of
+            vLLM's own pass through.
+        TierError: a tier that is required cannot be used, or a folder is another engine's.
+    """
+    from kvstore.adapters.vllm.offline.engine import OfflineEngine  # noqa: PLC0415 - imports vLLM
+
+    adapter = Lora(lora[0], Path(lora[1])) if lora else None
+    sharing = Sharing.of(adapter, salt)
+    with OfflineEngine(
+        model,
+        config=Path(config) if config is not None else None,
+        lora=(adapter.name, adapter.folder) if adapter else None,
+        engine_args=engine_args,
+    ) as engine:
+        if not progress:
+            return warm_with(engine, prompts, sharing, should_stop=should_stop)
+        with _shown(total if total is not None else operator.length_hint(prompts) or None) as tick:
+            return warm_with(engine, prompts, sharing, tick=tick, should_stop=should_stop)
+
+
+def warm_with(
+    engine: WarmEngine,
+    prompts: Iterable[object],
+    sharing: Sharing,
+    *,
+    tick: Tick = lambda _report: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> WarmReport:
+    """``warm`` with an engine that runs."""
+    run = _Run(engine, tick)
+    found = wanted(
+        as_prompts(prompts),
+        engine.layout,
+        sharing,
+        engine.tokenizer,
+        max_tokens=engine.max_tokens,
+        vocab_size=engine.vocab_size,
+        with_tail=engine.saves_tails,
+    )
+    for batch in _batches(found, engine.max_chunks_at_once, run.report.skipped):
+        if should_stop():
+            run.report.interrupted = True
+            break
+        run.warm([_Item.of(item, sharing) for item in batch])
+    else:
+        run.restore_tails()
+    return run.finish()
+
+
+class _Item(NamedTuple):
+    """A prompt with its tokens packed: millions of them are kept until the end."""
+
+    tokens: array[int]
+    salt: str | None
+    refs: list[ChunkRef]
+
+    @classmethod
+    def of(cls, found: Wanted, sharing: Sharing) -> _Item:
+        return cls(array("I", found.tokens), found.prompt.salt or sharing.salt, found.refs)
+
+
+class _Run:
+    """One run over all batches."""
+
+    def __init__(self, engine: WarmEngine, tick: Tick) -> None:
+        self.report = WarmReport()
+        self._engine = engine
+        self._tick = tick
+        self._begin_s = time.monotonic()
+        self._counted: set[ChunkRef] = set()
+        self._failed: set[ChunkRef] = set()
+        self._with_tails: list[_Item] = []
+
+    def warm(self, batch: Sequence[_Item]) -> None:
+        """Compute what is missing of a batch, and wait until the tiers have it."""
+        report = self.report
+        refs = list(dict.fromkeys(ref for item in batch for ref in item.refs))
+        is_there = dict(zip(refs, self._engine.stored(refs), strict=True))
+        missing = self._compute(batch, [ref for ref in refs if not is_there[ref]])
+        for ref in refs:
+            if ref in self._counted:
+                continue
+            self._counted.add(ref)
+            if is_there[ref]:
+                report.chunks_present += 1
+            elif ref not in missing:
+                report.chunks_stored += 1
+                report.bytes_stored += self._engine.chunk_bytes(ref)
+        self._failed |= missing
+        for item in batch:
+            report.tokens += len(item.tokens)
+            report.prompts_present += all(is_there[ref] for ref in item.refs)
+            if missing.isdisjoint(item.refs):
+                report.prompts += 1
+                if item.refs and item.refs[-1].num_blocks < self._engine.layout.blocks_per_chunk:
+                    self._with_tails.append(item)
+            else:
+                report.failed_prompts += 1
+        self._note()
+
+    def _compute(self, batch: Sequence[_Item], wanted_refs: list[ChunkRef]) -> set[ChunkRef]:
+        """Hand prompts of which something is missing to vLLM; what is missing still."""
+        missing = set(wanted_refs)
+        for _ in range(_ROUNDS):
+            work = [item for item in batch if not missing.isdisjoint(item.refs)]
+            if not work:
+                break
+            self.report.tokens_computed += self._engine.compute([(item.tokens, item.salt) for item in work])
+            before = len(missing)
+            missing = set(self._engine.wait(sorted(missing)))
+            if len(missing) == before:
+                break
+        return missing
+
+    def restore_tails(self) -> None:
+        """Store tails again that went because a longer prompt of this run filled their chunk."""
+        tails = [item.refs[-1] for item in self._with_tails]
+        lost = [item for item, there in zip(self._with_tails, self._engine.stored(tails), strict=True) if not there]
+        for begin in range(0, len(lost), MAX_BATCH_PROMPTS):
+            batch = lost[begin : begin + MAX_BATCH_PROMPTS]
+            self._failed |= self._compute(batch, [item.refs[-1] for item in batch])
+
+    def finish(self) -> WarmReport:
+        """The report."""
+        self._note()
+        return self.report
+
+    def _note(self) -> None:
+        self.report.chunks_failed = len(self._failed)
+        self.report.seconds = time.monotonic() - self._begin_s
+        self._tick(self.report)
+
+
+@contextmanager
+def _shown(total: int | None) -> Iterator[Tick]:
+    """A bar that counts prompts, with the tokens a second and the time left."""
+    with console.progress("tokens") as bar:
+        task = bar.add_task("warming", total=total, rate="0")
+
+        def tick(report: WarmReport) -> None:
+            done = report.prompts + report.failed_prompts + len(report.skipped)
+            rate = report.tokens / report.seconds if report.seconds else 0.0
+            bar.update(task, completed=done, rate=f"{rate:,.0f}")
+
+        yield tick
+
+
+def as_prompts(values: Iterable[object]) -> Iterator[Prompt | Rejected]:
+    """What callers hand over, as prompts; numbered from 1.
+
+    Raises:
+        ConfigError: there is no file of that path.
+    """
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, Prompt | Rejected):
+            yield value
+            continue
+        if isinstance(value, Path):
+            yield from read_prompts(value)
+            continue
+        where = f"prompt {number}"
+        try:
+            yield parse(value, where)
+        except PromptError as error:
+            yield Rejected(where, str(error))
+
+
+def _batches(found: Iterable[Wanted | Rejected], max_chunks: int, skipped: list[Rejected]) -> Iterator[list[Wanted]]:
+    """Prompts in batches of so many chunks, but at least one prompt; those passed by are noted."""
+    batch: list[Wanted] = []
+    chunks = 0
+    for item in found:
+        if isinstance(item, Rejected):
+            skipped.append(item)
+            continue
+        if batch and (len(batch) == MAX_BATCH_PROMPTS or chunks + len(item.refs) > max_chunks):
+            yield batch
+            batch, chunks = [], 0
+        batch.append(item)
+        chunks += len(item.refs)
+    if batch:
+        yield batch
