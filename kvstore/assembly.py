@@ -12,6 +12,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore.catalog.plans import Place
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -19,13 +20,13 @@ from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import PagedKV
 from kvstore.policies import Adaptive
 from kvstore.tiers import open_tier, tier_behind
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
 from kvstore.tiers.gpu.tier import GpuTier
-from kvstore.tiers.guards import GuardOptions, Statistics, answers, find, guarded
+from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded
 from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import WRITE_THREADS, Lane
@@ -181,12 +182,12 @@ class OpenTiers:
     @property
     def disk_answers(self) -> bool:
         """Whether chunks can be read from the disk, or there is none."""
-        return self.disk is None or answers(self.disk)
+        return self.disk is None or self.disk.answers
 
     @property
     def remote_answers(self) -> bool:
         """Whether chunks can be read from the remote tier, or there is none."""
-        return self.remote is None or answers(self.remote)
+        return self.remote is None or self.remote.answers
 
 
 def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:

@@ -32,12 +32,13 @@ from kvstore.assembly import EngineOptions, Shard, open_directory, open_tiers, s
 from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.catalog.plans import IndexCounters, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
-from kvstore.tiers.base import ChunkRef, TierCounters
+from kvstore.tiers.base import TierCounters
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
+from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout, round_up
 from kvstore.paged.base import BlockIds
-from kvstore.tiers.base import ChunkRef
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
 from kvstore.keys import Namespace
 from kvstore.tiers import leads_to, open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes

@@ -25,9 +25,9 @@ from kvstore.catalog.departed import Departed
 from kvstore.catalog.leases import Leases, LeaseView
 from kvstore.catalog.plans import NO_MATCH, IndexCounters, LoadStep, Match, MissReason, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import Adaptive, Policy, open_policy
-from kvstore.tiers.base import ChunkRef
 
 QUESTION_ROUNDS = 2  # after which ``questions`` has been answered
 

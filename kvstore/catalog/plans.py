@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kvstore.tiers.base import ChunkRef
+from kvstore.chunks import ChunkRef
 
 
 class Match(NamedTuple):

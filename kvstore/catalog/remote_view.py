@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.tiers.base import ChunkRef
+from kvstore.chunks import ChunkRef
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
 MIN_TOLD_S: Final = 1.0  # for who asked

@@ -31,11 +31,8 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import numpy.typing as npt
-
+    from kvstore.chunks import ByteArray
     from kvstore.keys import ChunkKey
-
-    ByteArray = npt.NDArray[np.uint8]
 
 FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")

@@ -12,7 +12,8 @@ from kvstore.format.chunkfile import Damage, Encoding
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 if TYPE_CHECKING:
-    from kvstore.format.codecs.base import ByteArray, Codec
+    from kvstore.chunks import ByteArray
+    from kvstore.format.codecs.base import Codec
     from kvstore.keys import ChunkKey
 
 

@@ -20,7 +20,7 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstore.format.chunkfile import ByteArray
+    from kvstore.chunks import ByteArray
     from kvstore.keys import ChunkKey
 
 _SUM_DIGITS = 16

@@ -18,18 +18,18 @@ import numpy as np
 import xxhash
 
 from kvstore import __version__
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.format.images import MAX_HEADER_BYTES, check_image, read_facts
 from kvstore.format.wholeio import read_front, read_whole, write_whole
 from kvstore.keys import ChunkKey, Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 MAGIC = b"KVSPACK1"
 END_MAGIC = b"KVSPEND1"

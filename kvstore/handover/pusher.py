@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import KVStoreError
 from kvstore.handover.transport import Parcel, Transport
 from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
 from kvstore.paged.staging import Moment
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef, Outcome
 
 logger = logging.getLogger(__name__)
 

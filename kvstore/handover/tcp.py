@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from kvstore.chunks import Outcome
 from kvstore.errors import TierError
 from kvstore.handover.transport import Parcel, Transport
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
-from kvstore.tiers.base import Outcome
 from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.links import Home, Links, held
 from kvstore.tiers.server.moves import PieceSender, commit

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 
 
 class Parcel(NamedTuple):

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    ByteArray = npt.NDArray[np.uint8]
+    from kvstore.chunks import ByteArray
 
 _STEP_BYTES = 8 << 20  # how much is populated between two looks at whether to stop
 _MADV_HUGEPAGE = 14

@@ -14,7 +14,7 @@ from kvstore.errors import TierError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 SCRATCH_BUFFERS = 4  # as many threads encode; more of them than cores would not be faster
 

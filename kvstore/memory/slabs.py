@@ -13,11 +13,11 @@ import mmap
 import threading
 import time
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import ConfigError
 from kvstore.layout import ALIGNMENT_BYTES, round_up
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.memory.pinning import Pinner, find_pinner
-from kvstore.tiers.base import ByteArray
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.catalog.plans import Place
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Meter, Tally
-from kvstore.tiers.guards import BreakerState, CircuitBreaker, Statistics, find, parts_of
+from kvstore.tiers.guards import BreakerState, CircuitBreaker, Statistics, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,12 +79,12 @@ class _Observed:
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        counted = [tier] if find(tier, Statistics) else parts_of(tier)
+        counted = [tier] if find(tier, Statistics) else tier.parts
         self.statistics = [statistics for part in counted if (statistics := find(part, Statistics))]
 
     def breakers(self) -> list[CircuitBreaker]:
         """Those of all its parts, of which there may be more or fewer the next time."""
-        return [breaker for part in parts_of(self.tier) if (breaker := find(part, CircuitBreaker))]
+        return [breaker for part in self.tier.parts if (breaker := find(part, CircuitBreaker))]
 
 
 class WorkerMeter:

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.layout import KVLayout
 from kvstore.paged.copiers import ALONE, Copiers
 from kvstore.paged.staging import Moment
-from kvstore.tiers.base import ByteArray
 
 BlockIds = npt.NDArray[np.int64]
 LayerCache = torch.Tensor | Sequence[torch.Tensor]

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from kvstore.chunks import ByteArray
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.staging import Moment, Staging, Streams
-from kvstore.tiers.base import ByteArray
 
 
 class DevicePagedKV:

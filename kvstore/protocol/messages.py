@@ -21,11 +21,11 @@ try:
 except ImportError as error:
     raise ImportError("the cache server and its clients need msgspec: pip install 'vllm-kvstore[server]'") from error
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import LayoutError, ProtocolError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import Run
-from kvstore.tiers.base import ChunkRef, Outcome
 
 PROTOCOL_VERSION: Final = 1
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload

@@ -9,10 +9,9 @@ import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from typing_extensions import Buffer
 
-    ByteArray = npt.NDArray[np.uint8]
+    from kvstore.chunks import ByteArray
 
 _STEP_BYTES: Final = 256 << 10  # what a processor's own cache holds
 

@@ -9,13 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import Placing, checksum
 from kvstore.server.pool import Pool
 from kvstore.server.sessions import MAX_PIECES, Lease, Peer, Session, Sessions
 from kvstore.server.spaces import Chunk
-from kvstore.tiers.base import ByteArray, Outcome
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

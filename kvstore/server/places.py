@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
@@ -16,7 +17,6 @@ from kvstore.server.sessions import MAX_LATE, Session, Sessions
 from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk
 from kvstore.server.stock import Stock
-from kvstore.tiers.base import ChunkRef, Outcome
 
 _MAX_DISPLACED: Final = 256  # chunks that make room before somebody else has a turn: some milliseconds
 

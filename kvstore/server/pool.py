@@ -13,10 +13,10 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import ConfigError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol.runs import PAGE_BYTES, Run, extents
-from kvstore.tiers.base import ByteArray
 
 # From linux/fcntl.h; Python has them from 3.12 on only. Nobody who maps the pool can cut it off under the others.
 _F_ADD_SEALS = 1033

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
@@ -21,7 +22,6 @@ from kvstore.server.sessions import MAX_SESSIONS, Peer, Session, Sessions
 from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.server.stock import Stock
-from kvstore.tiers.base import ChunkRef, Outcome
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -15,9 +15,9 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvstore.chunks import Outcome
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
-from kvstore.tiers.base import Outcome
 
 SILENCE_S = 30.0  # after which the leases of a client that does not map the pool end
 FORGET_S = 600.0  # after which such a client is forgotten; it may say hello again

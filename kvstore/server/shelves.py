@@ -22,6 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.format import chunkfile
 from kvstore.keys import EPOCH_FIELD, Namespace
@@ -30,7 +31,7 @@ from kvstore.server.rack import WRITE_THREADS, Rack, ShelfOptions, read_home
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.turns import Once, Turns, Work
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 

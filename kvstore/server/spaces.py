@@ -6,12 +6,12 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvstore.chunks import ChunkRef
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.messages import REF_BYTES, encode_geometry, pack_refs
 from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pool import pages_of
-from kvstore.tiers.base import ChunkRef
 
 NO_QUOTA = 1 << 62
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
@@ -22,7 +23,6 @@ from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
-from kvstore.tiers.base import ChunkRef, Outcome
 
 MAX_SPACES = 4096
 ANY_SPACE = "*"  # in quotas: those not named

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError
 from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
-from kvstore.tiers.base import Outcome
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
 FEW = [make_ref(number) for number in range(1, FEW_CHUNKS + 1)]

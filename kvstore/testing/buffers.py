@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import InvalidCallError
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.testing.harness import (
@@ -19,7 +20,7 @@ from kvstore.testing.harness import (
     make_ref,
     make_transfer,
 )
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 
 TAIL = make_ref(7, 1)
 FULL = make_ref(8, 4)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, MINE, OTHER, TierHarness, make_ref, make_transfer
-from kvstore.tiers.base import ChunkRef, Outcome, TierCounters
+from kvstore.tiers.base import TierCounters
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.testing.harness import ODD, TierHarness, make_ref
-from kvstore.tiers.base import ChunkRef, Outcome
 
 A, B = make_ref(1), make_ref(2)
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import pytest
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import Tier, TierSetup, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import InvalidCallError
 from kvstore.layout import KVLayout
 from kvstore.testing.harness import (
@@ -18,7 +19,7 @@ from kvstore.testing.harness import (
     make_ref,
     make_transfer,
 )
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 
 A, B = make_ref(1), make_ref(2)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.testing.harness import EVEN, LAYOUTS, TierHarness, make_payload, make_ref, make_transfer
-from kvstore.tiers.base import MAX_LENT, ChunkRef, Loan, Outcome, Tier
+from kvstore.tiers.base import MAX_LENT, Loan, Tier
 
 A, B, GONE = make_ref(1), make_ref(2), make_ref(3, 1)
 _MANY_LOANS = 50

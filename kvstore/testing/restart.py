@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.chunks import Outcome
 from kvstore.testing.harness import EVEN, FEW_CHUNKS, MINE, ODD, OTHER, TierHarness, make_ref
-from kvstore.tiers.base import Outcome, TierSetup
+from kvstore.tiers.base import TierSetup
 
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
 

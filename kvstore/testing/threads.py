@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace
 from kvstore.testing.harness import (
@@ -18,7 +19,7 @@ from kvstore.testing.harness import (
     make_ref,
     make_transfer,
 )
-from kvstore.tiers.base import ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 
 A = make_ref(1)
 _PUT_ANSWERS = {Outcome.STORED, Outcome.FULL, Outcome.FAILED}

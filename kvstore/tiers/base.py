@@ -21,38 +21,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, InvalidCallError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: whatever the storage holds
 MAX_LENT = 64
-ByteArray = npt.NDArray[np.uint8]
-
-
-class Outcome(Enum):
-    """What became of one chunk of a batch."""
-
-    HIT = "hit"  # get: the buffer holds the payload, verified
-    MISS = "miss"  # get: not here
-    CORRUPT = "corrupt"  # get: here, but damaged or foreign; it has been removed
-    STORED = "stored"  # put: visible from now on
-    FULL = "full"  # put: no room; nothing was written
-    FAILED = "failed"  # the storage refused this one chunk; others may work
-
-
-class ChunkRef(NamedTuple):
-    """A chunk as a tier sees it: its key within the tier's namespace, and its length in blocks."""
-
-    prefix_key: PrefixKey
-    num_blocks: int
 
 
 class Transfer(NamedTuple):
@@ -231,6 +211,16 @@ class Tier(ABC):
         order: a prompt is touched from its head to its tail, and should be evicted the other way. Called before any
         other use, as it may have to look through the storage; later calls are allowed, and tell what is true then.
         """
+
+    @property
+    def parts(self) -> tuple[Tier, ...]:
+        """The tiers of which it consists and which may break one by one, as they are now: often only itself."""
+        return (self,)
+
+    @property
+    def answers(self) -> bool:
+        """Whether any part of it answers, as far as is known: False while all of them are left alone."""
+        return True
 
     def check(self) -> None:  # noqa: B027 - most tiers have nothing to find out
         """Find out whether the storage can be used, for those who want to know at start.

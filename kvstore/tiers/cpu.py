@@ -15,11 +15,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 
 
 class Filling(NamedTuple):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
-from kvstore.tiers.base import ChunkRef, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.guards import find
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.questions import Answer, Asker, Question

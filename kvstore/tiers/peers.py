@@ -19,11 +19,12 @@ from contextlib import ExitStack
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
 from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Loan, Outcome, Tier, TierCounters, Transfer, payload_view
+from kvstore.tiers.base import UNBOUNDED_BYTES, Loan, Tier, TierCounters, Transfer, payload_view
 from kvstore.tiers.batches import all_of
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,11 @@ class PeersTier(Tier):
         with self._lock:
             others = [*self._fixed.values(), *self._sources.values()]
         return (*((self.own,) if self.own else ()), *others)
+
+    @property
+    def answers(self) -> bool:
+        """Always: nothing is written to peers, so only a question finds out that they are back."""
+        return True
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
         """Read these chunks from a source, too, the next time that each of them is read. Of others nothing changes.

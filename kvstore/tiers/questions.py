@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import KVStoreError
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.tasks import carry_out
 
 logger = logging.getLogger(__name__)

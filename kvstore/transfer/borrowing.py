@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.tiers.base import Loan
 from kvstore.transfer.lane import Lane
 
 BATCH: Final = 8  # chunks in one loan: so few that what a server reads from disk does not keep the others waiting

@@ -13,9 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
-from kvstore.tiers.base import ChunkRef, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.tasks import carry_out
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
-from kvstore.tiers.base import ChunkRef, Outcome
 
 if TYPE_CHECKING:
     from kvstore.paged.base import BlockIds, PagedKV

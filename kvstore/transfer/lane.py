@@ -19,10 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.errands import Errands
 from kvstore.transfer.flushed import Flushed

@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.catalog.plans import LoadStep, Place
+from kvstore.chunks import ByteArray, Outcome
 from kvstore.keys import PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.paged.base import ChunkBlocks
-from kvstore.tiers.base import ByteArray, Outcome
 from kvstore.tiers.cpu import Filling
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format.deviation import deviation
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.staging import Moment
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier, Filling
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.flushed import Flushed

@@ -24,19 +24,19 @@ from vllm.v1.request import Request
 
 from kvstore.adapters.vllm import connector, plugin
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
-from kvstore.adapters.vllm.glue.identity import fingerprint_adapter
+from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.chunks import ChunkRef
 from kvstore.config import StoreConfig
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef
 
 pytestmark = pytest.mark.vllm
 

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvstore.adapters.vllm.glue import translate
-from kvstore.adapters.vllm.glue.identity import fingerprint_adapter
+from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules

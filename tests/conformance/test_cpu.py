@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvstore.chunks import ChunkRef
 from kvstore.testing import TierConformance
-from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
 
 

@@ -9,9 +9,10 @@ from typing import ClassVar
 import pytest
 from support.payloads import let_some_shrink
 
+from kvstore.chunks import ChunkRef
 from kvstore.testing import TierConformance
 from kvstore.testing.harness import MINE
-from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk import folder
 from kvstore.tiers.disk.tier import DiskTier
 

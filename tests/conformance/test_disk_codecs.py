@@ -16,17 +16,18 @@ from safetensors.numpy import load as load_safetensors
 from support.diskwork import MINE, bytes_on_disk, make_slot, path_of
 from support.schedules import schedules
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError
 from kvstore.format import chunkfile
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import Tier, TierSetup, Transfer
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import GuardOptions, guarded
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 LAYOUT = KVLayout((65536,) * 3, 1, 16, 64, element="bf16", page_axes=(4, 16, 512))
 LARGE = KVLayout((1 << 20,) * 5, 1, 16, 64, element="bf16", page_axes=(8, 16, 4096))

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import pytest
 
+from kvstore.chunks import ChunkRef
 from kvstore.testing import TierConformance
-from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.gpu.tier import GpuTier
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import PagedKV
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import TierSetup, Transfer
 from kvstore.tiers.gpu.tier import GpuTier
 from kvstore.transfer.mover import as_block_ids
 

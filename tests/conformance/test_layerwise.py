@@ -19,11 +19,12 @@ from support.rig import BLOCK, CHUNK, POISON, FakeTier, Rig, tokens_of
 from support.schedules import schedules
 
 from kvstore import assembly
+from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import Outcome
+from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.tiers.disk.striped import open_folders
-from kvstore.tiers.guards import Fault, FaultInjector, FaultKind, Statistics, find
+from kvstore.tiers.guards import Statistics, find
 from kvstore.transfer import layerwise
 from kvstore.transfer.layerwise import layer_groups
 
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kvstore.chunks import ChunkRef
     from kvstore.engine import CacheEngine
-    from kvstore.tiers.base import ChunkRef, Tier, Transfer
+    from kvstore.tiers.base import Tier, Transfer
 
 LAYERS = 6
 TOKENS = tokens_of(1, 58)  # three chunks, a tail of two blocks, and two tokens more

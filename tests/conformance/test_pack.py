@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.format.pack import open_pack
 from kvstore.keys import Namespace
 from kvstore.testing.buffers import BufferTests
@@ -14,7 +15,7 @@ from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.harness import MINE
 from kvstore.testing.layers import LayerTests
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, export

@@ -20,11 +20,12 @@ from support.redis_server import (
     tls_options,
 )
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import GuardOptions, guarded
 from kvstore.tiers.redis.chunk import PREFIX
 from kvstore.tiers.redis.ledger import WRITE_ID_BYTES, Ledger

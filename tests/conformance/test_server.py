@@ -11,6 +11,7 @@ import pytest
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
 from support.redis_server import wait_for
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
@@ -18,7 +19,7 @@ from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.guards import GuardOptions, guarded, layers
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.server.link import Link

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from kvstore.chunks import ChunkRef
 from kvstore.testing import TierConformance
 from kvstore.testing.harness import MINE
-from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.guards import GuardOptions, guarded

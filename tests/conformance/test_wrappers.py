@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvstore.chunks import ChunkRef
 from kvstore.testing import TierConformance
+from kvstore.testing.faults import FaultInjector
 from kvstore.testing.harness import MINE
-from kvstore.tiers.base import ChunkRef, Tier, TierSetup
+from kvstore.testing.latency import Latency
+from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk import folder
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import (
-    CircuitBreaker,
-    Deadline,
-    FaultInjector,
-    GuardOptions,
-    Latency,
-    Statistics,
-    TierWrapper,
-    guarded,
-)
+from kvstore.tiers.guards import CircuitBreaker, Deadline, GuardOptions, Statistics, TierWrapper, guarded
 
 NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0

@@ -115,7 +115,7 @@ def test_every_third_load_fails(
     mode: dict[str, Any],
 ) -> None:
     """Reads that fail at random, with requests sharing prefixes: the blocks are computed again, for all of them."""
-    from kvstore.tiers.base import Outcome
+    from kvstore.chunks import Outcome
     from kvstore.tiers.disk.tier import DiskTier
 
     store = StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False} | mode)

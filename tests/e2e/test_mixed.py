@@ -31,7 +31,7 @@ def mixed_prompts(rng: random.Random) -> list[Prompt]:
 
 def some_fail(original: Callable[..., list[Any]], calls: list[int]) -> Callable[..., list[Any]]:
     """Every other read fails, in turn because it cannot be done and because it brings the wrong bytes."""
-    from kvstore.tiers.base import Outcome
+    from kvstore.chunks import Outcome
 
     def get(*args: Any) -> list[Any]:
         calls[0] += 1

@@ -26,8 +26,8 @@ from support.vllm_engine import (
     whole_blocks,
 )
 
+from kvstore.chunks import ChunkRef
 from kvstore.keys import KeyExtras
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.disk.shelf import shelves
 from kvstore.tools.demo.client import TOKENS_LOADED, complete, read_counter
 from kvstore.tools.demo.server import VllmServer

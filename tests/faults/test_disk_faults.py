@@ -17,13 +17,15 @@ from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
 
 from kvstore.catalog.plans import Place
+from kvstore.chunks import Outcome
 from kvstore.engine import CacheEngine
 from kvstore.errors import FolderOwnedError, TierTimeoutError
-from kvstore.tiers.base import Outcome, Tier, Transfer
+from kvstore.testing.faults import Fault, FaultInjector, FaultKind
+from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import Deadline, Fault, FaultInjector, FaultKind
+from kvstore.tiers.guards import Deadline
 from kvstore.transfer import mover
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES

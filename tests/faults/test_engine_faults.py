@@ -13,10 +13,10 @@ from support.checks import check_idle
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
+from kvstore.chunks import Outcome
 from kvstore.errors import TierError
 from kvstore.keys import NO_EXTRAS
 from kvstore.requests import hash_tokens
-from kvstore.tiers.base import Outcome
 from kvstore.tiers.guards import CircuitBreaker, find
 from kvstore.transfer.flushed import Flushed
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.chunks import ByteArray
     from kvstore.engine import CacheEngine
-    from kvstore.tiers.base import ByteArray
 
 TIMEOUT_S = 0.2
 TOKENS = tokens_of(1, 40)

@@ -24,11 +24,12 @@ from support.redis_server import (
     wait_for,
 )
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import Deadline
 from kvstore.tiers.redis.chunk import PART_BYTES, UNCOMMITTED_TTL_S, ChunkIO
 from kvstore.tiers.redis.tier import RedisTier

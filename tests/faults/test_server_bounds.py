@@ -18,6 +18,7 @@ import zmq
 from support.cache_server import ServerThread, raw_peer, serving_ipc, serving_tcp
 from support.redis_server import wait_for
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -30,7 +31,7 @@ from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import NO_QUOTA, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.operator import Operator

@@ -35,6 +35,7 @@ from support.cache_server import (
 )
 from support.redis_server import free_port, wait_for
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -48,7 +49,7 @@ from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.turns import Turns
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import GuardOptions, guarded
 from kvstore.tiers.server.link import Link, NoSessionError

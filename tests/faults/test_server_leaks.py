@@ -10,10 +10,11 @@ import pytest
 from support.cache_server import ServerProcess, short_folder
 from support.redis_server import wait_for
 
+from kvstore.chunks import Outcome
 from kvstore.keys import Namespace
 from kvstore.server.rack import MAX_OPEN
 from kvstore.testing.harness import EVEN, MINE, make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.operator import Operator
 from kvstore.tiers.server.tier import ServerTier
 from kvstore.tiers.server.url import parse_server

@@ -19,17 +19,16 @@ from support.redis_server import wait_for
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, FakeTier
 from support.schedules import schedules
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.testing.faults import Fault, FaultInjector, FaultKind
+from kvstore.testing.latency import Latency
+from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards import (
     BreakerState,
     CircuitBreaker,
     Deadline,
-    Fault,
-    FaultInjector,
-    FaultKind,
     GuardOptions,
-    Latency,
     LatencyHistogram,
     Statistics,
     TierWrapper,

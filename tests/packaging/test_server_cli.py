@@ -10,9 +10,10 @@ import pytest
 from support.cache_server import ServerThread, serving_ipc
 from typer.testing import CliRunner
 
+from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
 from kvstore.testing.harness import EVEN, MINE, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
 from kvstore.tools.cli import app
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format import chunkfile
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk import folder as _folder
 
 if TYPE_CHECKING:

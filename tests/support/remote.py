@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import assembly
 from kvstore.assembly import RemoteOptions
+from kvstore.chunks import Outcome
 from kvstore.handover.transport import Parcel, Transport
-from kvstore.tiers.base import Outcome
 from support.rig import FakeTier
 
 if TYPE_CHECKING:
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from kvstore.chunks import ChunkRef
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ChunkRef, Tier, TierSetup, Transfer
+    from kvstore.tiers.base import Tier, TierSetup, Transfer
 
 
 class FakeServer:

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from kvstore import assembly
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.keys import Namespace
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Tier, TierCounters, Transfer
+from kvstore.tiers.base import Tier, TierCounters, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

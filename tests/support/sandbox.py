@@ -6,10 +6,10 @@ import json
 import os
 from pathlib import Path
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import KeyExtras, Namespace
 from kvstore.layout import KVLayout
 from kvstore.requests import chunk_refs, hash_tokens
-from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
 from support.diskwork import flip_payload, make_transfer, path_of

@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.testing.harness import make_buffer
-from kvstore.tiers.base import UNBOUNDED_BYTES, ByteArray, ChunkRef, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.server.tier import ServerTier
 
 LAYOUTS = [

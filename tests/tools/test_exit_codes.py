@@ -13,8 +13,9 @@ from support.cache_server import short_folder
 from support.diskwork import make_ref, path_of
 from support.redis_server import free_port
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError, TierError
-from kvstore.tiers.base import Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.pack import Source, Target, export, import_pack

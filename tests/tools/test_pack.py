@@ -19,11 +19,12 @@ from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
 from kvstore.assembly import RemoteOptions
+from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
 from kvstore.keys import Namespace
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, Target, export, import_pack

@@ -14,13 +14,14 @@ from support.cache_server import serving_ipc
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running, wait_for
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.chunkfile import Damage
 from kvstore.keys import Namespace
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.tier import DiskTier

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.diskwork import EVEN
 
+from kvstore.chunks import ChunkRef
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import ChunkRef
 from kvstore.tools.commands.warming import _stopped_by_signals
 from kvstore.tools.warm.prompts import Prompt
 from kvstore.tools.warm.wanted import Sharing, refs_of

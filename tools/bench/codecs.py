@@ -24,8 +24,8 @@ from kvstore.tools.bench.samples import BenchError, Pair, paired
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.chunks import ByteArray
     from kvstore.format.codecs import Codec
-    from kvstore.tiers.base import ByteArray
     from kvstore.tools.bench.geometry import Geometry
 
 WARM_UP_ROUNDS = 2

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ByteArray
 
 MEMCPY_PIECE_BYTES = 32 << 20
 _POPULATE_TIMEOUT_S = 300.0

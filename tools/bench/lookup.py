@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.catalog.index import ChunkIndex
+from kvstore.chunks import ChunkRef
 from kvstore.engine import CacheEngine, EngineOptions
 from kvstore.keys import PrefixHasher
 from kvstore.policies import Adaptive
-from kvstore.tiers.base import ChunkRef
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.policy import measure_policy

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 _TIMEOUT_S = 60.0
 

@@ -13,7 +13,7 @@ from kvstore.tools.bench.raw_peer import in_pieces
 from kvstore.tools.bench.samples import BenchError
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 _TIMEOUT_S = 60.0
 _WINDOW = 3  # values asked for ahead, as the tier does

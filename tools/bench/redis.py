@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Transfer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_redis import RawRedis
@@ -32,7 +33,7 @@ from kvstore.tools.bench.workbench import transfer_slots
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
     from kvstore.tiers.redis.tier import RedisTier
     from kvstore.tools.bench.workbench import Workbench
 

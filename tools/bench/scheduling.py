@@ -12,10 +12,11 @@ from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.remote_view import RemoteView
+from kvstore.chunks import ChunkRef
 from kvstore.keys import Feature, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import ChunkRef, TierSetup
+from kvstore.tiers.base import TierSetup
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.guards import TierWrapper
 from kvstore.tools.bench.geometry import Geometry

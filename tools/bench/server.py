@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_peer import RawPeer
@@ -39,7 +40,7 @@ from kvstore.tools.bench.samples import (
 from kvstore.tools.bench.workbench import transfer_slots
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
     from kvstore.tiers.server.tier import ServerTier
     from kvstore.tools.bench.workbench import Workbench
 

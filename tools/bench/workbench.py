@@ -17,8 +17,8 @@ from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError
 
 if TYPE_CHECKING:
+    from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ByteArray
     from kvstore.tools.bench.geometry import Geometry
 
 _POISON = 0x5A5A

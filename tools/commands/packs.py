@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-    from kvstore.tiers.base import ChunkRef
+    from kvstore.chunks import ChunkRef
     from kvstore.tools.pack import PackReport, Source, Target
     from kvstore.tools.warm.prompts import Prompt, Rejected
     from kvstore.tools.warm.wanted import Sharing
@@ -95,7 +95,7 @@ def import_command(
     try:
         target, identity = _target(config, folder, redis, password, codec)
         if model is not None:
-            from kvstore.adapters.vllm.glue.identity import fingerprint_folder  # noqa: PLC0415
+            from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
 
             identity = f"files {fingerprint_folder(model)}"
         if identity is not None and not anyway:

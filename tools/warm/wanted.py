@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.glue.identity import fingerprint_adapter
+from kvstore.adapters.vllm.identity import fingerprint_adapter
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import KeyExtras
 from kvstore.layout import KVLayout
 from kvstore.requests import chunk_refs, hash_tokens
-from kvstore.tiers.base import ChunkRef
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, tokens_of
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from kvstore.chunks import ChunkRef
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import ChunkRef
 from kvstore.tools import console
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, parse, read_prompts
 from kvstore.tools.warm.wanted import Lora, Sharing, Wanted, wanted

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import torch
 import vllm
 
-from kvstore.adapters.vllm.glue.identity import fingerprint_folder
 from kvstore.adapters.vllm.glue.versions import TESTED_VLLM
+from kvstore.adapters.vllm.identity import fingerprint_folder
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
 from kvstore.adapters.vllm.requests.disagg import Handover, parse_handover, server_url

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
     from kvstore.adapters.vllm.plan import WorkerFacts
+    from kvstore.chunks import ChunkRef
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ChunkRef
 
 _POLL_S = 0.02
 # What a configuration may say for serving, and would leave chunks out or open a port here.

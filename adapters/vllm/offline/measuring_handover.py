@@ -23,11 +23,12 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.chunks import ChunkRef
 from kvstore.engine import chunk_refs
 from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixHasher
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 
 PROMPT_TOKENS: Final = 2048
 SHARE: Final = 0.2  # of the time to compute

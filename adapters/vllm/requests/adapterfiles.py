@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from kvstore.adapters.vllm.glue.identity import digest_of, fingerprint_adapter
+from kvstore.adapters.vllm.identity import digest_of, fingerprint_adapter
 from kvstore.errors import ConfigError
 from kvstore.throttle import Throttle
 from kvstore.tiers.tasks import Work, carry_out

@@ -11,8 +11,8 @@ from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.telemetry.announcer import Described
 from kvstore.catalog.plans import Match
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
+from kvstore.chunks import ChunkRef
 from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
-from kvstore.tiers.base import ChunkRef
 
 
 class RequestView(Described, Protocol):

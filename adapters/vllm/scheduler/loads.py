@@ -19,8 +19,8 @@ from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.telemetry.accounts import HitSplit
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place
+from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
-from kvstore.tiers.base import ChunkRef
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
 BlocksOf = Callable[[str], Sequence[int]]  # a request's current blocks

@@ -11,8 +11,8 @@ from typing import Final
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.chunks import ChunkRef
 from kvstore.keys import Namespace, PrefixHasher
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
 

@@ -13,9 +13,9 @@ from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
+from kvstore.chunks import ChunkRef
 from kvstore.engine import superseded_tails
 from kvstore.keys import PrefixHasher, PrefixKey
-from kvstore.tiers.base import ChunkRef
 from kvstore.transfer.mover import StoreJob, as_block_ids
 
 

@@ -37,6 +37,7 @@ from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.catalog.leases import LeaseView
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView
+from kvstore.chunks import ChunkRef
 from kvstore.engine import all_refs, new_epoch, pin_name
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
@@ -44,7 +45,6 @@ from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally, Totals
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import TraceRecorder
-from kvstore.tiers.base import ChunkRef
 from kvstore.transfer.mover import LoadJob
 
 logger = logging.getLogger(__name__)

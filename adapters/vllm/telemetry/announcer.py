@@ -16,8 +16,8 @@ from kvstore.catalog.plans import Place
 
 if TYPE_CHECKING:
     from kvstore.catalog.index import ChunkIndex
+    from kvstore.chunks import ChunkRef
     from kvstore.keys import PrefixKey
-    from kvstore.tiers.base import ChunkRef
 
 ANNOUNCED = (Place.MEMORY, Place.DISK)
 """A remote tier is as near to every engine as to this one, and evicts without a word."""

@@ -19,6 +19,7 @@ from kvstore.adapters.vllm.worker.background import Courier, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayeredStore
 from kvstore.assembly import EngineOptions, open_tiers
 from kvstore.catalog.plans import Place
+from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
 from kvstore.handover.pusher import PushCounters, Pusher, Receiver, StepPush
 from kvstore.handover.tcp import open_transport
@@ -31,7 +32,6 @@ from kvstore.ops.metrics import Meter, Metric
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
 
 if TYPE_CHECKING:

@@ -18,10 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvstore.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    ByteArray = npt.NDArray[np.uint8]
+    from kvstore.chunks import ByteArray
 
 
 class Codec(ABC):

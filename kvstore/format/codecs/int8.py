@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvstore.format.codecs.base import ByteArray
+    from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
 
     Floats = npt.NDArray[np.float32]

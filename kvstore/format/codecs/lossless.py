@@ -22,7 +22,7 @@ from kvstore.format.codecs.base import Codec, require
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvstore.format.codecs.base import ByteArray
+    from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
 
 _LENGTH_BYTES = 4

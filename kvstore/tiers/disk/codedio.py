@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from kvstore.chunks import ByteArray
     from kvstore.format.codecs import Codec
     from kvstore.format.coding import Image
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ByteArray
 
 
 class CodedIO(ChunkIO):

@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
 from kvstore.layout import ALIGNMENT_BYTES
-from kvstore.tiers.base import ChunkRef
 
 if TYPE_CHECKING:
     pass

@@ -41,8 +41,8 @@ from kvstore.tiers.disk.folder import (
 from kvstore.tiers.disk.survey import read_namespace
 
 if TYPE_CHECKING:
+    from kvstore.chunks import ByteArray, ChunkRef
     from kvstore.keys import Namespace
-    from kvstore.tiers.base import ByteArray, ChunkRef
 
 _ASKED = 256  # headers that are asked for their geometry where no note tells it
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a fifo would be waited for

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, Transfer, check_layers, payload_view
+from kvstore.tiers.base import Tier, TierCounters, Transfer, check_layers, payload_view
 from kvstore.tiers.batches import all_of, grouped
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import check_room, in_order_of_use
@@ -171,6 +172,11 @@ class StripedTier(Tier):
     def parts(self) -> tuple[Tier, ...]:
         """The tiers of the folders, with what is wrapped around them."""
         return self._tiers
+
+    @property
+    def answers(self) -> bool:
+        """Whether any folder's tier does."""
+        return any(tier.answers for tier in self._tiers)
 
     @property
     def usable_bytes(self) -> int:

@@ -27,7 +27,7 @@ from kvstore.tiers.disk.folder import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvstore.tiers.base import ChunkRef
+    from kvstore.chunks import ChunkRef
 
 _GIB = 1 << 30
 _NS_PER_S = 1_000_000_000

@@ -27,12 +27,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.format.codecs import open_codec
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, check_layers
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable

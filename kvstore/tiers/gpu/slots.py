@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from kvstore.tiers.base import ChunkRef
+from kvstore.chunks import ChunkRef
 
 
 class Fill(NamedTuple):

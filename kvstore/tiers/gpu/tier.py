@@ -20,11 +20,12 @@ from functools import partial
 
 import torch
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, InvalidCallError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, PagedKV
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.gpu.slots import SlotLedger
 from kvstore.tiers.gpu.streams import find_streams
 

@@ -10,15 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.tiers.disk.striped import StripedTier
 from kvstore.tiers.guards.base import TierWrapper, find, layers
 from kvstore.tiers.guards.breaker import BreakerState, BreakerStats, CircuitBreaker
 from kvstore.tiers.guards.crew import Crew
 from kvstore.tiers.guards.deadline import Deadline
-from kvstore.tiers.guards.faults import Call, Fault, FaultInjector, FaultKind
-from kvstore.tiers.guards.latency import Latency
 from kvstore.tiers.guards.stats import LatencyHistogram, OperationStats, Statistics, TierStats
-from kvstore.tiers.peers import PeersTier
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import Tier
@@ -26,25 +22,18 @@ if TYPE_CHECKING:
 __all__ = [
     "BreakerState",
     "BreakerStats",
-    "Call",
     "CircuitBreaker",
     "Crew",
     "Deadline",
-    "Fault",
-    "FaultInjector",
-    "FaultKind",
     "GuardOptions",
-    "Latency",
     "LatencyHistogram",
     "OperationStats",
     "Statistics",
     "TierStats",
     "TierWrapper",
-    "answers",
     "find",
     "guarded",
     "layers",
-    "parts_of",
 ]
 
 
@@ -67,23 +56,6 @@ class GuardOptions:
     failures: int = 5
     probe_interval_s: float = 10.0
     asks_storage: bool = False
-
-
-def answers(tier: Tier) -> bool:
-    """Whether any part of a tier answers: False while the breakers of all its parts are open.
-
-    Peers always count as answering: nothing is written to them, so only a question finds out that they are back.
-    """
-    if find(tier, PeersTier) is not None:
-        return True
-    breakers = [find(part, CircuitBreaker) for part in parts_of(tier)]
-    return any(breaker is None or not breaker.is_open for breaker in breakers)
-
-
-def parts_of(tier: Tier) -> tuple[Tier, ...]:
-    """What a tier consists of that may break apart from the rest, as it is now: often only itself."""
-    *_, inner = layers(tier)
-    return inner.parts if isinstance(inner, StripedTier | PeersTier) else (tier,)
 
 
 def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:

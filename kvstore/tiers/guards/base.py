@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.chunks import ChunkRef, Outcome
+from kvstore.tiers.base import Loan, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,17 @@ class TierWrapper(Tier):
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward."""
         return self.inner.scan()
+
+    @property
+    def parts(self) -> tuple[Tier, ...]:
+        """Those of ``inner``, or this wrapper if that is whole."""
+        parts = self.inner.parts
+        return (self,) if parts == (self.inner,) else parts
+
+    @property
+    def answers(self) -> bool:
+        """Forward."""
+        return self.inner.answers
 
     def check(self) -> None:
         """Forward."""

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 from kvstore.tiers.guards.owed import OwedRemovals
 
@@ -142,6 +143,11 @@ class CircuitBreaker(TierWrapper):
         self._probes = 0
         self._short_cut_calls = 0
         self._is_shut = False
+
+    @property
+    def answers(self) -> bool:
+        """False while it is open."""
+        return not self.is_open
 
     @property
     def is_open(self) -> bool:

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 from kvstore.tiers.guards.crew import Crew, start_aside
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvstore.tiers.base import ChunkRef
+    from kvstore.chunks import ChunkRef
 
 
 class OwedRemovals:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError, TierTimeoutError
-from kvstore.tiers.base import ChunkRef, Loan, Outcome, Tier, Transfer
+from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 
 if TYPE_CHECKING:

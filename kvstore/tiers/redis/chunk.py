@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
+from kvstore.chunks import ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.codecs import CODEC_NAMES
 from kvstore.keys import ChunkKey
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
 from kvstore.tiers.redis.wire import Buffer, Link, Reply, pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ByteArray
     from kvstore.tiers.redis.ledger import WriteId
 
 # A value of 1 MiB and its header would take 1.25 MiB of jemalloc's size classes; this takes 1 MiB.

@@ -20,9 +20,9 @@ from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvstore.chunks import ByteArray, ChunkRef
     from kvstore.format.codecs import Codec
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ByteArray, ChunkRef
 
 
 class CodedIO(ChunkIO):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvstore.tiers.base import ChunkRef
+    from kvstore.chunks import ChunkRef
 
 WRITE_ID_BYTES = 8
 WriteId = bytes

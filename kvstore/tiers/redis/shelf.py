@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.format.chunkfile import Damage
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
 from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES, ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.chunk import PREFIX, Home, num_parts
 from kvstore.tiers.redis.ledger import WRITE_ID_BYTES

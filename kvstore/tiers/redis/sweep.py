@@ -14,8 +14,8 @@ from kvstore.tiers.redis.wire import Link, pack
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstore.chunks import ChunkRef
     from kvstore.layout import KVLayout
-    from kvstore.tiers.base import ChunkRef
     from kvstore.tiers.redis.calls import Calls
     from kvstore.tiers.redis.nodes import Node
 

@@ -24,18 +24,10 @@ try:
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'vllm-kvstore[redis]'") from error
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.format.codecs import open_codec
-from kvstore.tiers.base import (
-    ByteArray,
-    ChunkRef,
-    Outcome,
-    Tier,
-    TierCounters,
-    TierSetup,
-    Transfer,
-    payload_view,
-)
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls, replaced
 from kvstore.tiers.redis.chunk import ChunkIO, Home, Outgoing, ended_by, exists_command
 from kvstore.tiers.redis.coded import CodedIO

@@ -29,7 +29,7 @@ from kvstore.tiers.server.url import ServerTarget
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 

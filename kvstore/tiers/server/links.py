@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import zmq
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.url import ServerTarget
 

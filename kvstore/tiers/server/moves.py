@@ -15,12 +15,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import Extent, extents
-from kvstore.tiers.base import ByteArray, Outcome
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.links import Home
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import zmq
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher
 from kvstore.protocol import messages
-from kvstore.tiers.base import ChunkRef
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.url import ServerTarget
 

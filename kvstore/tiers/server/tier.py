@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, InvalidCallError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, round_up
@@ -28,10 +29,7 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.tiers.base import (
     MAX_LENT,
     UNBOUNDED_BYTES,
-    ByteArray,
-    ChunkRef,
     Loan,
-    Outcome,
     Tier,
     TierCounters,
     TierSetup,

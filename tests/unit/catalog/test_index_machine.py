@@ -27,7 +27,7 @@ from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ChunkRef
+    from kvstore.chunks import ChunkRef
 
 BLOCK, CHUNK = 2, 6
 COMMON = list(range(100, 118))

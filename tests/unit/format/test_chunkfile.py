@@ -23,7 +23,7 @@ from kvstore.keys import ChunkKey, Namespace, PrefixHasher
 from kvstore.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 FORMAT_MD = Path(__file__).parents[3] / "docs" / "FORMAT.md"
 EVEN = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=256)

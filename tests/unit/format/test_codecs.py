@@ -20,7 +20,7 @@ from kvstore.layout import KVLayout
 from kvstore.paged.binding import bind_paged_kv
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 ELEMENTS = {"bf16": 2, "f16": 2, "f32": 4, "f8": 1}
 LOSSLESS = [("none", "opaque"), ("lz4", "opaque"), *(("split", element) for element in ELEMENTS)]

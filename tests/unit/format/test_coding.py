@@ -18,7 +18,7 @@ from kvstore.keys import ChunkKey
 from kvstore.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 LAYOUT = KVLayout((65536,) * 3, 1, 16, 64, element="bf16", page_axes=(4, 16, 512))
 KEY = ChunkKey(bytes(range(8)), bytes(range(16, 32)))

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from support.diskwork import EVEN, MINE, get, make_ref, make_transfer
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.format.pack import PackWriter, Shard, open_pack
 from kvstore.format.wholeio import read_front, read_whole, write_whole
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import UNBOUNDED_BYTES, ChunkRef, Outcome
+from kvstore.tiers.base import UNBOUNDED_BYTES
 from kvstore.tiers.disk.shelf import Shelf
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier

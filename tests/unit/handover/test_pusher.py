@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.handover.pusher import (
     STALL_S,
@@ -24,7 +25,6 @@ from kvstore.handover.pusher import (
 )
 from kvstore.handover.transport import Parcel, Transport
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome
 from kvstore.transfer.mover import as_block_ids
 
 HERE, THERE = Receiver("here", 1), Receiver("there", 2)

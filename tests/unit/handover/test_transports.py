@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.cache_server import ServerThread, serving_tcp
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.handover.tcp import TcpTransport, open_transport
 from kvstore.handover.transport import Parcel
@@ -15,7 +16,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, ByteArray, ChunkRef, Outcome, Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 
 LAYOUT = KVLayout((4096, 8192, 4096), planes=2, block_tokens=16, chunk_tokens=64)
 BIG = KVLayout((1 << 20,) * 5, planes=2, block_tokens=16, chunk_tokens=64)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout
 from kvstore.memory.pinning import NoPinner, find_pinner
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.cpu import CpuTier
 
 LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=32)

@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.paged.base import BlockIds, HostPagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tiers.base import ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.gpu.streams import CudaStreams
 from kvstore.tiers.gpu.tier import GpuTier
 from kvstore.transfer.mover import as_block_ids
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS = 8, 4, 2, 2
 CPU = torch.device("cpu")

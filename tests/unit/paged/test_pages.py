@@ -16,7 +16,7 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.transfer.mover import as_block_ids
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 B, H, N, D = 9, 3, 4, 5  # blocks, heads, tokens in a block, head size; odd ones on purpose
 CHUNK_BLOCKS = 4

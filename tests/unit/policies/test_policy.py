@@ -7,10 +7,10 @@ from typing import TypeVar
 import pytest
 
 from kvstore.catalog.index import ChunkIndex
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
 from kvstore.policies import ARC, LFU, LRU, POLICIES, S3FIFO, Adaptive, Policy, choose_policy, open_policy
 from kvstore.policies.survival import EDGES, NUM_BUCKETS, NUM_CLASSES, SurvivalTable, bucket_of
-from kvstore.tiers.base import ChunkRef
 
 P = TypeVar("P", bound=Policy)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES, extents
 from kvstore.server.pool import FreePages
-from kvstore.tiers.base import ChunkRef, Outcome
 
 REF = ChunkRef(bytes.fromhex("d0549f4f41c632608cec3efe897712b0"), 2)
 LAYOUT = KVLayout(page_bytes=(4, 8), planes=1, block_tokens=2, chunk_tokens=4)

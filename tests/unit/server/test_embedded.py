@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, TierError, TierSetupError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.testing.harness import EVEN, make_buffer, make_payload, make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.server.tier import ServerTier
 from kvstore.tools.cli import app
 

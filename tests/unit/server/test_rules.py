@@ -13,6 +13,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, ProtocolError, TierTimeoutError
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
@@ -31,7 +32,6 @@ from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock, StockOptions
 from kvstore.testing.harness import make_ref
-from kvstore.tiers.base import ChunkRef, Outcome
 
 LAYOUT = KVLayout((PAGE_BYTES // 2,), 1, 16, 64)  # a chunk of four blocks takes two pages
 CHUNK_BYTES = 2 * PAGE_BYTES

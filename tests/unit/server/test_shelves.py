@@ -16,12 +16,12 @@ from support.diskwork import CHUNK_BYTES, EVEN, make_ref, make_slot, make_transf
 from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import wait_for
 
+from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk, Space
-from kvstore.tiers.base import ByteArray, Outcome
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import tier as disk
 

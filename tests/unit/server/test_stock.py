@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.schedules import schedule_settings
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
@@ -15,7 +16,6 @@ from kvstore.server.sessions import Lease, Peer, Session, Sessions
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock, StockOptions
 from kvstore.testing.harness import make_ref
-from kvstore.tiers.base import ChunkRef, Outcome
 
 POOL_PAGES = 14
 DISK_BYTES = 10 * PAGE_BYTES

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.chunks import ByteArray, Outcome
 from kvstore.memory.slabs import SlabPool
 from kvstore.testing.harness import EVEN, make_buffer, make_payload, make_ref, make_transfer
-from kvstore.tiers.base import ByteArray, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.cpu import CpuTier
 
 if TYPE_CHECKING:

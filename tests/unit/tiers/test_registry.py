@@ -171,7 +171,7 @@ def test_unknown_tiers(name: str, hint: str) -> None:
 
 def test_a_name_that_is_claimed_twice(site: Path) -> None:
     install(site, "greedy", "[kvstore.tiers]\ndisk = greedy:Tier\n")
-    with pytest.raises(ConfigError, match=r"claimed by kvstore\.tiers\.disk:DiskTier\.open and greedy:Tier"):
+    with pytest.raises(ConfigError, match=r"claimed by kvstore\.tiers\.disk\.tier:DiskTier\.open and greedy:Tier"):
         open_tier("disk", make_setup())
     open_tier("cpu", make_setup()).close()  # others are not harmed
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.testing.harness import make_ref
-from kvstore.tiers.base import ByteArray, ChunkRef, Loan, Outcome
+from kvstore.tiers.base import Loan
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.lane import Lane
 

@@ -17,8 +17,8 @@ from kvstore.transfer.layerwise import LayerLoad
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvstore.chunks import ChunkRef, Outcome
     from kvstore.engine import CacheEngine
-    from kvstore.tiers.base import ChunkRef, Outcome
 
 TOKENS = tokens_of(1, 40)  # two chunks and a tail
 

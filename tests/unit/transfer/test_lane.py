@@ -10,10 +10,11 @@ import pytest
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, SLOT_BYTES, FakeTier, Rig, install, tokens_of
 
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import ByteArray, ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.lane import WRITE_THREADS, Lane

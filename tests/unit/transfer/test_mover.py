@@ -12,10 +12,10 @@ from support.gate import Gate
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier, Rig
 
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import ChunkRef, Outcome
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.guards import Deadline
 from kvstore.transfer.flushed import Flushed
@@ -25,8 +25,8 @@ from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob, as_bloc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvstore.chunks import ByteArray
     from kvstore.paged.base import BlockIds
-    from kvstore.tiers.base import ByteArray
 
 HANG_GUARD_S = 30.0
 

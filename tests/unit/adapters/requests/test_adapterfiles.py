@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.gate import HANG_GUARD_S, Gate
 
-from kvstore.adapters.vllm.glue.identity import digest_of as digest_whole
+from kvstore.adapters.vllm.identity import digest_of as digest_whole
 from kvstore.adapters.vllm.requests import adapterfiles, arrivals
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter, AdapterFiles, Look
 from kvstore.adapters.vllm.requests.arrivals import Arrivals

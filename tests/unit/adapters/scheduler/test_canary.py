@@ -12,8 +12,8 @@ from support.remote import FakeServer
 
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.catalog.plans import Place
+from kvstore.chunks import ChunkRef
 from kvstore.ops import metrics
-from kvstore.tiers.base import ChunkRef
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1

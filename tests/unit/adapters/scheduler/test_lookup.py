@@ -15,12 +15,13 @@ from support.rig import FakeTier
 from kvstore.adapters.vllm.scheduler import lookup as lookups
 from kvstore.adapters.vllm.scheduler.lookup import PASS_BUDGET_S, RemoteLookup
 from kvstore.catalog.remote_view import RemoteView
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.ops import metrics
 from kvstore.testing.harness import EVEN, MINE, make_ref
 from kvstore.tiers import questions
-from kvstore.tiers.base import ChunkRef, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.questions import MAX_TOGETHER, Question

@@ -17,11 +17,11 @@ from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.catalog.plans import Place
+from kvstore.chunks import Outcome
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import read_trace
-from kvstore.tiers.base import Outcome
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 OTHER = [5, *PROMPT]

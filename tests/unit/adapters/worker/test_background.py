@@ -14,10 +14,10 @@ from support.gate import HANG_GUARD_S, Gate
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.adapters.vllm.scheduler import choice
 from kvstore.catalog.plans import MissReason, Place
+from kvstore.chunks import Outcome
 from kvstore.keys import NO_EXTRAS, PrefixHasher
 from kvstore.ops import metrics
 from kvstore.paged.base import HostPagedKV
-from kvstore.tiers.base import Outcome
 from kvstore.tiers.disk.tier import DiskTier
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))

@@ -28,10 +28,10 @@ from support.diskwork import (
     put,
 )
 
+from kvstore.chunks import Outcome
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import Outcome
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -26,8 +26,8 @@ from support.diskwork import (
     put,
 )
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, TierError
-from kvstore.tiers.base import Outcome
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
 

@@ -25,12 +25,14 @@ from support.diskwork import (
     put,
 )
 
+from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.tiers.base import Outcome, Tier, Transfer
+from kvstore.testing.faults import Fault, FaultInjector, FaultKind
+from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.guards import Deadline, Fault, FaultInjector, FaultKind
+from kvstore.tiers.guards import Deadline
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]

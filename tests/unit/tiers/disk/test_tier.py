@@ -31,10 +31,11 @@ from support.diskwork import (
     put,
 )
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, InvalidCallError, TierError
 from kvstore.format.chunkfile import Damage
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import ChunkRef, Outcome, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import space, survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO

@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, InvalidCallError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, HostPagedKV, PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.tiers.base import ChunkRef, Outcome, TierSetup, Transfer
+from kvstore.tiers.base import TierSetup, Transfer
 from kvstore.tiers.gpu.slots import SlotLedger
 from kvstore.tiers.gpu.tier import GpuTier
 from kvstore.transfer.mover import as_block_ids
 
 if TYPE_CHECKING:
-    from kvstore.tiers.base import ByteArray
+    from kvstore.chunks import ByteArray
 
 BLOCKS, N, CHUNK_BLOCKS = 12, 4, 3
 STORED, FULL, FAILED, HIT, MISS = Outcome.STORED, Outcome.FULL, Outcome.FAILED, Outcome.HIT, Outcome.MISS

@@ -13,8 +13,8 @@ from typing import Final
 
 import pytest
 
-from kvstore.adapters.vllm.glue import identity
-from kvstore.adapters.vllm.glue.identity import fingerprint_adapter, fingerprint_folder
+from kvstore.adapters.vllm import identity
+from kvstore.adapters.vllm.identity import fingerprint_adapter, fingerprint_folder
 from kvstore.errors import ConfigError
 
 

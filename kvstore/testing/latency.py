@@ -6,8 +6,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import InvalidCallError
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 
 if TYPE_CHECKING:

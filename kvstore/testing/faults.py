@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import InvalidCallError, TierError
-from kvstore.tiers.base import ChunkRef, Outcome, Tier, Transfer
+from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 
 if TYPE_CHECKING:

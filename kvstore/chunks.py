@@ -1,0 +1,31 @@
+"""Chunks as every part of the library names them, and what became of each in a batch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.keys import PrefixKey
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Outcome(Enum):
+    """What became of one chunk of a batch."""
+
+    HIT = "hit"  # get: the buffer holds the payload, verified
+    MISS = "miss"  # get: not here
+    CORRUPT = "corrupt"  # get: here, but damaged or foreign; it has been removed
+    STORED = "stored"  # put: visible from now on
+    FULL = "full"  # put: no room; nothing was written
+    FAILED = "failed"  # the storage refused this one chunk; others may work
+
+
+class ChunkRef(NamedTuple):
+    """A chunk within a namespace: its key, and its length in blocks."""
+
+    prefix_key: PrefixKey
+    num_blocks: int
