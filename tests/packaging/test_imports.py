@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     "kvstore": 0,
     "kvstore.errors": 0,
+    "kvstore.contexts": 0,
     "kvstore.versions": 0,
     "kvstore.wholeio": 0,
     "kvstore.hostlimits": 1,
