@@ -131,6 +131,7 @@ class PrefixHasher:
             )
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
+        self.blocks_per_chunk = chunk_tokens // block_tokens
         self._records: dict[int, list[bytes]] = {}  # of features, by the block that they are hashed with
         self._features = [_Span.of(feature, block_tokens) for feature in extras.features]  # that go on
         self._recorded_blocks = 0

@@ -1,0 +1,140 @@
+"""What is written to the slower tiers behind a store, and the room that the disk tier has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvstore.catalog.entries import AtRemote, Entries, Entry, InMemory, OnDisk
+from kvstore.catalog.remote_view import RemoteView
+from kvstore.chunks import ChunkRef
+from kvstore.policies import Policy
+
+
+class DiskWrites:
+    """The chunks on disk, those being written included, and the writes in flight.
+
+    Args:
+        chunks: all entries of the index.
+        order: the policy for the disk; it also counts the bytes.
+        stored_bytes: bytes that a chunk of so many blocks occupies there; None without a disk tier.
+        max_writes: writes that may be in flight at once.
+    """
+
+    def __init__(
+        self, chunks: Entries, order: Policy, stored_bytes: Callable[[int], int] | None, max_writes: int
+    ) -> None:
+        self.order = order
+        self.answers = True
+        self.num_writes = 0
+        self.removals: list[ChunkRef] = []  # to be announced
+        self._chunks = chunks
+        self._stored_bytes = stored_bytes
+        self._max_writes = max_writes
+
+    def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
+        """Take in what the tier held at start."""
+        for ref, stored_bytes in survivors if self._stored_bytes is not None else ():
+            self._chunks[ref.prefix_key] = Entry(ref, disk=OnDisk.STORED)
+            self.order.add(ref.prefix_key, stored_bytes)
+
+    def reserve(self, chunk: Entry) -> bool:
+        """Make room for a chunk about to be stored; False if it will not be written."""
+        if self._stored_bytes is None or chunk.disk is not OnDisk.ABSENT or chunk.expires_s is not None:
+            return False
+        need_bytes = self._stored_bytes(chunk.ref.num_blocks)
+        if self.num_writes >= self._max_writes or not self._make_room(chunk, need_bytes):
+            self._chunks.counters.writes_dropped += 1
+            return False
+        chunk.disk = OnDisk.WRITING
+        self.order.add(chunk.ref.prefix_key, need_bytes)
+        self.num_writes += 1
+        return True
+
+    def complete(self, chunk: Entry, *, stored: bool, size_bytes: int | None) -> None:
+        """Take the result of a write, and the bytes it took if these are not those reserved for it."""
+        self.num_writes -= 1
+        if not stored:
+            self._chunks.counters.writes_failed += 1
+            self.drop(chunk, announce=False)
+            return
+        self._chunks.counters.writes_done += 1
+        chunk.disk = OnDisk.STORED
+        self._chunks.note_change(chunk)
+        if size_bytes is not None:
+            self.order.resize(chunk.ref.prefix_key, size_bytes)
+        if chunk.forgotten:  # its removal may have been carried out before the write began
+            self.removals.append(chunk.ref)
+
+    def drop(self, chunk: Entry, *, announce: bool) -> None:
+        """Let a chunk leave the disk."""
+        self._chunks.note_change(chunk)
+        self.order.evict(chunk.ref.prefix_key)
+        if announce:
+            self.removals.append(chunk.ref)
+        chunk.disk = OnDisk.ABSENT
+        if chunk.memory is InMemory.ABSENT:
+            self._chunks.vanish(chunk)
+
+    def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
+        """Evict until the bytes fit, if the newcomer is worth more: all that is needed, or nothing."""
+        missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
+        victims = self.order.make_room(missing_bytes, self._chunks.is_unused, newcomer.ref.prefix_key)
+        for key in victims or ():
+            self._chunks.counters.evicted_disk += 1
+            self.drop(self._chunks[key], announce=True)
+            self._chunks.note_evicted(key)
+        return victims is not None
+
+    def check_invariants(self) -> None:
+        """Assert that the policy orders what is on disk or being written, that it fits, and that writes are counted."""
+        chunks = self._chunks.items()
+        assert set(self.order) == {key for key, chunk in chunks if chunk.disk is not OnDisk.ABSENT}
+        assert self.order.used_bytes <= self.order.capacity_bytes, "more on disk than fits"
+        assert self.num_writes == sum(chunk.disk is OnDisk.WRITING for _, chunk in chunks) <= self._max_writes
+
+
+class RemoteSends:
+    """What is known of the remote tier, and the writes to it in flight.
+
+    Args:
+        chunks: all entries of the index.
+        view: what the tier is known to hold; None without one.
+        max_sends: writes that may be in flight at once; 0 for a tier that is only read.
+    """
+
+    def __init__(self, chunks: Entries, view: RemoteView | None, max_sends: int) -> None:
+        self.view = view
+        self.answers = True
+        self.num_sends = 0
+        self._chunks = chunks
+        self._max_sends = max_sends
+
+    def reserve(self, chunk: Entry, now_s: float) -> bool:
+        """Take a place in the queue; False if a chunk will not be sent."""
+        if self.view is None or not self._max_sends or chunk.expires_s is not None:
+            return False
+        if chunk.remote is not AtRemote.ABSENT:
+            return False
+        if self.view.holds(chunk.ref, now_s):  # another engine's
+            chunk.remote = AtRemote.SENT
+            return False
+        if self.num_sends >= self._max_sends:
+            self._chunks.counters.sends_dropped += 1
+            return False
+        chunk.remote = AtRemote.SENDING
+        self.num_sends += 1
+        return True
+
+    def complete(self, chunk: Entry, now_s: float, *, stored: bool) -> None:
+        """Take the result of a write."""
+        self._chunks.counters.sends_done += stored
+        self._chunks.counters.sends_failed += not stored
+        chunk.remote = AtRemote.SENT if stored else AtRemote.ABSENT
+        self.num_sends -= 1
+        if stored and not chunk.forgotten and self.view is not None:
+            self.view.note([chunk.ref], [True], now_s)
+
+    def check_invariants(self) -> None:
+        """Assert that writes are counted."""
+        sending = sum(chunk.remote is AtRemote.SENDING for chunk in self._chunks.values())
+        assert self.num_sends == sending <= self._max_sends
