@@ -19,7 +19,19 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
 
-from kvstore.catalog.entries import AtRemote, Entries, Entry, InMemory, OnDisk
+from kvstore.catalog.entries import (
+    GATHERING,
+    LOADING,
+    NO_FILE,
+    NO_SLOT,
+    READY,
+    SENT,
+    STORED,
+    UNREAD,
+    WRITING,
+    Entries,
+    Entry,
+)
 from kvstore.catalog.leases import Leases, LeaseView
 from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import LoadStep, MissReason, Place, StoreStep
@@ -115,13 +127,13 @@ class ChunkIndex(Lookup):
             planned.append((chunk, source))
         steps: list[LoadStep] = []
         for position, (chunk, source) in enumerate(planned):
-            if chunk.memory is InMemory.ABSENT:
+            if chunk.memory is NO_SLOT:
                 slot = self._slots.take()
                 if slot is None:
                     for unreachable, _ in planned[position:]:
                         self._uses.end(unreachable)
                     break
-                self._slots.fill(chunk, slot, InMemory.LOADING)
+                self._slots.fill(chunk, slot, LOADING)
             steps.append(LoadStep(chunk.ref, chunk.slot, source))
         self._touch([step.ref.prefix_key for step in steps])
         return steps
@@ -139,11 +151,11 @@ class ChunkIndex(Lookup):
             if step.ref.prefix_key in failed:
                 self._fail_load(chunk, step, is_lost=step.ref.prefix_key in lost)
             elif step.source is not Place.MEMORY and not chunk.forgotten:
-                chunk.memory = InMemory.READY
-                if chunk.disk is OnDisk.UNREAD:
-                    chunk.disk = OnDisk.STORED
+                chunk.memory = READY
+                if chunk.disk is UNREAD:
+                    chunk.disk = STORED
                 if step.source is Place.REMOTE:
-                    chunk.remote = AtRemote.SENT
+                    chunk.remote = SENT
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
 
@@ -159,7 +171,7 @@ class ChunkIndex(Lookup):
             self._chunks.departed.note(step.ref.prefix_key, MissReason.LOST)
             self._uses.forget(chunk)
         elif step.source is Place.DISK:
-            chunk.disk = OnDisk.UNREAD
+            chunk.disk = UNREAD
             self._slots.drop(chunk)
 
     def _fail_remote_load(self, chunk: Entry) -> None:
@@ -168,7 +180,7 @@ class ChunkIndex(Lookup):
             self._remote.view.deny([chunk.ref], self._now_s)
         if chunk.forgotten:
             return
-        if chunk.disk is OnDisk.ABSENT:
+        if chunk.disk is NO_FILE:
             self._uses.forget(chunk)
         else:
             self._slots.drop(chunk)
@@ -241,7 +253,7 @@ class ChunkIndex(Lookup):
             self._slots.free.append(slot)
             return None
         self._chunks[ref.prefix_key] = chunk
-        self._slots.fill(chunk, slot, InMemory.GATHERING)
+        self._slots.fill(chunk, slot, GATHERING)
         chunk.uses += len(targets)
         if chunk.expires_s is not None:
             self._chunks.expiries.set(ref.prefix_key, chunk.expires_s)
@@ -282,11 +294,12 @@ class ChunkIndex(Lookup):
                 self.counters.failed_stores += 1
                 self._uses.forget(chunk)
             elif step.gather and not chunk.forgotten:
-                chunk.memory = InMemory.READY
+                chunk.memory = READY
                 self.counters.stored += 1
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
-            self._supersede(chunk)
+            if chunk.tails:
+                self._supersede(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
         """Take the result of a write behind, and the bytes it took, if these are not those reserved for it."""
@@ -305,17 +318,17 @@ class ChunkIndex(Lookup):
         A tail on disk stays until its whole chunk is there too, or a crash in between would lose both. One that is
         leased stays: it goes in its turn, like any other chunk.
         """
-        if not chunk.tails or chunk.ref.prefix_key not in self:  # its store failed
+        if chunk.ref.prefix_key not in self:  # its store failed
             return
         chunk.tails = tuple(key for key in chunk.tails if key in self)
-        if chunk.disk is OnDisk.WRITING:
+        if chunk.disk is WRITING:
             return
         tails, chunk.tails = chunk.tails, ()
         for key in tails:
             tail = self._chunks[key]
             if key in self._leases or (chunk.expires_s is not None and tail.expires_s is None):
                 continue  # held, or there for longer
-            if chunk.on_disk or tail.disk is OnDisk.ABSENT:
+            if chunk.on_disk or tail.disk is NO_FILE:
                 self.counters.superseded_tails += 1
                 self._uses.remove(tail)
 
@@ -419,8 +432,8 @@ class ChunkIndex(Lookup):
 
     def _is_out_of_reach(self, chunk: Entry) -> bool:
         """Whether a chunk nobody holds is only on a disk that cannot give it."""
-        is_only_on_disk = chunk.uses == 0 and chunk.memory is InMemory.ABSENT
-        return is_only_on_disk and (chunk.disk is OnDisk.UNREAD or not self._disk.answers)
+        is_only_on_disk = chunk.uses == 0 and chunk.memory is NO_SLOT
+        return is_only_on_disk and (chunk.disk is UNREAD or not self._disk.answers)
 
     def check_invariants(self) -> None:
         """Assert that the state is consistent. For tests and debugging: looks at every chunk and lease."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import Entries, Entry, InMemory
+from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
 from kvstore.catalog.sequence import tail_refs
@@ -72,7 +72,7 @@ class Lookup:
     def is_loading(self, key: PrefixKey) -> bool:
         """Whether a load that has not been completed is bringing the chunk to a slot."""
         chunk = self._chunks.get(key)
-        return chunk is not None and chunk.memory is InMemory.LOADING
+        return chunk is not None and chunk.memory is LOADING
 
     def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0, told: Told = NOTHING_TOLD) -> Match:
         """The longest prefix that could be loaded now, for a caller that already holds the first ``skip_tokens``.
@@ -120,7 +120,7 @@ class Lookup:
     def _why_unreadable(self, chunk: Entry) -> MissReason:
         if self._is_readable(chunk):
             return MissReason.NO_ROOM
-        is_down = chunk.on_disk and chunk.memory is InMemory.ABSENT
+        is_down = chunk.on_disk and chunk.memory is NO_SLOT
         return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
 
     def questions(
@@ -150,7 +150,7 @@ class Lookup:
         if chunk is not None and self._is_readable(chunk):
             if chunk.ref != ref:
                 return None
-            return Place.DISK if chunk.memory is InMemory.ABSENT else Place.MEMORY
+            return Place.DISK if chunk.memory is NO_SLOT else Place.MEMORY
         return Place.REMOTE if self._is_remote(ref, told) else None
 
     def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
@@ -165,9 +165,9 @@ class Lookup:
         if chunk.forgotten:
             return False
         memory = chunk.memory
-        if memory is InMemory.ABSENT:
+        if memory is NO_SLOT:
             return chunk.on_disk and self._disk.answers
-        return memory is not InMemory.GATHERING
+        return memory is not GATHERING
 
     def _is_here(self, ref: ChunkRef) -> bool:
         chunk = self._chunks.get(ref.prefix_key)
@@ -179,7 +179,7 @@ class Lookup:
         if remote.view is None or not remote.answers or not remote.view.holds(ref, self._now_s, told):
             return False
         chunk = self._chunks.get(ref.prefix_key)
-        return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is InMemory.ABSENT)
+        return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is NO_SLOT)
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class _StagingRoom:
 
     def takes(self, chunk: Entry) -> bool:
         """Count a chunk in, unless the load would then run out of slots."""
-        if chunk.memory is not InMemory.ABSENT:
+        if chunk.memory is not NO_SLOT:
             slots, staged = self.slots - (chunk.uses == 0), self.staged
         else:
             slots, staged = self.slots, self.staged + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.catalog.entries import Entries, Entry, InMemory, OnDisk
+from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, Entries, Entry, InMemory
 from kvstore.keys import PrefixKey
 from kvstore.policies import Policy
 
@@ -45,19 +45,19 @@ class Slots:
         self._chunks.note_change(chunk)
         self.num_idle -= chunk.in_memory
         self.order.evict(chunk.ref.prefix_key)
-        if chunk.memory is InMemory.LOADING:  # a read that hangs may still write to it: let others be used first
+        if chunk.memory is LOADING:  # a read that hangs may still write to it: let others be used first
             self.free.insert(0, chunk.slot)
         else:
             self.free.append(chunk.slot)
-        chunk.memory = InMemory.ABSENT
-        if chunk.disk is OnDisk.ABSENT:
+        chunk.memory = NO_SLOT
+        if chunk.disk is NO_FILE:
             self._chunks.vanish(chunk)
 
     def check_invariants(self) -> None:
         """Assert that every slot is free or belongs to one chunk, and that the counts agree with the chunks."""
-        owned = [chunk.slot for chunk in self._chunks.values() if chunk.memory is not InMemory.ABSENT]
+        owned = [chunk.slot for chunk in self._chunks.values() if chunk.memory is not NO_SLOT]
         assert sorted(owned + self.free) == list(range(self.num_slots)), "a slot is lost or owned twice"
         assert self.num_idle == sum(chunk.in_memory and not chunk.uses for chunk in self._chunks.values())
-        with_slot = {key for key, chunk in self._chunks.items() if chunk.memory is not InMemory.ABSENT}
+        with_slot = {key for key, chunk in self._chunks.items() if chunk.memory is not NO_SLOT}
         assert set(self.order) == with_slot
         assert self.order.used_bytes == len(with_slot)

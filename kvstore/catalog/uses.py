@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.catalog.entries import Entries, Entry, InMemory, OnDisk
+from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, READY, WRITING, Entries, Entry
 from kvstore.catalog.leases import Leases
 from kvstore.catalog.plans import MissReason
 from kvstore.catalog.slots import Slots
@@ -40,20 +40,22 @@ class Uses:
 
     def begin(self, chunk: Entry, count: int = 1) -> None:
         """Keep a chunk from eviction until as many uses have ended."""
-        if chunk.uses == 0 and chunk.in_memory:
+        if chunk.uses == 0 and chunk.memory is READY:
             self._slots.num_idle -= 1
         chunk.uses += count
 
     def end(self, chunk: Entry) -> None:
         """End a use; after the last one, a chunk that has no place or must not stay goes."""
-        self._subtract(chunk, 1)
+        chunk.uses -= 1
         if chunk.uses:
             return
+        if chunk.memory is READY:
+            self._slots.num_idle += 1
         if chunk.forgotten:
             self.discard(chunk)
-        elif chunk.in_memory and not self._keep_in_memory:
+        elif chunk.memory is READY and not self._keep_in_memory:
             self._slots.drop(chunk)
-        elif chunk.memory is InMemory.ABSENT and chunk.disk is OnDisk.ABSENT:  # no slot for a load from the remote tier
+        elif chunk.memory is NO_SLOT and chunk.disk is NO_FILE:  # no slot for a load from the remote tier
             self._chunks.vanish(chunk)
 
     def remove(self, chunk: Entry) -> None:
@@ -67,9 +69,9 @@ class Uses:
         if chunk.uses:
             self.forget(chunk)
             return
-        if chunk.memory is not InMemory.ABSENT:
+        if chunk.memory is not NO_SLOT:
             self._slots.drop(chunk)
-        if chunk.disk is not OnDisk.ABSENT:
+        if chunk.disk is not NO_FILE:
             self._disk.drop(chunk, announce=not chunk.forgotten)
         self._chunks.vanish(chunk)
         for order in self._orders:
@@ -83,16 +85,14 @@ class Uses:
         self._chunks.expiries.withdraw(chunk.ref.prefix_key)
         self._chunks.note_change(chunk)
         self._unlease(chunk)
-        if chunk.disk is not OnDisk.ABSENT:
+        if chunk.disk is not NO_FILE:
             self._disk.removals.append(chunk.ref)
 
     def _unlease(self, chunk: Entry) -> None:
         """Take a chunk out of all leases: otherwise it could not be stored again before they end."""
-        self._subtract(chunk, self._leases.drop_chunk(chunk.ref.prefix_key))
-
-    def _subtract(self, chunk: Entry, count: int) -> None:
-        chunk.uses -= count
-        if count and not chunk.uses and chunk.in_memory:
+        holders = self._leases.drop_chunk(chunk.ref.prefix_key)
+        chunk.uses -= holders
+        if holders and not chunk.uses and chunk.memory is READY:
             self._slots.num_idle += 1
 
     def check_invariants(self) -> None:
@@ -103,7 +103,7 @@ class Uses:
             assert chunk.uses >= holders, "a lease without its use"
         for key, chunk in self._chunks.items():
             assert chunk.ref.prefix_key == key
-            assert chunk.memory is not InMemory.ABSENT or chunk.disk is not OnDisk.ABSENT, "a chunk that is nowhere"
-            is_moving = chunk.memory in {InMemory.GATHERING, InMemory.LOADING} or chunk.disk is OnDisk.WRITING
+            assert chunk.memory is not NO_SLOT or chunk.disk is not NO_FILE, "a chunk that is nowhere"
+            is_moving = chunk.memory in {GATHERING, LOADING} or chunk.disk is WRITING
             assert chunk.uses > 0 or not (is_moving or chunk.forgotten), "unfinished, and nobody at it"
             assert chunk.uses > 0 or self._keep_in_memory or not chunk.in_memory, "a passage that keeps a chunk"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvstore.catalog.entries import AtRemote, Entries, Entry, InMemory, OnDisk
+from kvstore.catalog.entries import NO_FILE, NO_SLOT, SENDING, SENT, STORED, UNSENT, WRITING, Entries, Entry
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.chunks import ChunkRef
 from kvstore.policies import Policy
@@ -34,18 +34,18 @@ class DiskWrites:
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
         """Take in what the tier held at start."""
         for ref, stored_bytes in survivors if self._stored_bytes is not None else ():
-            self._chunks[ref.prefix_key] = Entry(ref, disk=OnDisk.STORED)
+            self._chunks[ref.prefix_key] = Entry(ref, disk=STORED)
             self.order.add(ref.prefix_key, stored_bytes)
 
     def reserve(self, chunk: Entry) -> bool:
         """Make room for a chunk about to be stored; False if it will not be written."""
-        if self._stored_bytes is None or chunk.disk is not OnDisk.ABSENT or chunk.expires_s is not None:
+        if self._stored_bytes is None or chunk.disk is not NO_FILE or chunk.expires_s is not None:
             return False
         need_bytes = self._stored_bytes(chunk.ref.num_blocks)
         if self.num_writes >= self._max_writes or not self._make_room(chunk, need_bytes):
             self._chunks.counters.writes_dropped += 1
             return False
-        chunk.disk = OnDisk.WRITING
+        chunk.disk = WRITING
         self.order.add(chunk.ref.prefix_key, need_bytes)
         self.num_writes += 1
         return True
@@ -58,7 +58,7 @@ class DiskWrites:
             self.drop(chunk, announce=False)
             return
         self._chunks.counters.writes_done += 1
-        chunk.disk = OnDisk.STORED
+        chunk.disk = STORED
         self._chunks.note_change(chunk)
         if size_bytes is not None:
             self.order.resize(chunk.ref.prefix_key, size_bytes)
@@ -71,8 +71,8 @@ class DiskWrites:
         self.order.evict(chunk.ref.prefix_key)
         if announce:
             self.removals.append(chunk.ref)
-        chunk.disk = OnDisk.ABSENT
-        if chunk.memory is InMemory.ABSENT:
+        chunk.disk = NO_FILE
+        if chunk.memory is NO_SLOT:
             self._chunks.vanish(chunk)
 
     def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
@@ -88,9 +88,9 @@ class DiskWrites:
     def check_invariants(self) -> None:
         """Assert that the policy orders what is on disk or being written, that it fits, and that writes are counted."""
         chunks = self._chunks.items()
-        assert set(self.order) == {key for key, chunk in chunks if chunk.disk is not OnDisk.ABSENT}
+        assert set(self.order) == {key for key, chunk in chunks if chunk.disk is not NO_FILE}
         assert self.order.used_bytes <= self.order.capacity_bytes, "more on disk than fits"
-        assert self.num_writes == sum(chunk.disk is OnDisk.WRITING for _, chunk in chunks) <= self._max_writes
+        assert self.num_writes == sum(chunk.disk is WRITING for _, chunk in chunks) <= self._max_writes
 
 
 class RemoteSends:
@@ -113,15 +113,15 @@ class RemoteSends:
         """Take a place in the queue; False if a chunk will not be sent."""
         if self.view is None or not self._max_sends or chunk.expires_s is not None:
             return False
-        if chunk.remote is not AtRemote.ABSENT:
+        if chunk.remote is not UNSENT:
             return False
         if self.view.holds(chunk.ref, now_s):  # another engine's
-            chunk.remote = AtRemote.SENT
+            chunk.remote = SENT
             return False
         if self.num_sends >= self._max_sends:
             self._chunks.counters.sends_dropped += 1
             return False
-        chunk.remote = AtRemote.SENDING
+        chunk.remote = SENDING
         self.num_sends += 1
         return True
 
@@ -129,12 +129,12 @@ class RemoteSends:
         """Take the result of a write."""
         self._chunks.counters.sends_done += stored
         self._chunks.counters.sends_failed += not stored
-        chunk.remote = AtRemote.SENT if stored else AtRemote.ABSENT
+        chunk.remote = SENT if stored else UNSENT
         self.num_sends -= 1
         if stored and not chunk.forgotten and self.view is not None:
             self.view.note([chunk.ref], [True], now_s)
 
     def check_invariants(self) -> None:
         """Assert that writes are counted."""
-        sending = sum(chunk.remote is AtRemote.SENDING for chunk in self._chunks.values())
+        sending = sum(chunk.remote is SENDING for chunk in self._chunks.values())
         assert self.num_sends == sending <= self._max_sends

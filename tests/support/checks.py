@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.catalog.entries import InMemory
+from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.plans import Place
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import layers
@@ -32,7 +32,7 @@ def check_idle(engine: CacheEngine) -> None:
         assert not lane._writing
         assert lane.settle(30.0)
     for chunk in index._chunks.values():
-        if chunk.memory is not InMemory.ABSENT:
+        if chunk.memory is not NO_SLOT:
             assert engine._tiers.cpu.read(chunk.slot, chunk.ref) is not None, "a slot that holds something else"
     disk = engine._tiers.disk
     if disk is not None and isinstance([*layers(disk)][-1], DiskTier):
