@@ -18,9 +18,6 @@ class Deadlines(Generic[Name]):
         self._at_s: dict[Name, float] = {}
         self._heap: list[tuple[float, Name]] = []  # with stale entries, of deadlines that were moved or withdrawn
 
-    def __len__(self) -> int:
-        return len(self._at_s)
-
     def set(self, name: Name, at_s: float) -> None:
         """Set or move the deadline of a name; infinity is never."""
         self._at_s[name] = at_s

@@ -95,7 +95,7 @@ class ChunkIndex(Lookup):
         self._keep_in_memory = keep_in_memory
         self._leases = Leases(num_slots)
         self._orders = [memory_order, disk_order] if disk_capacity_bytes else [memory_order]
-        self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory=keep_in_memory)
+        self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
         self._last_used: Sequence[PrefixKey] = ()  # the chain
 
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvstore.catalog.entries import NO_FILE, NO_SLOT, SENDING, SENT, STORED, UNSENT, WRITING, Entries, Entry
 from kvstore.catalog.remote_view import RemoteView
@@ -10,40 +11,41 @@ from kvstore.chunks import ChunkRef
 from kvstore.policies import Policy
 
 
+@dataclass(eq=False)
 class DiskWrites:
     """The chunks on disk, those being written included, and the writes in flight.
 
-    Args:
+    Attributes:
         chunks: all entries of the index.
         order: the policy for the disk; it also counts the bytes.
         stored_bytes: bytes that a chunk of so many blocks occupies there; None without a disk tier.
         max_writes: writes that may be in flight at once.
+        num_writes: writes in flight.
+        answers: whether the disk can be read now.
+        removals: chunks that left the disk and have not been announced.
     """
 
-    def __init__(
-        self, chunks: Entries, order: Policy, stored_bytes: Callable[[int], int] | None, max_writes: int
-    ) -> None:
-        self.order = order
-        self.answers = True
-        self.num_writes = 0
-        self.removals: list[ChunkRef] = []  # to be announced
-        self._chunks = chunks
-        self._stored_bytes = stored_bytes
-        self._max_writes = max_writes
+    chunks: Entries
+    order: Policy
+    stored_bytes: Callable[[int], int] | None
+    max_writes: int
+    num_writes: int = 0
+    answers: bool = True
+    removals: list[ChunkRef] = field(default_factory=list)
 
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
         """Take in what the tier held at start."""
-        for ref, stored_bytes in survivors if self._stored_bytes is not None else ():
-            self._chunks[ref.prefix_key] = Entry(ref, disk=STORED)
+        for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
+            self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
             self.order.add(ref.prefix_key, stored_bytes)
 
     def reserve(self, chunk: Entry) -> bool:
         """Make room for a chunk about to be stored; False if it will not be written."""
-        if self._stored_bytes is None or chunk.disk is not NO_FILE or chunk.expires_s is not None:
+        if self.stored_bytes is None or chunk.disk is not NO_FILE or chunk.expires_s is not None:
             return False
-        need_bytes = self._stored_bytes(chunk.ref.num_blocks)
-        if self.num_writes >= self._max_writes or not self._make_room(chunk, need_bytes):
-            self._chunks.counters.writes_dropped += 1
+        need_bytes = self.stored_bytes(chunk.ref.num_blocks)
+        if self.num_writes >= self.max_writes or not self._make_room(chunk, need_bytes):
+            self.chunks.counters.writes_dropped += 1
             return False
         chunk.disk = WRITING
         self.order.add(chunk.ref.prefix_key, need_bytes)
@@ -54,12 +56,12 @@ class DiskWrites:
         """Take the result of a write, and the bytes it took if these are not those reserved for it."""
         self.num_writes -= 1
         if not stored:
-            self._chunks.counters.writes_failed += 1
+            self.chunks.counters.writes_failed += 1
             self.drop(chunk, announce=False)
             return
-        self._chunks.counters.writes_done += 1
+        self.chunks.counters.writes_done += 1
         chunk.disk = STORED
-        self._chunks.note_change(chunk)
+        self.chunks.note_change(chunk)
         if size_bytes is not None:
             self.order.resize(chunk.ref.prefix_key, size_bytes)
         if chunk.forgotten:  # its removal may have been carried out before the write began
@@ -67,59 +69,61 @@ class DiskWrites:
 
     def drop(self, chunk: Entry, *, announce: bool) -> None:
         """Let a chunk leave the disk."""
-        self._chunks.note_change(chunk)
+        self.chunks.note_change(chunk)
         self.order.evict(chunk.ref.prefix_key)
         if announce:
             self.removals.append(chunk.ref)
         chunk.disk = NO_FILE
         if chunk.memory is NO_SLOT:
-            self._chunks.vanish(chunk)
+            self.chunks.vanish(chunk)
 
     def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
         """Evict until the bytes fit, if the newcomer is worth more: all that is needed, or nothing."""
         missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
-        victims = self.order.make_room(missing_bytes, self._chunks.is_unused, newcomer.ref.prefix_key)
+        victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
         for key in victims or ():
-            self._chunks.counters.evicted_disk += 1
-            self.drop(self._chunks[key], announce=True)
-            self._chunks.note_evicted(key)
+            self.chunks.counters.evicted_disk += 1
+            self.drop(self.chunks[key], announce=True)
+            self.chunks.note_evicted(key)
         return victims is not None
 
     def check_invariants(self) -> None:
         """Assert that the policy orders what is on disk or being written, that it fits, and that writes are counted."""
-        chunks = self._chunks.items()
+        chunks = self.chunks.items()
         assert set(self.order) == {key for key, chunk in chunks if chunk.disk is not NO_FILE}
         assert self.order.used_bytes <= self.order.capacity_bytes, "more on disk than fits"
-        assert self.num_writes == sum(chunk.disk is WRITING for _, chunk in chunks) <= self._max_writes
+        assert self.num_writes == sum(chunk.disk is WRITING for _, chunk in chunks) <= self.max_writes
 
 
+@dataclass(eq=False)
 class RemoteSends:
     """What is known of the remote tier, and the writes to it in flight.
 
-    Args:
+    Attributes:
         chunks: all entries of the index.
         view: what the tier is known to hold; None without one.
         max_sends: writes that may be in flight at once; 0 for a tier that is only read.
+        num_sends: writes in flight.
+        answers: whether the tier can be asked and read now.
     """
 
-    def __init__(self, chunks: Entries, view: RemoteView | None, max_sends: int) -> None:
-        self.view = view
-        self.answers = True
-        self.num_sends = 0
-        self._chunks = chunks
-        self._max_sends = max_sends
+    chunks: Entries
+    view: RemoteView | None
+    max_sends: int
+    num_sends: int = 0
+    answers: bool = True
 
     def reserve(self, chunk: Entry, now_s: float) -> bool:
         """Take a place in the queue; False if a chunk will not be sent."""
-        if self.view is None or not self._max_sends or chunk.expires_s is not None:
+        if self.view is None or not self.max_sends or chunk.expires_s is not None:
             return False
         if chunk.remote is not UNSENT:
             return False
         if self.view.holds(chunk.ref, now_s):  # another engine's
             chunk.remote = SENT
             return False
-        if self.num_sends >= self._max_sends:
-            self._chunks.counters.sends_dropped += 1
+        if self.num_sends >= self.max_sends:
+            self.chunks.counters.sends_dropped += 1
             return False
         chunk.remote = SENDING
         self.num_sends += 1
@@ -127,8 +131,8 @@ class RemoteSends:
 
     def complete(self, chunk: Entry, now_s: float, *, stored: bool) -> None:
         """Take the result of a write."""
-        self._chunks.counters.sends_done += stored
-        self._chunks.counters.sends_failed += not stored
+        self.chunks.counters.sends_done += stored
+        self.chunks.counters.sends_failed += not stored
         chunk.remote = SENT if stored else UNSENT
         self.num_sends -= 1
         if stored and not chunk.forgotten and self.view is not None:
@@ -136,5 +140,5 @@ class RemoteSends:
 
     def check_invariants(self) -> None:
         """Assert that writes are counted."""
-        sending = sum(chunk.remote is SENDING for chunk in self._chunks.values())
-        assert self.num_sends == sending <= self._max_sends
+        sending = sum(chunk.remote is SENDING for chunk in self.chunks.values())
+        assert self.num_sends == sending <= self.max_sends
