@@ -1,14 +1,13 @@
 """The cache engine for use without a serving engine: index and mover in one process, behind LMCache-like calls.
 
-    paged = bind_paged_kv(kv_caches, num_blocks=..., block_tokens=16, chunk_tokens=256)
-    with CacheEngine(paged, Namespace({"model": "llama-8b"}), EngineOptions(max_local_cpu_bytes=4 << 30)) as engine:
+    with CacheEngine.open(kv_caches, model="llama-8b", num_blocks=4096, block_tokens=16, cpu_bytes=4 << 30) as engine:
         engine.store(tokens, slot_mapping=slots)
         known_tokens = engine.lookup(tokens)
         loaded = engine.retrieve(tokens, slot_mapping=slots)  # bool [num_tokens]
 
-Every call takes the whole token sequence from position 0. A ``mask`` is F...FT...T: the tokens marked False are already
-where they should be, and are neither stored nor loaded. ``slot_mapping`` gives each token's slot in the paged cache,
-``block_id * block_tokens + offset``; where KV is moved it must cover whole, aligned blocks.
+Every call takes the whole token sequence, from position 0. A ``mask`` is F...FT...T: tokens marked False are neither
+stored nor loaded. ``slot_mapping`` gives each token's slot in the paged cache, ``block_id * block_tokens + offset``;
+the tokens to be moved must fill whole, aligned blocks.
 """
 
 from __future__ import annotations
@@ -18,24 +17,27 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 import numpy as np
 import torch
 
-from kvstore.assembly import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
+from kvstore.assembly import open_directory, open_tiers, slow_timeout_s
 from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.catalog.plans import IndexCounters, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
-from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.options import EngineOptions, RemoteOptions, Shard
+from kvstore.paged.base import BlockIds, LayerCache, PagedKV
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.copiers import copy_threads
 from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
 from kvstore.tiers.base import TierCounters
@@ -43,9 +45,10 @@ from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 
-__all__ = ["CacheEngine", "EngineOptions", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
+__all__ = ["CacheEngine", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+DEFAULT_CPU_BYTES = 5 << 30  # as ``max_local_cpu_size``
 Result = TypeVar("Result")
 
 
@@ -74,6 +77,47 @@ class CacheEngine:
         with ExitStack() as opened:
             self._open(paged, namespace, options, opened)
             opened.pop_all()
+
+    @classmethod
+    def open(
+        cls,
+        kv_caches: Mapping[str, LayerCache],
+        *,
+        model: str | Mapping[str, str | int],
+        num_blocks: int,
+        block_tokens: int,
+        chunk_tokens: int = 256,
+        cpu_bytes: int = DEFAULT_CPU_BYTES,
+        disk: str | Path | Sequence[str | Path] = (),
+        disk_bytes: int = 0,
+        remote: RemoteOptions | None = None,
+    ) -> Self:
+        """An engine over a model's KV tensors. For everything else that can be set, see ``EngineOptions``.
+
+        Args:
+            kv_caches: the tensor of each layer by name, in the order of the layers, all on one device: blocks in front,
+                ``[num_blocks, ...]``, or K and V, ``[2, num_blocks, ...]``; or a pair (K, V) of tensors.
+            model: whose KV this is: a name, or fields like ``{"model": ..., "revision": ...}``. KV is found again only
+                under equal fields, so name everything that changes it: weights, revision, quantization.
+            num_blocks: blocks in each tensor.
+            block_tokens: tokens in a block.
+            chunk_tokens: tokens stored and found as one piece; a multiple of ``block_tokens``.
+            cpu_bytes: size of the pool in host memory, taken at once.
+            disk: folder of the disk tier, or one on each of several disks; empty for none.
+            disk_bytes: bound of all folders together.
+            remote: a tier shared with other engines.
+
+        Raises:
+            LayoutError: the tensors cannot be stored block by block.
+            ConfigError, FolderOwnedError, TierError: a size is too small, or a tier cannot be opened.
+        """
+        paged = bind_paged_kv(kv_caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
+        namespace = Namespace({"model": model} if isinstance(model, str) else model)
+        folders = (disk,) if isinstance(disk, str | Path) else tuple(disk)
+        options = EngineOptions(
+            max_local_cpu_bytes=cpu_bytes, local_disk=folders, max_local_disk_bytes=disk_bytes, remote=remote
+        )
+        return cls(paged, namespace, options)
 
     def _open(self, paged: PagedKV, namespace: Namespace, options: EngineOptions, opened: ExitStack) -> None:
         self.layout = paged.layout

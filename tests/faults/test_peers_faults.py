@@ -13,9 +13,9 @@ from support.redis_server import free_port, wait_for
 from support.rig import NAMESPACE, Rig, tokens_of
 
 from kvstore import assembly
-from kvstore.assembly import RemoteOptions
 from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
+from kvstore.options import RemoteOptions
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers.guards import CircuitBreaker, find
 from kvstore.tiers.peers import PeersTier

@@ -17,9 +17,9 @@ from support.redis_server import wait_for
 from support.rig import CHUNK, Rig, tokens_of
 
 from kvstore import assembly
-from kvstore.assembly import RemoteOptions
 from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError, TierError
+from kvstore.options import RemoteOptions
 from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.borrowing import BATCH
 from kvstore.transfer.flushed import Flushed

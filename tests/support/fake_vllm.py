@@ -35,10 +35,10 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
 from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
-from kvstore.assembly import EngineOptions, RemoteOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.remote import REMOTE, FakeServer

@@ -15,9 +15,10 @@ from support.remote import REMOTE
 from support.remote import install as install_remote
 from support.rig import CHUNK, FILE_BYTES, POISON, Rig, tokens_of
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace
+from kvstore.options import EngineOptions
 from kvstore.requests import hash_tokens
 
 if TYPE_CHECKING:

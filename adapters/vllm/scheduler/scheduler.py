@@ -32,7 +32,7 @@ from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
-from kvstore.assembly import RemoteOptions, open_directory
+from kvstore.assembly import open_directory
 from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.catalog.leases import LeaseView
 from kvstore.catalog.plans import LoadStep, Match, Place
@@ -43,6 +43,7 @@ from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally, Totals
+from kvstore.options import RemoteOptions
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import TraceRecorder
 from kvstore.transfer.mover import LoadJob

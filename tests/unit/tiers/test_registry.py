@@ -69,11 +69,8 @@ _USE_BY_CONFIG = """
 import sys
 from pathlib import Path
 import torch
-from kvstore.paged.binding import bind_paged_kv
+from kvstore import CacheEngine, EngineOptions, Namespace, RemoteOptions, bind_paged_kv
 from kvstore.config import load_config
-from kvstore.engine import CacheEngine, EngineOptions
-from kvstore.keys import Namespace
-from kvstore.assembly import RemoteOptions
 
 loaded = load_config(path=Path(sys.argv[1]), environ={})
 assert not loaded.warnings, loaded.warnings
