@@ -13,43 +13,39 @@ the tokens to be moved must fill whole, aligned blocks.
 from __future__ import annotations
 
 import math
-import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
 
-from kvstore.assembly import open_directory, open_tiers, slow_timeout_s
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.assembly import open_tiers, slow_timeout_s
 from kvstore.catalog.plans import IndexCounters, Match, Place
-from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.chunks import ChunkRef
-from kvstore.errors import ClosedError, InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
-from kvstore.options import EngineOptions, RemoteOptions, Shard
+from kvstore.errors import InvalidCallError
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixKey, new_epoch
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.base import BlockIds, LayerCache, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.copiers import copy_threads
-from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
+from kvstore.planner import Planner
+from kvstore.requests import Request, Slots, Tokens, check_request, hash_tokens, pin_name
 from kvstore.tiers.base import TierCounters
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters
 
-__all__ = ["CacheEngine", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
+__all__ = ["CacheEngine", "EngineStats"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 DEFAULT_CPU_BYTES = 5 << 30  # as ``max_local_cpu_size``
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -126,24 +122,9 @@ class CacheEngine:
         self._options = options
         self._tiers = open_tiers(paged, namespace, options)
         opened.callback(self._tiers.close)
-        remote, disk = options.remote, self._tiers.disk
-        self._view = RemoteView(remote.hold_s) if remote else None
-        self._directory = open_directory([Shard(namespace, self.layout, remote)]) if remote else None
-        if self._directory is not None:
-            opened.callback(self._directory.close)
-        self._index = ChunkIndex(
-            self._tiers.cpu.num_slots,
-            keep_in_memory=options.local_cpu,
-            disk_capacity_bytes=disk.usable_bytes if disk else 0,
-            stored_bytes=disk.stored_bytes if disk else None,
-            max_writes=options.max_write_queue,
-            remote=self._view,
-            max_sends=remote.max_queue if remote and remote.url else 0,
-            cache_policy=options.cache_policy,
-            disk_policy=options.disk_policy,
-        )
-        self._index.adopt(self._tiers.survivors)
-        lanes = self._tiers.open_lanes(options, self._on_written)
+        self._planner = Planner(namespace, self.layout, options, self._tiers, self._remove)
+        opened.callback(self._planner.close)
+        lanes = self._tiers.open_lanes(options, self._planner.complete_write)
         self._mover = Mover(
             paged,
             self._tiers.cpu,
@@ -152,12 +133,10 @@ class CacheEngine:
             is_passage=not options.local_cpu,
             copy_threads=copy_threads(),
         )
-        self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
         self._clears = 0  # and resets
-        self._told_drops = 0  # writes that were not queued, up to the last flush
-        self._closed = False
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -177,16 +156,15 @@ class CacheEngine:
 
         def answer(match: Match) -> int:
             if lease_id is not None:
-                self._index.lease(lease_id, match.refs, self._options.lease_timeout_s)
+                self._planner.index.lease(lease_id, match.refs, self._options.lease_timeout_s)
             return match.num_tokens
 
-        return self._match(hash_tokens(self.layout, tokens, extras), answer)
+        return self._planner.match(hash_tokens(self.layout, tokens, extras), answer)
 
     def release(self, lease_id: str) -> None:
         """End a lease. Unknown and ended ones are ignored."""
-        with self._index_lock:
-            self._begin_decision()
-            self._index.release(lease_id)
+        with self._planner.deciding() as index:
+            index.release(lease_id)
 
     def pin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> int:
         """Keep the known prefix of a sequence in the tiers where it is until ``unpin``. Returns the tokens held.
@@ -194,18 +172,14 @@ class CacheEngine:
         Pins count as leases: together they hold at most half of the pool.
         """
         hasher = hash_tokens(self.layout, tokens, extras)
-        with self._index_lock:
-            self._begin_decision()
-            match = self._index.lookup(hasher)
-            held = self._index.lease(pin_name(hasher), match.refs, math.inf)
+        with self._planner.deciding() as index:
+            match = index.lookup(hasher)
+            held = index.lease(pin_name(hasher), match.refs, math.inf)
             return sum(ref.num_blocks for ref in match.refs[:held]) * self.layout.block_tokens
 
     def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
         """End the pin of exactly this sequence; one that was never pinned is ignored."""
-        hasher = hash_tokens(self.layout, tokens, extras)
-        with self._index_lock:
-            self._begin_decision()
-            self._index.release(pin_name(hasher))
+        self.release(pin_name(hash_tokens(self.layout, tokens, extras)))
 
     def prefetch(self, tokens: Tokens, tier: str = "cpu", *, extras: KeyExtras = NO_EXTRAS) -> int:
         """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
@@ -221,15 +195,12 @@ class CacheEngine:
         if tier != "cpu":
             raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
         hasher = hash_tokens(self.layout, tokens, extras)
-        told = self._ask_remote(hasher)
+        told = self._planner.ask_remote(hasher)
         with self._turn():
-            with self._index_lock:
-                self._begin_decision()
-                refs = self._index.lookup(hasher, told=told).refs if self._options.local_cpu else ()
-                steps = self._index.prepare_load(refs, told)
+            steps = self._planner.plan_prefetch(hasher, told)
             self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
-            with self._index_lock:
-                here = list(takewhile(lambda step: self._index.in_memory(step.ref.prefix_key), steps))
+            with self._planner.lock:
+                here = list(takewhile(lambda step: self._planner.index.in_memory(step.ref.prefix_key), steps))
         return sum(step.ref.num_blocks for step in here) * self.layout.block_tokens
 
     def store(
@@ -254,13 +225,8 @@ class CacheEngine:
         """
         request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
         with self._turn():
-            jobs = self._plan_store(request, ttl_s)
-            failed = {job.step.ref.prefix_key for job in jobs}  # should gathering raise
-            try:
-                failed = self._mover.store(jobs)
-            finally:
-                self._complete_store(request.hasher, jobs, failed)
-        return self._stored_tokens(jobs, failed)
+            jobs = self._planner.plan_store(request, ttl_s)
+            return self._planner.complete_store(request.hasher, jobs, lambda: self._mover.store(jobs))
 
     def store_layer(
         self,
@@ -285,16 +251,13 @@ class CacheEngine:
         request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
 
         def begin() -> LayerWork[int]:
-            jobs, clears = self._plan_store(request, ttl_s), self._clears
+            jobs, clears = self._planner.plan_store(request, ttl_s), self._clears
             store = LayerStore(self._mover, jobs)
 
             def end() -> int:
-                failed = {job.step.ref.prefix_key for job in jobs}
-                try:
-                    failed = store.finish(trusted=clears == self._clears)
-                finally:
-                    self._complete_store(request.hasher, jobs, failed)
-                return self._stored_tokens(jobs, failed)
+                return self._planner.complete_store(
+                    request.hasher, jobs, lambda: store.finish(trusted=clears == self._clears)
+                )
 
             return LayerWork(store.move, end)
 
@@ -314,7 +277,7 @@ class CacheEngine:
         """
         request = self._load_request(tokens, mask, slot_mapping, extras)
         with self._turn():
-            jobs = self._plan_load(request)
+            jobs = self._planner.plan_load(request)
             failed = self._load(jobs).failed
         return self._loaded(request, jobs, failed)
 
@@ -341,7 +304,7 @@ class CacheEngine:
         request = self._load_request(tokens, mask, slot_mapping, extras)
 
         def begin() -> LayerWork[torch.Tensor]:
-            jobs, clears = self._plan_load(request), self._clears
+            jobs, clears = self._planner.plan_load(request), self._clears
             load = LayerLoad(self._mover, jobs)
 
             def move(layer: int) -> None:
@@ -349,7 +312,7 @@ class CacheEngine:
                     load.move(layer)
 
             def end() -> torch.Tensor:
-                failed = self._complete_load(jobs, load.finish).failed
+                failed = self._planner.complete_load(jobs, load.finish).failed
                 return self._loaded(request, jobs if clears == self._clears else [], failed)
 
             return LayerWork(move, end, load.halt)
@@ -361,20 +324,15 @@ class CacheEngine:
 
         They are not found any more. Waits until the slower tiers have let go of them, for as long as those may take.
         """
-        refs = [] if tokens is None else all_refs(hash_tokens(self.layout, tokens, extras))
+        hasher = None if tokens is None else hash_tokens(self.layout, tokens, extras)
         with self._turn():
             self._clears += 1
-            with self._index_lock:
-                self._begin_decision()
-                if tokens is None:
-                    count = self._index.clear()
+            if hasher is not None:
+                count = self._planner.forget(hasher)
+            else:
+                with self._planner.deciding() as index:
+                    count = index.clear()
                     self._mover.clear()
-                else:
-                    count = self._index.remove(ref.prefix_key for ref in refs)
-                    self._remove_from_disk()
-                    self._mover.remove(Place.REMOTE, refs)
-                    if self._view is not None:
-                        self._view.forget(refs)
         self._settle()
         return count
 
@@ -387,15 +345,11 @@ class CacheEngine:
         """
         with self._turn():
             self._clears += 1
-            with self._index_lock:
-                self._begin_decision()
-                self._index.clear()
+            with self._planner.deciding() as index:
+                index.clear()
             namespace = self._namespace.at_epoch(new_epoch())
             self._mover.reset(namespace)
-            if self._directory is not None and self._view is not None:
-                self._directory.reset([namespace])
-                with self._index_lock:
-                    self._view.clear()  # once more: a lookup meanwhile was told of what is gone
+            self._planner.reset_directory(namespace)
         self._settle()
 
     def flush(self, timeout_s: float | None = None) -> Flushed:
@@ -405,21 +359,19 @@ class CacheEngine:
         was no room in it or in the queue to it, or time ran out. It is False if there are any, and True if everything
         that was stored has been written. Chunks with a time to live stay in memory, and are not counted.
         """
-        self._check_open()
+        self._planner.check_open()
         flushed = self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
-        with self._index_lock:
-            dropped = self._index.counters.writes_dropped + self._index.counters.sends_dropped
-            untold, self._told_drops = dropped - self._told_drops, dropped
-        return flushed.plus(Flushed(full=untold))
+        return flushed.plus(Flushed(full=self._planner.take_drops()))
 
     def stats(self) -> EngineStats:
         """What the engine holds and did; the counters are live."""
-        with self._index_lock:
+        index = self._planner.index
+        with self._planner.lock:
             return EngineStats(
                 self._tiers.cpu.num_slots,
-                self._index.slots_in_use,
-                self._index.disk_used_bytes,
-                self._index.counters,
+                index.slots_in_use,
+                index.disk_used_bytes,
+                index.counters,
                 self._mover.counters,
                 self._tiers.disk.counters if self._tiers.disk else None,
                 self._tiers.remote.counters if self._tiers.remote else None,
@@ -432,63 +384,20 @@ class CacheEngine:
         seconds, whichever is more; the folder stays locked until the disk lets go of it, or the process ends.
         """
         with self._move_lock:
-            if self._closed:
+            if self._is_closed:
                 return True
             self._end_abandoned()
-            self._closed = True
-            if self._directory is not None:
-                self._directory.close()
+            self._is_closed = True
+            self._planner.close()
             return self._mover.close(self._options.io_timeout_s if timeout_s is None else timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this engine was closed: make a new one")
-
-    def _begin_decision(self) -> None:
-        self._check_open()
-        self._index.advance(time.monotonic())
-        self._index.set_disk_answers(answers=self._tiers.disk_answers)
-        self._index.set_remote_answers(answers=self._tiers.remote_answers)
-
-    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Told:
-        """Find out what the remote tier holds of a sequence, if there is one."""
-        told = Told()
-        if self._directory is not None:
-            self._match(hasher, lambda _: None, skip_tokens, told)
-        return told
-
-    def _match(
-        self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0, told: Told | None = None
-    ) -> Result:
-        """Decide on the longest prefix that is known, under the lock, after the remote tier was asked for what is not.
-
-        The index knows its answers for a while, and the call that is ``told`` them in any case.
-        """
-        told = told or Told()
-        for _ in range(QUESTION_ROUNDS):
-            with self._index_lock:
-                self._begin_decision()
-                since = self._view.serial if self._view is not None else 0  # what is gone by then is not told
-                match = self._index.lookup(hasher, skip_tokens, told)
-                questions = self._index.questions(hasher, match, skip_tokens, told)
-                if self._directory is None or self._view is None or not questions:
-                    return then(match)
-            answers = self._directory.answer(questions)
-            with self._index_lock:
-                now_s = time.monotonic()
-                self._view.note(questions, answers, now_s, since)
-                self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s, since)
-        with self._index_lock:
-            self._begin_decision()
-            return then(self._index.lookup(hasher, skip_tokens, told))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The turn of a call that moves KV, after what was given up before it has been ended."""
         with self._move_lock:
-            self._check_open()
+            self._planner.check_open()
             self._end_abandoned()
             yield
 
@@ -500,29 +409,13 @@ class CacheEngine:
         """Wait until slower tiers have forgotten what they are to forget, if they do so in time."""
         self._mover.settle(slow_timeout_s(self._options.io_timeout_s) + self._options.io_timeout_s)
 
-    def _remove_from_disk(self) -> None:
-        """Let what the index has decided on leave the disk. Needs the index's lock, so that its order holds there."""
-        self._mover.remove(Place.DISK, self._index.take_removals())
+    def _remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
+        """For the planner, which is there before the mover."""
+        self._mover.remove(place, refs)
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
         request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)
-        return request._replace(told=self._ask_remote(request.hasher, request.begin))
-
-    def _plan_load(self, request: Request) -> list[LoadJob]:
-        blocks_per_chunk, skip_blocks = self.layout.blocks_per_chunk, request.begin // self.layout.block_tokens
-        with self._index_lock:
-            self._begin_decision()
-            match = self._index.lookup(request.hasher, request.begin, request.told)
-            steps = self._index.prepare_load(match.refs, request.told)
-        jobs = []
-        begin = match.first_chunk * blocks_per_chunk
-        for step in steps:
-            first_block = max(0, skip_blocks - begin)
-            start = begin + first_block - skip_blocks
-            end = start + step.ref.num_blocks - first_block
-            jobs.append(LoadJob(step, request.blocks[start:end], first_block))
-            begin += step.ref.num_blocks
-        return jobs
+        return request._replace(told=self._planner.ask_remote(request.hasher, request.begin))
 
     def _loaded(self, request: Request, jobs: Sequence[LoadJob], failed: set[PrefixKey]) -> torch.Tensor:
         """The mask of the tokens that were loaded: up to the first chunk that failed."""
@@ -534,18 +427,7 @@ class CacheEngine:
 
     def _load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Carry out planned loads and complete them, also if scattering raises."""
-        return self._complete_load(jobs, lambda: self._mover.load(jobs))
-
-    def _complete_load(self, jobs: Sequence[LoadJob], move: Callable[[], LoadResult]) -> LoadResult:
-        unfinished = {job.step.ref.prefix_key for job in jobs if job.step.source is not Place.MEMORY}
-        result = LoadResult(unfinished, set())
-        try:
-            result = move()
-        finally:
-            with self._index_lock:
-                self._index.complete_load([job.step for job in jobs], result.failed, result.lost)
-                self._remove_from_disk()
-        return result
+        return self._planner.complete_load(jobs, lambda: self._mover.load(jobs))
 
     def _store_request(
         self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras, ttl_s: float | None
@@ -555,59 +437,3 @@ class CacheEngine:
         return check_request(
             self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras, whole_chunks=True
         )
-
-    def _plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
-        hasher, blocks_per_chunk = request.hasher, self.layout.blocks_per_chunk
-        refs = chunk_refs(hasher, blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
-        first = request.begin // self.layout.chunk_tokens
-        with self._index_lock:
-            self._begin_decision()
-            steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
-            self._remove_from_disk()
-        where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
-        begins = [where[step.ref.prefix_key] for step in steps]
-        return [
-            StoreJob(step, request.blocks[begin : begin + step.ref.num_blocks])
-            for begin, step in zip(begins, steps, strict=True)
-        ]
-
-    def _stored_tokens(self, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> int:
-        steps = [job.step for job in jobs]
-        stored = [step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed]
-        return sum(stored) * self.layout.block_tokens
-
-    def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
-        with self._index_lock:
-            self._index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
-            self._remove_from_disk()
-
-    def _complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
-        steps = [job.step for job in jobs]
-        stored = {step.ref.prefix_key for step in steps} - failed
-        with self._index_lock:
-            self._index.complete_store(steps, failed)
-            for key, tails in superseded_tails(hasher, stored).items():
-                self._index.supersede(key, tails)
-            self._remove_from_disk()
-
-
-def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:
-    """For each full chunk just stored, the keys under which tails of it may be known."""
-    return {
-        chunk_key: hasher.block_keys(number)[:-1]
-        for number, chunk_key in enumerate(hasher.chunk_keys())
-        if chunk_key in stored
-    }
-
-
-def new_epoch() -> str:
-    """A name for an epoch, never used before."""
-    return secrets.token_hex(8)
-
-
-def pin_name(hasher: PrefixHasher) -> str:
-    """The lease that pins the whole blocks of exactly this sequence."""
-    whole = len(hasher.chunk_keys())
-    last = (hasher.block_keys(whole) or hasher.chunk_keys()[-1:] or [b""])[-1]
-    return f"pin {last.hex()}"

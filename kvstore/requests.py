@@ -12,7 +12,7 @@ import torch
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
 from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout, round_up
 from kvstore.paged.base import BlockIds
 
@@ -74,6 +74,22 @@ def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
         tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
         refs += [ChunkRef(key, number) for number, key in enumerate(tails, 1)]
     return refs
+
+
+def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:
+    """For each full chunk just stored, the keys under which tails of it may be known."""
+    return {
+        chunk_key: hasher.block_keys(number)[:-1]
+        for number, chunk_key in enumerate(hasher.chunk_keys())
+        if chunk_key in stored
+    }
+
+
+def pin_name(hasher: PrefixHasher) -> str:
+    """The lease that pins the whole blocks of exactly this sequence."""
+    whole = len(hasher.chunk_keys())
+    last = (hasher.block_keys(whole) or hasher.chunk_keys()[-1:] or [b""])[-1]
+    return f"pin {last.hex()}"
 
 
 def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:

@@ -444,7 +444,7 @@ def test_abandoned_loads(
         del load
         gc.collect()
         end_abandoned(engine)
-        assert engine._index.uses == 0
+        assert engine._planner.index.uses == 0
         assert load_layers(rig, engine, TOKENS) == WHOLE
         check_idle(engine)
 
@@ -558,7 +558,7 @@ def test_the_collector_may_come_while_this_thread_has_the_locks(rig: Rig) -> Non
         rig.store(engine, TOKENS)
         load = Load(rig, engine, TOKENS)
         next(load.loading)
-        with engine._move_lock, engine._index_lock:
+        with engine._move_lock, engine._planner.lock:
             load.loading.close()  # hangs here if it waits for either
         end_abandoned(engine)
 
@@ -677,15 +677,15 @@ def test_what_the_remote_said_before_a_clear_counts_no_more(rig: Rig, monkeypatc
         for slot in range(engine.stats().slots):
             engine._tiers.cpu.claim(slot)
         rig.retrieve(engine, TOKENS)  # memory has lost it: only the remote tier holds it
-        engine._view.clear()  # type: ignore[union-attr]
-        answer = engine._directory.answer  # type: ignore[union-attr]
+        engine._planner.view.clear()  # type: ignore[union-attr]
+        answer = engine._planner.directory.answer  # type: ignore[union-attr]
 
         def overtaken(refs: Sequence[ChunkRef]) -> Sequence[bool | None]:
             answers = answer(refs)
             engine.clear(TOKENS)
             return answers
 
-        monkeypatch.setattr(engine._directory, "answer", overtaken)
+        monkeypatch.setattr(engine._planner.directory, "answer", overtaken)
         assert engine.lookup(TOKENS) == 0
         monkeypatch.undo()
         assert not server.all_chunks()

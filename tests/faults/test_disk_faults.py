@@ -130,7 +130,7 @@ def test_a_late_write_leaves_nothing_in_use(
             assert rig.store(engine, tokens_of(1, 64)) == 64
             assert gate.reached.wait(30)
             assert not engine.flush(0.5)
-            assert engine._index.uses
+            assert engine._planner.index.uses
         gate.open()
         check_bytes(engine, folders)
         assert rig.retrieve(engine, tokens_of(1, 64)) == 64
@@ -221,15 +221,15 @@ def disk_of(engine: CacheEngine) -> Tier:
 def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
-    with engine._index_lock:
-        check_index(engine._index)
-        assert engine._index.uses == 0
-        removals = engine._index.take_removals()
+    with engine._planner.lock:
+        check_index(engine._planner.index)
+        assert engine._planner.index.uses == 0
+        removals = engine._planner.index.take_removals()
     engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)
     assert disk.used_bytes == bytes_on_disk(*folders) <= disk.capacity_bytes
     held = dict(disk.scan())
-    assert held == {chunk.ref: chunk.disk_bytes for chunk in engine._index._chunks.values() if chunk.disk_bytes}
+    assert held == {chunk.ref: chunk.disk_bytes for chunk in engine._planner.index._chunks.values() if chunk.disk_bytes}
 
 
 @pytest.mark.parametrize("num_folders", [1, 2])

@@ -93,7 +93,7 @@ def test_a_damaged_chunk_file_is_a_miss(
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
         engine.flush()
-        refs = engine._index.lookup(hash_tokens(engine.layout, TOKENS, NO_EXTRAS)).refs
+        refs = engine._planner.index.lookup(hash_tokens(engine.layout, TOKENS, NO_EXTRAS)).refs
     key = refs[victim].prefix_key.hex()
     if when == "stopped":
         fault(next(tmp_path.glob(f"*/*/{key}-*.safetensors")))
@@ -339,7 +339,7 @@ def test_close_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, 
     assert time.monotonic() - begin_s < HANG_GUARD_S / 2
     assert tier.is_closed
     gate.open()
-    assert _until(lambda: engine._index.uses == 0)  # what ends late is still accounted for
+    assert _until(lambda: engine._planner.index.uses == 0)  # what ends late is still accounted for
 
 
 def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:

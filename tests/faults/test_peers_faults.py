@@ -66,8 +66,8 @@ def fill(rig: Rig, url: str, tokens: list[int]) -> None:
 
 def breaker_of(engine: CacheEngine, number: int) -> CircuitBreaker:
     """Of a peer, on the side that asks."""
-    assert engine._directory is not None
-    with_peers = find(engine._directory._tiers[0], PeersTier)
+    assert engine._planner.directory is not None
+    with_peers = find(engine._planner.directory._tiers[0], PeersTier)
     assert with_peers is not None
     breaker = find(with_peers.parts[number], CircuitBreaker)
     assert breaker is not None

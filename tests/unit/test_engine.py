@@ -444,7 +444,7 @@ def test_the_checks_here_have_teeth(rig: Rig) -> None:
     tokens = tokens_of(1, 16)
     with rig.open() as engine:
         rig.store(engine, tokens)
-        (chunk,) = engine._index._chunks.values()
+        (chunk,) = engine._planner.index._chunks.values()
         assert chunk.slot is not None
         slot = engine._tiers.cpu.read(chunk.slot, chunk.ref)
         assert slot is not None
@@ -458,7 +458,7 @@ def test_a_slot_that_holds_something_else_is_a_miss(rig: Rig) -> None:
     tokens = tokens_of(1, 32)
     with rig.open() as engine:
         rig.store(engine, tokens)
-        first, second = engine._index._chunks.values()
+        first, second = engine._planner.index._chunks.values()
         assert second.slot is not None
         engine._tiers.cpu.claim(second.slot)
         engine._tiers.cpu.publish(second.slot, first.ref)
@@ -473,7 +473,7 @@ def test_a_slot_that_holds_something_else_is_a_miss(rig: Rig) -> None:
 
 def test_a_lease_keeps_its_chunks_from_eviction(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("kvstore.engine.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("kvstore.planner.time.monotonic", lambda: now_s[0])
     tokens = tokens_of(1, 32)
     with rig.open(slots=4, lease_timeout_s=10.0) as engine:
         rig.store(engine, tokens)
@@ -488,7 +488,7 @@ def test_a_lease_keeps_its_chunks_from_eviction(rig: Rig, monkeypatch: pytest.Mo
         now_s[0] += 1  # over
         assert rig.store(engine, tokens_of(4, 64)) == 64
         assert engine.lookup(tokens) == 0
-        assert engine._index.leases == 0
+        assert engine._planner.index.leases == 0
         check_idle(engine)
 
 
@@ -525,13 +525,13 @@ def test_clear_takes_what_is_pinned(rig: Rig) -> None:
         rig.store(engine, tokens)
         assert engine.pin(tokens) == 32
         assert engine.clear() == 2
-        assert (engine.stats().slots_in_use, engine._index.leases) == (0, 0)
+        assert (engine.stats().slots_in_use, engine._planner.index.leases) == (0, 0)
         assert rig.store(engine, tokens) == 32
 
 
 def test_a_time_to_live(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("kvstore.engine.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("kvstore.planner.time.monotonic", lambda: now_s[0])
     tokens = tokens_of(1, 32)
     with rig.open(local_disk=tmp_path) as engine:
         assert rig.store(engine, tokens, ttl_s=5) == 32
@@ -574,7 +574,7 @@ def test_prefetch_counts_the_prefix_that_is_in_memory(rig: Rig, tmp_path: Path) 
     tokens = tokens_of(1, 40)
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, tokens)
-        second = engine._index.lookup(hash_tokens(engine.layout, tokens, NO_EXTRAS)).refs[1].prefix_key.hex()
+        second = engine._planner.index.lookup(hash_tokens(engine.layout, tokens, NO_EXTRAS)).refs[1].prefix_key.hex()
     with rig.open(local_disk=tmp_path) as engine:
         next(tmp_path.glob(f"*/*/{second}-*.safetensors")).unlink()
         assert engine.lookup(tokens) == 40

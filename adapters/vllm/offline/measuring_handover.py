@@ -24,9 +24,9 @@ from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixHasher
+from kvstore.requests import chunk_refs
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 

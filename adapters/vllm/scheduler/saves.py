@@ -14,8 +14,8 @@ from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.chunks import ChunkRef
-from kvstore.engine import superseded_tails
 from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.requests import superseded_tails
 from kvstore.transfer.mover import StoreJob, as_block_ids
 
 

@@ -38,14 +38,14 @@ from kvstore.catalog.leases import LeaseView
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView
 from kvstore.chunks import ChunkRef
-from kvstore.engine import all_refs, new_epoch, pin_name
 from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally, Totals
 from kvstore.options import RemoteOptions
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import TraceRecorder
+from kvstore.requests import all_refs, pin_name
 from kvstore.transfer.mover import LoadJob
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import NO_MATCH, Match, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs, superseded_tails
 from kvstore.keys import PrefixHasher
+from kvstore.requests import chunk_refs, superseded_tails
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -8,9 +8,9 @@ from support.checks import check_index
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.engine import chunk_refs
 from kvstore.keys import PrefixHasher
 from kvstore.policies import POLICIES
+from kvstore.requests import chunk_refs
 
 BLOCK, CHUNK = 4, 16
 HOLD_S = 3.0

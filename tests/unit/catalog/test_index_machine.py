@@ -22,9 +22,9 @@ from support.schedules import schedule_settings
 from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.engine import chunk_refs, superseded_tails
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
+from kvstore.requests import chunk_refs, superseded_tails
 
 if TYPE_CHECKING:
     from kvstore.chunks import ChunkRef

@@ -150,14 +150,14 @@ class EngineMachine(RuleBasedStateMachine):
             remote=replace(REMOTE, lookup_timeout_s=HANG_GUARD_S),
             **({"local_disk": __file__} if has_disk else {}),
         )
-        complete_write = self.engine._index.complete_write
+        complete_write = self.engine._planner.index.complete_write
 
         def note_write(*arguments: Any, **keywords: Any) -> None:
             complete_write(*arguments, **keywords)
             for store in self.stores.values():
                 store.notice()
 
-        self.patch.setattr(self.engine._index, "complete_write", note_write)
+        self.patch.setattr(self.engine._planner.index, "complete_write", note_write)
 
     # What the tests know
 
@@ -342,8 +342,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def condemn(self, tokens: list[int]) -> None:
         """As vLLM's scheduler and workers do with chunks that deviate from the same computed again."""
-        index, mover = self.engine._index, self.engine._mover
-        with self.engine._index_lock:
+        index, mover = self.engine._planner.index, self.engine._mover
+        with self.engine._planner.lock:
             refs = [ref for ref in index.lookup(self.hasher(tokens)).refs if index.in_memory(ref.prefix_key)]
             index.condemn(refs)
             removals = index.take_removals()
@@ -397,9 +397,9 @@ class EngineMachine(RuleBasedStateMachine):
                 call.generator.close()
             self.engine.prefetch([])
             assert not self.engine.flush(HANG_GUARD_S).pending
-            with self.engine._index_lock:
-                check_index(self.engine._index)
-                assert self.engine._index.uses == 0
+            with self.engine._planner.lock:
+                check_index(self.engine._planner.index)
+                assert self.engine._planner.index.uses == 0
             for blocks in (7, 10, 12):
                 for family in range(len(FAMILIES)):
                     self.retrieve(FAMILIES[family][: blocks * BLOCK], times=3)

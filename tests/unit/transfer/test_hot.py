@@ -159,10 +159,10 @@ def test_no_copy_is_taken_before_every_layer_was_asked_for() -> None:
         rig.store(engine, TOKENS)
         mapping = rig.slot_mapping(rig.blocks(40), 40)
         for _ in range(3):
-            jobs = engine._plan_load(engine._load_request(TOKENS, None, mapping, NO_EXTRAS))
+            jobs = engine._planner.plan_load(engine._load_request(TOKENS, None, mapping, NO_EXTRAS))
             load = LayerLoad(engine._mover, jobs)
             load.move(0)
-            assert engine._complete_load(jobs, load.finish).failed == set()
+            assert engine._planner.complete_load(jobs, load.finish).failed == set()
             rig.poison()
         assert rig.retrieve(engine, TOKENS) == 40
         check_idle(engine)

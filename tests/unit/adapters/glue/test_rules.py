@@ -20,11 +20,11 @@ from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
+from kvstore.requests import chunk_refs
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, as_block_ids
 
 PROMPT = list(range(2 * CHUNK + 1))

@@ -17,10 +17,10 @@ from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover, Source, 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.errors import InvalidCallError, TierError
 from kvstore.keys import KeyExtras, PrefixHasher
 from kvstore.ops import metrics
+from kvstore.requests import chunk_refs
 
 PROMPT = list(range(2 * CHUNK + 2 * BLOCK + 1))
 HOST = "127.0.0.1"

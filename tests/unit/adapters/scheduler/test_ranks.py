@@ -17,9 +17,9 @@ from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher
+from kvstore.requests import chunk_refs
 
 PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
 WHOLE = len(PROMPT) - 1
