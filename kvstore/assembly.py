@@ -15,16 +15,15 @@ from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.options import EngineOptions, RemoteOptions, Shard
 from kvstore.paged.base import PagedKV
 from kvstore.tiers import open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
-from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
-from kvstore.tiers.gpu.tier import GpuTier
 from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded
 from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.transfer.hot import HotChunks
@@ -50,7 +49,7 @@ class OpenTiers:
         namespace_id: whose chunks all of them hold.
     """
 
-    cpu: CpuTier
+    cpu: LabelledPool
     disk: Tier | None = None
     remote: Tier | None = None
     hot: HotChunks | None = None
@@ -128,7 +127,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
     folders = tuple(map(Path, named))
     disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
-        cpu = CpuTier(SlabPool(num_slots, slot_bytes))
+        cpu = LabelledPool(SlabPool(num_slots, slot_bytes))
         opened.callback(cpu.close)
         if options.remote is not None:
             remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)
@@ -147,7 +146,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             survivors = disk.scan()
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes:
-            hot = _open_hot(paged, namespace, options.max_local_gpu_bytes)
+            hot = HotChunks(paged, options.max_local_gpu_bytes)
         opened.pop_all()
     return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
 
@@ -160,12 +159,6 @@ def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
         return
     for line in described:
         logger.info("the disk folder has chunks that cannot be used here: their namespace differs in %s", line)
-
-
-def _open_hot(paged: PagedKV, namespace: Namespace, max_bytes: int) -> HotChunks:
-    gpu = open_tier("gpu", TierSetup(namespace, paged.layout, max_bytes, {"device": str(paged.device)}))
-    assert isinstance(gpu, GpuTier)
-    return HotChunks(gpu, paged)
 
 
 def open_remote(

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError, TierTimeoutError
 from kvstore.keys import Namespace
+from kvstore.memory.labelled import LabelledPool
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import Loan, Tier, Transfer
-from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.errands import Errands
 from kvstore.transfer.flushed import Flushed
 
@@ -77,7 +77,7 @@ class Lane:
 
     def __init__(
         self,
-        cpu: CpuTier,
+        cpu: LabelledPool,
         tier: Tier,
         on_written: Callable[[ChunkRef, bool], None],
         *,

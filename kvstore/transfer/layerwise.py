@@ -23,8 +23,8 @@ from kvstore.catalog.plans import LoadStep, Place
 from kvstore.chunks import ByteArray, Outcome
 from kvstore.keys import PrefixKey
 from kvstore.layout import KVLayout
+from kvstore.memory.labelled import Filling
 from kvstore.paged.base import ChunkBlocks
-from kvstore.tiers.cpu import Filling
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 

@@ -22,10 +22,10 @@ from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format.deviation import deviation
 from kvstore.keys import Namespace, PrefixKey
+from kvstore.memory.labelled import Filling, LabelledPool
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.staging import Moment
-from kvstore.tiers.cpu import CpuTier, Filling
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.hot import HotChunks
@@ -97,7 +97,7 @@ class Mover:
     def __init__(
         self,
         paged: PagedKV,
-        cpu: CpuTier,
+        cpu: LabelledPool,
         lanes: Mapping[Place, Lane],
         hot: HotChunks | None = None,
         stuck: dict[int, list[Future[Any]]] | None = None,

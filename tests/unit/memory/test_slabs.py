@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout
 from kvstore.memory.pinning import NoPinner, find_pinner
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import Transfer
-from kvstore.tiers.cpu import CpuTier
 
 LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=32)
 
@@ -205,73 +202,3 @@ def test_impossible_pools(slots: int, size: int) -> None:
 def test_absurd_pools(slots: int) -> None:
     with pytest.raises(ConfigError, match="lower max_local_cpu_size"):
         SlabPool(slots, 4096)
-
-
-def test_a_slot_is_read_only_as_what_it_was_published_as() -> None:
-    tier = CpuTier(SlabPool(2, 4096))
-    one, other = ChunkRef(b"1" * 16, 1), ChunkRef(b"2" * 16, 1)
-    assert tier.capacity_bytes == 8192
-    assert tier.read(0, one) is None
-    slot = tier.claim(0)
-    assert tier.read(0, one) is None
-    tier.publish(0, one)
-    assert tier.read(0, one) is slot
-    assert tier.read(0, other) is tier.read(1, one) is tier.read(0, ChunkRef(one.prefix_key, 2)) is None
-    tier.claim(0)
-    assert tier.read(0, one) is None
-    tier.publish(0, other)
-    assert tier.used_bytes == 4096
-    tier.clear()
-    assert tier.read(0, other) is None
-    tier.close()
-
-
-def test_a_chunk_that_moved_to_another_slot_is_found_there() -> None:
-    tier = CpuTier(SlabPool(3, LAYOUT.slot_bytes), LAYOUT)
-    ref = ChunkRef(b"1" * 16, 1)
-    for slot in (2, 0):  # the index gave slot 2 away without a word, and has the chunk read from disk again
-        tier.claim(slot)[:] = slot + 1
-        tier.publish(slot, ref)
-    tier.claim(2)
-    assert tier.contains([ref]) == [True]
-    buffer = np.zeros(4096, np.uint8)
-    assert tier.get([Transfer(ref, buffer)]) == [Outcome.HIT]
-    assert (buffer[:2048] == 1).all()
-    tier.close()
-
-
-def test_as_a_tier_it_fills_the_lowest_free_slot() -> None:
-    tier = CpuTier(SlabPool(3, LAYOUT.slot_bytes), LAYOUT)
-    one, two, three = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
-    buffer = np.ones(4096, np.uint8)
-    tier.put([Transfer(one, buffer), Transfer(two, buffer)])
-    tier.remove([one])
-    tier.put([Transfer(three, buffer)])
-    assert tier.read(0, three) is not None
-    assert tier.read(1, two) is not None
-    assert [ref for ref, _ in tier.scan()] == [two, three]
-    tier.close()
-
-
-def test_a_slot_being_filled_is_nobody_elses_although_all_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = CpuTier(SlabPool(2, LAYOUT.slot_bytes), LAYOUT)
-    one, other, third = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
-    of_slot, answers = tier._pool.slot, []
-
-    def slot(number: int) -> ByteArray:
-        """Before the first copy begins, all is cleared and another chunk comes."""
-        monkeypatch.undo()
-        tier.clear()
-        answers.append(tier.put([Transfer(other, np.full(4096, 2, np.uint8))]))
-        return of_slot(number)
-
-    monkeypatch.setattr(tier._pool, "slot", slot)
-    assert tier.put([Transfer(one, np.full(4096, 1, np.uint8))]) == [Outcome.FAILED]
-    assert answers == [[Outcome.STORED]]
-    buffer = np.zeros(4096, np.uint8)
-    assert tier.get([Transfer(other, buffer)]) == [Outcome.HIT]
-    assert (buffer == 2).all()
-    assert tier.contains([one]) == [False]
-    assert tier.put([Transfer(third, buffer)]) == [Outcome.STORED], "the slot was given back"
-    assert tier.contains([other, third]) == [True, True]
-    tier.close()

@@ -13,9 +13,9 @@ from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, SLOT_BYTES, FakeTier, Rig,
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
+from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.tiers.base import Transfer
-from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.lane import WRITE_THREADS, Lane
 
@@ -36,7 +36,7 @@ class Bench:
     """A lane over slots whose number fills them, and a tier that notes what it is asked to forget."""
 
     def __init__(self, *, asks: bool = False) -> None:
-        self.cpu = CpuTier(SlabPool(16, SLOT_BYTES))
+        self.cpu = LabelledPool(SlabPool(16, SLOT_BYTES))
         self.tier = FakeTier()
         self.tier.namespace_id = OLD.id
         self.forgotten: list[object] = []
@@ -221,7 +221,7 @@ def test_nothing_is_read_while_everything_goes(bench: Bench, gate: Gate, sweep: 
 
 def test_a_slot_emptied_since_it_was_claimed_holds_nothing() -> None:
     """A read that was begun before a reset may be declared whole after it."""
-    cpu = CpuTier(SlabPool(2, SLOT_BYTES))
+    cpu = LabelledPool(SlabPool(2, SLOT_BYTES))
     cpu.claim(1)
     cpu.clear()
     cpu.publish(1, ref_of(1))
