@@ -70,7 +70,7 @@ class PagedKV(Protocol):
     num_blocks: int
     device: torch.device
 
-    def beside(self) -> PagedKV:
+    def for_thread(self) -> PagedKV:
         """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs."""
 
     def with_help(self, copiers: Copiers) -> PagedKV:
@@ -80,7 +80,7 @@ class PagedKV(Protocol):
         """The present, in the order of what the model's thread launches."""
 
     def after(self, moment: Moment) -> None:
-        """Let what the calling thread launches from now on come after ``moment``. To be called on ``beside()``."""
+        """Let what the calling thread launches from now on come after ``moment``. To be called on ``for_thread()``."""
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``, which is right once ``reach`` returns."""
@@ -249,7 +249,7 @@ class HostPagedKV:
             run = list(alike)
             self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
 
-    def beside(self) -> PagedKV:
+    def for_thread(self) -> PagedKV:
         """See ``PagedKV``: nothing here belongs to one thread. Without help: other processors are the model's."""
         return self.with_help(ALONE)
 

@@ -1,9 +1,9 @@
 """Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-The same interface as ``pages.HostPagedKV``. On their way to host memory blocks pass a dense staging buffer on the
+The same interface as ``HostPagedKV``. On their way to host memory blocks pass a dense staging buffer on the
 device (``staging.py``); to a slot on the device they need none. Gathers and scatters run on the current stream, so a
 gather waits for the kernels that write the blocks, and kernels launched after a scatter see it; copies run beside it.
-What is moved ``beside`` the model has a stream of its own instead of the current one.
+``for_thread`` gives another thread a stream of its own instead of the current one.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ class DevicePagedKV:
         has_stream = has_stream and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
 
-    def beside(self) -> PagedKV:
-        """See ``pages.PagedKV``."""
+    def for_thread(self) -> PagedKV:
+        """See ``PagedKV``."""
         return DevicePagedKV(self._layers, self.layout, self.num_blocks, self._allowed.start, has_stream=True)
 
     def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
-        """See ``pages.PagedKV``: the device copies by itself."""
+        """See ``PagedKV``: the device copies by itself."""
         return self
 
     def moment(self) -> Moment:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def after(self, moment: Moment) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         if self._stream is not None and moment is not None:
             torch.cuda.set_stream(self._stream)  # of this thread
             self._stream.wait_event(moment)
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         size_bytes = self.layout.payload_bytes(len(block_ids))
         target = torch.from_numpy(payload)[:size_bytes]
         return self._staging.carry_out(
@@ -75,7 +75,7 @@ class DevicePagedKV:
         )
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)  # before anything is copied
         size_bytes = self.layout.payload_bytes(chunk_blocks)
         source = torch.from_numpy(payload)[:size_bytes]
@@ -87,12 +87,12 @@ class DevicePagedKV:
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         last: Moment = None  # copies leave one after the other
         for batch in self._batches(layer, chunks):
             for plane in range(self._planes):
@@ -100,7 +100,7 @@ class DevicePagedKV:
         return last
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         for batch in self._batches(layer, chunks):
             for plane in range(self._planes):
                 self._scatter_plane(layer, plane, batch, self._ids_of(batch))
@@ -126,15 +126,15 @@ class DevicePagedKV:
         self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
 
     def reach(self, moment: Moment) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         self._staging.streams.reach(moment)
 
     def wait(self) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         self._staging.streams.wait()
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         ids = self._ids(block_ids)
         for rows, target in self._pages(payload, len(block_ids)):
             torch.index_select(rows, 0, ids, out=target)
@@ -142,7 +142,7 @@ class DevicePagedKV:
     def scatter_on_device(
         self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
     ) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         ids = self._ids(block_ids)
         last_block = first_block + len(block_ids)
         for rows, source in self._pages(payload, chunk_blocks):

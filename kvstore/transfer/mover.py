@@ -1,8 +1,8 @@
-"""Carries out plans: paged KV cache <-> slots <-> slower tiers. Has no policy; the index decided.
+"""Carries out plans: paged KV cache <-> slots <-> slower tiers. Decides nothing; the index did.
 
-Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads
-from slower tiers run on threads of their lanes, several at once, and the caller scatters each as it arrives. Writes run
-behind, on other threads, so that a load never queues behind a store.
+Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads from
+slower tiers run on their lanes' threads, several at once, and the caller scatters each chunk as it arrives. Writes run
+on other threads, after the call, so that a load never queues behind a store.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ class LoadResult(NamedTuple):
     failed: set[PrefixKey]
     lost: set[PrefixKey]
 
+    def note(self, ref: ChunkRef, outcome: Outcome) -> None:
+        """Take in what became of a chunk."""
+        if outcome is not Outcome.HIT:
+            self.failed.add(ref.prefix_key)
+        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+            self.lost.add(ref.prefix_key)
+
 
 @dataclass
 class MoverCounters:
@@ -82,16 +89,16 @@ class Mover:
     """One worker's data path.
 
     ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time;
-    ``beside`` gives another thread one of its own. No two of them use a slot at the same time: the index sees to that.
+    ``for_thread`` makes a mover for another one. No two of them use a slot at the same time: the index sees to that.
 
     Args:
         paged: the model's KV cache.
         cpu: the pool; ``close`` closes it.
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
         hot: copies on the device of what is loaded often; ``close`` closes it.
-        stuck: slots that reads given up may still write to, as far as another mover knows them.
-        is_passage: nothing stays in the pool. What a remote tier lends is then scattered from there.
-        copy_threads: how many gather and scatter at once, where processors do it, the caller included.
+        stuck: slots that reads given up may still write to, shared with another mover.
+        is_passage: nothing stays in the pool. What a remote tier lends is then scattered straight from there.
+        copy_threads: how many threads gather and scatter at once on the CPU, the caller included.
     """
 
     def __init__(
@@ -117,12 +124,12 @@ class Mover:
         may_borrow = is_passage and Place.DISK not in self._lanes and paged.device.type == "cpu"
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
-    def beside(self) -> Mover:
-        """One over the same tiers for another thread, to move blocks that the model does not use meanwhile.
+    def for_thread(self) -> Mover:
+        """A mover over the same tiers for another thread, for blocks that the model does not use meanwhile.
 
-        It counts for itself, knows nothing of copies on the device, and must be at rest when this one is closed.
+        It has its own counters, uses no copies on the device, and must be at rest when this one is closed.
         """
-        return Mover(self.paged.beside(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
+        return Mover(self.paged.for_thread(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
         """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
@@ -130,7 +137,7 @@ class Mover:
         A job without blocks brings its chunk only to its slot.
         """
         lender = self._may_lend
-        if lender is None or not lender.lends:  # a tier stops to lend when it gets peers, whose chunks are copied
+        if lender is None or not lender.lends:  # a tier with peers stops lending: their chunks are copied
             return self._load_through_slots(jobs)
         lent: list[LoadJob] = []
         others: list[LoadJob] = []
@@ -140,7 +147,7 @@ class Mover:
         return LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
 
     def _is_lent(self, job: LoadJob) -> bool:
-        """Whether a chunk is read from where it is lent: also one that another load was to bring to its slot."""
+        """Whether a chunk is read where the tier has it: also one that another load should have brought to its slot."""
         ref, slot, source = job.step
         is_elsewhere = source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
         return is_elsewhere and len(job.block_ids) > 0
@@ -154,15 +161,8 @@ class Mover:
 
         result = LoadResult(set(), set())
         for job, outcome in zip(jobs, use_borrowed(lender, [job.step.ref for job in jobs], scatter), strict=True):
-            self._note_failure(result, job.step.ref, outcome)
+            result.note(job.step.ref, outcome)
         return result
-
-    @staticmethod
-    def _note_failure(result: LoadResult, ref: ChunkRef, outcome: Outcome) -> None:
-        if outcome is not Outcome.HIT:
-            result.failed.add(ref.prefix_key)
-        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
-            result.lost.add(ref.prefix_key)
 
     def _load_through_slots(self, jobs: Sequence[LoadJob]) -> LoadResult:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
@@ -193,7 +193,7 @@ class Mover:
             source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
                 self.counters.mislabelled_slots += outcome is Outcome.HIT
-                self._note_failure(result, ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
+                result.note(ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
                 continue
             is_hot = self.scatter_hot(job, filling)
             if len(job.block_ids) and not is_hot:
@@ -211,8 +211,8 @@ class Mover:
         self.paged.reach(self.paged.gather(job.block_ids, fresh))
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
-    def aside(self, work: Callable[[], None]) -> Future[None]:
-        """Start something on a thread for what may be done while the model computes."""
+    def in_background(self, work: Callable[[], None]) -> Future[None]:
+        """Start something on the thread for what may be done while the model computes."""
         return self._layers.submit(work)
 
     def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:

@@ -515,7 +515,7 @@ def test_nothing_is_written_after_a_load_was_given_up(
         load.loading.close()
         rig.poison()
         gate.set()
-        engine._mover.aside(lambda: None).result(HANG_GUARD_S)  # the layer that was on its way has come
+        engine._mover.in_background(lambda: None).result(HANG_GUARD_S)  # the layer that was on its way has come
         assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
         end_abandoned(engine)
         assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))

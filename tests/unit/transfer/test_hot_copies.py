@@ -115,7 +115,7 @@ def test_any_order_of_gathers_and_scatters(bind: Bind) -> None:
         check_slots(hot, 4)
     assert contents(caches) == blocks
     assert hits > 20
-    assert displaced > 20
+    assert displaced > 5
 
 
 def test_a_copy_of_another_content_makes_room() -> None:

@@ -320,11 +320,11 @@ def test_what_is_read_while_all_is_forgotten_is_in_no_slot(
 ) -> None:
     bench.store(1)
     assert bench.mover.flush(HANG_GUARD_S)
-    beside, clear = bench.mover.beside(), bench.cpu.clear
+    other, clear = bench.mover.for_thread(), bench.cpu.clear
 
     def clear_then_load() -> None:
         clear()
-        beside.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)])
+        other.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)])
 
     monkeypatch.setattr(bench.cpu, "clear", clear_then_load)
     forgets(bench.mover)
