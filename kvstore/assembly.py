@@ -1,4 +1,4 @@
-"""Opens what one worker or engine uses: the pool, the slower tiers with their guards, and the lanes to them."""
+"""Opens what a worker or engine uses: the CPU pool, the slower tiers with their guards, and the lanes to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 10.0  # how often a tier that is left out is tried again
 _ASKING_THREADS = 3  # one asks; the others are for questions that hang
-_SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
+_SLOW_TIMEOUT_S = 30.0  # for calls that touch every file, such as a scan
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class OpenTiers:
         return lanes
 
     def close(self) -> None:
-        """Close all of them, for whoever has not given them to lanes and a mover, which do that otherwise."""
+        """Close all of them. Only before lanes and a mover have them, which close them otherwise."""
         with ExitStack() as closing:
             for part in (self.cpu, self.disk, self.remote, self.hot):
                 if part is not None:
@@ -92,7 +92,7 @@ class OpenTiers:
         return None if self.disk is None else self.disk.size_of(ref)
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
-        """Read some chunks from an engine that a request names, too, if it is one that may be named."""
+        """Let some chunks be read from the engine that a request names, if requests may name it."""
         with_peers = find(self.remote, PeersTier) if self.remote is not None else None
         if with_peers is not None:
             with_peers.read_from(source, refs)
@@ -109,10 +109,10 @@ class OpenTiers:
 
 
 def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:
-    """Make the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
+    """Allocate the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
 
     Raises:
-        ConfigError: a bound is too small, or more than the machine has; or something cannot be used as configured.
+        ConfigError: a size is too small, or more than the machine has; or something cannot be used as configured.
         FolderOwnedError: another process uses a folder.
         TierError: a folder cannot be read, or a remote tier that is required does not answer.
     """
@@ -152,10 +152,10 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
 
 
 def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
-    """Say why chunks in the folders are not ours: often one setting was changed by mistake."""
+    """Say why chunks in the folders cannot be used: often one setting was changed by mistake."""
     try:
         described = sorted({line for folder in folders for line in describe_foreign(folder, namespace)})
-    except OSError:  # the scan has read it; and this is for people only
+    except OSError:  # only information is lost
         return
     for line in described:
         logger.info("the disk folder has chunks that cannot be used here: their namespace differs in %s", line)
@@ -171,8 +171,8 @@ def open_remote(
         layout: the geometry of the chunks.
         options: which tier.
         io_timeout_s: deadline of each call.
-        asks_only: it will be asked what it holds, from one thread, and nothing else. Otherwise it is found out now
-            whether it can be used, and if not, said so, or refused where it is required.
+        asks_only: it is for lookups only, from one thread. Otherwise it is checked now, and if it cannot be used, a
+            warning is logged, or it is refused if it is required.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
@@ -192,7 +192,7 @@ def open_remote(
             tier = own
         else:
             open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
-            for url in options.sources:  # which are opened when they are named
+            for url in options.sources:  # checked now, and opened when a request names them
                 at_rank(url, options.rank)
             tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout, sources=options.sources))
         opened.pop_all()
@@ -210,7 +210,9 @@ def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteO
         except TierError as error:
             if options.required:
                 raise
-            logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+            logger.warning(
+                "the remote tier cannot be used now: %s; continuing without it and trying again later", error
+            )
         opened.pop_all()
     return tier
 
@@ -221,12 +223,12 @@ def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, ur
     settings = {**options.peer_settings, "url": address}
     tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     where = urlsplit(address)
-    tier.name = f"peer-{where.hostname}:{where.port}"  # what is said about it must say which
+    tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must tell which peer
     return guarded(tier, guard)
 
 
 def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
-    """Open a remote tier for questions only, once for each shard that must hold its part of a chunk.
+    """Open a remote tier for lookups only, once for each shard that must hold its part of a chunk.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
@@ -241,12 +243,12 @@ def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
 
 
 def slow_timeout_s(io_timeout_s: float) -> float:
-    """How long a call may take that touches every file, where others may take ``io_timeout_s``."""
+    """The deadline of calls that touch every file, where others have ``io_timeout_s``."""
     return max(io_timeout_s, _SLOW_TIMEOUT_S)
 
 
 def _guard_options(io_timeout_s: float, read_threads: int, *, asks_storage: bool = False) -> GuardOptions:
-    """One time-out of all readers opens the breaker, so that a load waits for a hanging tier only once."""
+    """One time-out of every reader opens the breaker, so that a load waits for a hanging tier only once."""
     return GuardOptions(
         timeout_s=io_timeout_s,
         slow_timeout_s=slow_timeout_s(io_timeout_s),

@@ -65,7 +65,7 @@ class CacheEngine:
     """Stores and retrieves the KV of token sequences. Thread-safe; calls that move KV run one at a time."""
 
     def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
-        """Open the tiers and take in what the disk still holds. A failure leaves nothing open or locked.
+        """Open the tiers, and adopt the chunks that the disk still holds. A failure leaves nothing open or locked.
 
         Raises:
             ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
@@ -149,9 +149,9 @@ class CacheEngine:
     def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS, lease_id: str | None = None) -> int:
         """How many leading tokens ``retrieve`` would find, in whole blocks; a remote tier is asked.
 
-        With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; asking again under
-        the same name renews the lease. All leases together hold at most half of the pool: what goes beyond, or is
-        only at the remote tier, is answered all the same, without a lease.
+        With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; another lookup with
+        the same id renews the lease. All leases together hold at most half of the pool: tokens beyond that, or only in
+        the remote tier, are counted but not held.
         """
 
         def answer(match: Match) -> int:
@@ -167,7 +167,7 @@ class CacheEngine:
             index.release(lease_id)
 
     def pin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Keep the known prefix of a sequence in the tiers where it is until ``unpin``. Returns the tokens held.
+        """Keep the known prefix of a sequence in its tiers until ``unpin``. Returns the tokens held.
 
         Pins count as leases: together they hold at most half of the pool.
         """
@@ -178,22 +178,21 @@ class CacheEngine:
             return sum(ref.num_blocks for ref in match.refs[:held]) * self.layout.block_tokens
 
     def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
-        """End the pin of exactly this sequence; one that was never pinned is ignored."""
+        """End the pin of exactly this sequence, if there is one."""
         self.release(pin_name(hash_tokens(self.layout, tokens, extras)))
 
     def prefetch(self, tokens: Tokens, tier: str = "cpu", *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
+        """Load the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
 
-        Returns how many leading tokens are in memory when it is done: what lies behind a chunk that could not be loaded
-        does not count, though it may be there. Without ``local_cpu`` nothing stays in memory: the answer is 0, and
-        nothing is read.
+        Returns how many leading tokens are in memory then; they end at the first chunk that could not be loaded.
+        Without ``local_cpu`` nothing stays in memory: nothing is read, and the answer is 0.
 
         Raises:
             InvalidCallError: another tier.
             ClosedError: after ``close``.
         """
         if tier != "cpu":
-            raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
+            raise InvalidCallError(f'cannot prefetch into {tier!r}: use "cpu", the only tier to prefetch into')
         hasher = hash_tokens(self.layout, tokens, extras)
         told = self._planner.ask_remote(hasher)
         with self._turn():
@@ -212,15 +211,15 @@ class CacheEngine:
         extras: KeyExtras = NO_EXTRAS,
         ttl_s: float | None = None,
     ) -> int:
-        """Store the KV of the tokens not masked out, in whole chunks and, if the options say so, the tail.
+        """Store the KV of the unmasked tokens: in full chunks, and with ``save_unfull_chunk`` the tail too.
 
-        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored; those
-        already known, or without room, do not count. The copy is done when this returns; the disk is written behind.
-        With ``ttl_s`` chunks stay in memory, and go after that time.
+        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored, without
+        those already known or without room. The copy is done when this returns; slower tiers are written in the
+        background. With ``ttl_s`` chunks stay in memory, and expire after that time.
 
         Raises:
-            InvalidCallError: mask or slots break the rules above, where the message names the first bad one, or
-                ``ttl_s`` is not positive.
+            InvalidCallError: mask or slots break the rules above (the message names the first bad one), or ``ttl_s`` is
+                not positive.
             ClosedError: after ``close``.
         """
         request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
@@ -237,12 +236,12 @@ class CacheEngine:
         extras: KeyExtras = NO_EXTRAS,
         ttl_s: float | None = None,
     ) -> Generator[int | None, None, None]:
-        """``store``, one layer per ``next()``: for a model that has just computed it.
+        """``store``, one layer per ``next()``, right after the model has computed it.
 
-        Yields None after each layer, and then, once more, the tokens newly stored. They can be found from then on, and
-        the slower tiers are written behind. Nothing happens before the first ``next()``. If the generator is closed
-        before the last layer, or ``clear`` or ``reset_cache`` was called since the first one, nothing is stored.
-        ``next()`` may be called from any thread, and other calls may come in between.
+        Yields None after each layer, and finally the tokens newly stored, which can be found from then on. Nothing
+        happens before the first ``next()``. If the generator is closed before the last layer, or ``clear`` or
+        ``reset_cache`` is called after the first one, nothing is stored. ``next()`` may be called from any thread, and
+        other calls may come in between.
 
         Raises:
             InvalidCallError: as ``store``, at once.
@@ -266,10 +265,10 @@ class CacheEngine:
     def retrieve(
         self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
     ) -> torch.Tensor:
-        """Load the KV of the longest known prefix, except what is masked out, into its slots.
+        """Load the KV of the longest known prefix, except masked tokens, into its slots.
 
-        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. It ends at the first chunk that
-        could not be loaded: what lies behind is False, even where blocks were written.
+        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. From the first chunk that could not
+        be loaded on it is False, even where blocks were written.
 
         Raises:
             InvalidCallError: mask or slots break the rules above; the message names the first bad one.
@@ -284,18 +283,18 @@ class CacheEngine:
     def retrieve_layer(
         self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
     ) -> Generator[torch.Tensor | None, None, None]:
-        """``retrieve``, one layer per ``next()``: for a model that computes it while the next ones are on their way.
+        """``retrieve``, one layer per ``next()``: the model computes a layer while the next ones are loaded.
 
-        Yields None after each layer, when that layer of all chunks is in its slots, and then, once more, what
-        ``retrieve`` returns. The slots belong to it until then: the next layer is written while this one is used. Reads
-        begin with the first ``next()``; a remote tier is asked before.
+        Yields None as soon as a layer of all chunks is in its slots, and finally what ``retrieve`` returns. The slots
+        belong to the generator until then: it writes the next layer while this one is used. A remote tier is asked at
+        once; reads begin with the first ``next()``.
 
-        A chunk that turns out damaged or missing at some layer ends the mask before it, although its layers up to that
-        one were right and are in their slots; those behind are as they were. So what was computed from it must be
-        computed again. A chunk that another generator is still bringing from a slower tier counts as missing. If
-        ``clear`` or ``reset_cache`` was called since the first ``next()``, no further layer is begun, and nothing
-        counts as loaded. ``next()`` may be called from any thread, and other calls may come in between. A generator
-        that is closed before its last yield gives its chunks free with the next call that moves KV, or ``close``.
+        If a chunk turns out damaged or missing at some layer, the mask ends before it, though its layers up to that one
+        are in their slots; what was computed from them must be computed again. A chunk that another generator is still
+        loading from a slower tier counts as missing. If ``clear`` or ``reset_cache`` is called after the first
+        ``next()``, no further layer begins, and nothing counts as loaded. ``next()`` may be called from any thread, and
+        other calls may come in between. A generator closed before its last yield releases its chunks with the next call
+        that moves KV, or ``close``.
 
         Raises:
             InvalidCallError: as ``retrieve``, at once.
@@ -320,9 +319,10 @@ class CacheEngine:
         return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many were here.
+        """Forget the chunks of a token sequence, or all chunks, in every tier. Returns how many there were.
 
-        They are not found any more. Waits until the slower tiers have let go of them, for as long as those may take.
+        Nothing of them is found from now on. Waits, within the tiers' deadlines, until the slower tiers have removed
+        them.
         """
         hasher = None if tokens is None else hash_tokens(self.layout, tokens, extras)
         with self._turn():
@@ -337,11 +337,11 @@ class CacheEngine:
         return count
 
     def reset_cache(self) -> None:
-        """Forget everything, because the model's weights were changed in place: a new epoch of the namespace.
+        """Forget everything because the model's weights were changed in place: begin a new epoch of the namespace.
 
         Nothing stored before is found again, here or after a restart. What is stored from now on is found until
-        ``close``: no later process can know that it has these weights. Waits until the slower tiers have let go of what
-        they hold, for as long as they may take; if they hang, what is stored next waits for that.
+        ``close``: no later process can know that it has these weights. Waits, within the tiers' deadlines, until the
+        slower tiers have removed what they held; if they hang, later writes wait for that.
         """
         with self._turn():
             self._clears += 1
@@ -353,11 +353,11 @@ class CacheEngine:
         self._settle()
 
     def flush(self, timeout_s: float | None = None) -> Flushed:
-        """Wait until all that was stored so far is in the slower tiers.
+        """Wait until everything stored so far is in the slower tiers, by default for ``io_timeout_s``.
 
-        The answer tells how many writes since the last ``flush`` were not carried out: because a tier failed, or there
-        was no room in it or in the queue to it, or time ran out. It is False if there are any, and True if everything
-        that was stored has been written. Chunks with a time to live stay in memory, and are not counted.
+        Returns how many writes since the last ``flush`` stored nothing: because a tier failed, had no room, its queue
+        was full, or time ran out. The result is True if there are none. Chunks with a time to live stay in memory, and
+        do not count.
         """
         self._planner.check_open()
         flushed = self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
@@ -378,10 +378,10 @@ class CacheEngine:
             )
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Flush within the bound, end all threads, release the folder. Idempotent. False if writes were given up.
+        """Flush within ``timeout_s``, end all threads, release the folder. Idempotent. False if writes were dropped.
 
-        A call under way ends first. With a disk that hangs this returns after the bound, and then as long again or 5
-        seconds, whichever is more; the folder stays locked until the disk lets go of it, or the process ends.
+        Calls under way end first. If a disk hangs, this returns after the time-out and then as long again, or 5 seconds
+        if that is more; the folder stays locked until the disk answers or the process ends.
         """
         with self._move_lock:
             if self._is_closed:
@@ -395,7 +395,7 @@ class CacheEngine:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The turn of a call that moves KV, after what was given up before it has been ended."""
+        """The turn of a call that moves KV. First ends generators that were given up."""
         with self._move_lock:
             self._planner.check_open()
             self._end_abandoned()
@@ -406,11 +406,11 @@ class CacheEngine:
             self._abandoned.popleft()()
 
     def _settle(self) -> None:
-        """Wait until slower tiers have forgotten what they are to forget, if they do so in time."""
+        """Wait until the slower tiers have carried out their removals, or their deadlines have passed."""
         self._mover.settle(slow_timeout_s(self._options.io_timeout_s) + self._options.io_timeout_s)
 
     def _remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
-        """For the planner, which is there before the mover."""
+        """For the planner, which is made before the mover."""
         self._mover.remove(place, refs)
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
@@ -418,7 +418,7 @@ class CacheEngine:
         return request._replace(told=self._planner.ask_remote(request.hasher, request.begin))
 
     def _loaded(self, request: Request, jobs: Sequence[LoadJob], failed: set[PrefixKey]) -> torch.Tensor:
-        """The mask of the tokens that were loaded: up to the first chunk that failed."""
+        """The mask of the tokens loaded, up to the first chunk that failed."""
         here = takewhile(lambda job: job.step.ref.prefix_key not in failed, jobs)
         end = request.begin + sum(len(job.block_ids) for job in here) * self.layout.block_tokens
         loaded = torch.zeros(request.hasher.num_tokens, dtype=torch.bool)
@@ -426,7 +426,7 @@ class CacheEngine:
         return loaded
 
     def _load(self, jobs: Sequence[LoadJob]) -> LoadResult:
-        """Carry out planned loads and complete them, also if scattering raises."""
+        """Carry out planned loads."""
         return self._planner.complete_load(jobs, lambda: self._mover.load(jobs))
 
     def _store_request(

@@ -1,4 +1,4 @@
-"""What a caller may decide about an engine: how much of what it may use, and which storage it shares."""
+"""What can be set for an engine: how much of each resource it may use, and which storage it shares."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class RemoteOptions:
     """A tier that several engines share.
 
     Attributes:
-        url: where it is; its scheme says what it is. None for none: chunks come from peers only.
-        settings: what only this kind of tier has.
-        required: refuse to start without it, instead of a warning and another try later.
+        url: its address; the scheme names the kind of tier. None for chunks from peers only.
+        settings: options of this kind of tier.
+        required: refuse to start if it cannot be used. Otherwise warn, and try again later.
         io_threads: reads in flight at once.
-        lookup_timeout_s: how long an answer about what it holds may take; then it holds nothing.
-        hold_s: how long such an answer counts.
+        lookup_timeout_s: deadline of a lookup, after which it counts as holding nothing.
+        hold_s: how long the answer to a lookup counts.
         max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
         sends: False where another worker holds the same KV and sends it.
-        peers: servers of other engines' first workers, which are only read; None for none, nor any ``sources``.
-        sources: the same, but each is only read for requests that name it.
-        peer_settings: what a tier at a peer has.
-        rank: of this worker, whose peers are at ports that much higher.
+        peers: servers of other engines' first workers, which are only read; None for no peers and no ``sources``.
+        sources: the same, but each is read only for requests that name it.
+        peer_settings: options of a tier at a peer.
+        rank: of this worker, which is added to the ports of peers.
     """
 
     url: str | None
@@ -50,21 +50,21 @@ class EngineOptions:
     """What one worker may use.
 
     Attributes:
-        max_local_cpu_bytes: bound of the pool in host memory.
-        local_cpu: False makes that pool a mere passage to the disk.
+        max_local_cpu_bytes: size of the pool in host memory.
+        local_cpu: False keeps nothing in that pool: chunks only pass through it.
         local_disk: folder of the disk tier, or one on each of several disks; None or () for none.
         max_local_disk_bytes: bound of all folders together, everything in them included.
         save_unfull_chunk: store the last, shorter chunk of a sequence too.
-        use_odirect: None probes the folder.
+        use_odirect: whether the disk tier uses O_DIRECT; None probes the folder.
         disk_io_threads: reads in flight at once.
         io_timeout_s: deadline of each call to a slower tier, and the default bound of ``flush`` and ``close``.
         lease_timeout_s: how long a lease holds its chunks if nobody releases it.
         max_write_queue: chunks that may wait for the disk; None means half of the pool.
         remote: a tier that several engines share; None for none.
-        cache_policy: which chunks go first from memory, a name in ``POLICIES``.
-        disk_policy: the same for the disk; None for the same as memory's.
-        disk_codec: what chunks on disk are encoded with, a name in ``CODEC_NAMES``.
-        max_local_gpu_bytes: bound of the device memory for the chunks loaded most often; 0 for none.
+        cache_policy: which chunks memory evicts first, a name in ``POLICIES``.
+        disk_policy: the same for the disk; None for the same as in memory.
+        disk_codec: how chunks on disk are encoded, a name in ``CODEC_NAMES``.
+        max_local_gpu_bytes: device memory for copies of the chunks loaded most often; 0 for none.
     """
 
     max_local_cpu_bytes: int
@@ -85,7 +85,7 @@ class EngineOptions:
 
 
 class Shard(NamedTuple):
-    """A part of every chunk that one worker holds, or several that hold the same, and where others have it."""
+    """The part of every chunk that one worker holds, or several that hold the same, and the remote tier for it."""
 
     namespace: Namespace
     layout: KVLayout

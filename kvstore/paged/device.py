@@ -1,8 +1,8 @@
 """Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-The same interface as ``HostPagedKV``. On their way to host memory blocks pass a dense staging buffer on the
-device (``staging.py``); to a slot on the device they need none. Gathers and scatters run on the current stream, so a
-gather waits for the kernels that write the blocks, and kernels launched after a scatter see it; copies run beside it.
+On their way to host memory blocks pass through a dense staging buffer on the device (``staging.py``); to a slot on the
+device they need none. Gathers and scatters run on the current stream, so a gather waits for the kernels that write the
+blocks, and kernels launched after a scatter see it. Copies to and from the host run on streams of their own.
 ``for_thread`` gives another thread a stream of its own instead of the current one.
 """
 
@@ -151,7 +151,7 @@ class DevicePagedKV:
     def _ids(self, block_ids: BlockIds) -> torch.Tensor:
         """Checked ids, on the device.
 
-        They are in ordinary memory, which the driver has copied from when the call returns, so nobody waits for it.
+        The driver has read them, from ordinary memory, when the call returns: nobody has to wait.
         """
         check_block_ids(block_ids, self._allowed)
         return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
@@ -167,7 +167,7 @@ class DevicePagedKV:
         return pairs
 
     def _batches(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[list[ChunkBlocks]]:
-        """As many chunks at a time as have room in the staging buffer for one plane of a layer."""
+        """Groups of as many chunks as fit into the staging buffer with one plane of a layer."""
         max_blocks = self._staging.size_bytes // self.layout.page_bytes[layer]
         batch: list[ChunkBlocks] = []
         for chunk in chunks:
@@ -179,7 +179,7 @@ class DevicePagedKV:
             yield batch
 
     def _ids_of(self, chunks: Sequence[ChunkBlocks]) -> torch.Tensor:
-        """The ids of several chunks' blocks, on the device; the same chunks' next layer finds them there."""
+        """The ids of several chunks' blocks, on the device; kept there for the same chunks' next layer."""
         parts = [chunk.block_ids for chunk in chunks]
         if self._uploaded is not None:
             known, ids = self._uploaded
@@ -207,6 +207,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _as_rows(staged: torch.Tensor, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Room for that many blocks of a plane in a staging buffer."""
+    """The part of a staging buffer for that many blocks of a plane."""
     size_bytes = num_blocks * rows.shape[1] * rows.element_size()
     return staged[:size_bytes].view(rows.dtype).view(num_blocks, rows.shape[1])

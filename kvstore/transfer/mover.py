@@ -132,9 +132,9 @@ class Mover:
         return Mover(self.paged.for_thread(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
-        """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
+        """Load chunks into the paged cache; the blocks of those that failed hold garbage.
 
-        A job without blocks brings its chunk only to its slot.
+        A job without blocks loads its chunk into its slot only.
         """
         lender = self._may_lend
         if lender is None or not lender.lends:  # a tier with peers stops lending: their chunks are copied
@@ -168,15 +168,15 @@ class Mover:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
-        finally:  # also if scattering raises: no read or copy may be left that uses a slot given back
+        finally:  # also if scattering raises: no read or copy may still use a slot that is given back
             for job, read in zip(jobs, reads, strict=True):
                 if read is not None:
                     self.end_read(job.step, read)
             self.paged.wait()
 
     def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
-        """Withdraw or await a read; if it was given up, mark its slot."""
-        if read.cancel() or read.exception() is not None:  # one that raised is over, too
+        """Cancel a read or wait for it; if it timed out, mark its slot as stuck."""
+        if read.cancel() or read.exception() is not None:  # one that raised has ended, too
             return
         if (pending := read.result().pending) is not None:
             self._stuck.setdefault(step.slot, []).append(pending)
@@ -202,7 +202,7 @@ class Mover:
         return result
 
     def deviation(self, job: LoadJob) -> float | None:
-        """How far a chunk's blocks are from its bytes in a slot, to which it was loaded; None if it is not there."""
+        """How far a chunk's blocks differ from its bytes in its slot; None if the slot does not hold it."""
         stored = self.cpu.read(job.step.slot, job.step.ref)
         if stored is None:
             return None
@@ -216,19 +216,19 @@ class Mover:
         return self._layers.submit(work)
 
     def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:
-        """Load a chunk from its copy on the device, if there is one of what its slot holds."""
+        """Load a chunk from its copy on the device, if that is a copy of what its slot holds."""
         if self._hot is None or filling is None or not len(job.block_ids):
             return False
         return self._hot.scatter(job.step.ref, filling, job.block_ids, job.first_block)
 
     def note_arrival(self, step: LoadStep) -> None:
-        """A slot holds all that was read into it."""
+        """A read into a slot is complete."""
         self.cpu.publish(step.slot, step.ref)
         self.counters.chunks_loaded_from_disk += step.source is Place.DISK
         self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
 
     def note_load(self, job: LoadJob, filling: Filling | None, *, is_hot: bool) -> None:
-        """A chunk is where it was to go, with what its slot held then; None if it did not pass through its slot."""
+        """A chunk has been loaded; ``filling`` is what its slot held then, None if it did not pass through its slot."""
         self.counters.chunks_loaded += 1
         self.counters.chunks_loaded_from_gpu += is_hot
         self.counters.bytes_scattered += self.paged.layout.payload_bytes(len(job.block_ids))
@@ -238,7 +238,7 @@ class Mover:
             self._hot.note_load(job.step.ref, filling, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
-        """Gather chunks into their slots, start their writes, and return the keys of those that failed.
+        """Gather chunks into their slots and start their writes. Returns the keys of those that failed.
 
         If gathering raises, the caller must count all of ``jobs`` as failed.
         """
@@ -263,11 +263,11 @@ class Mover:
         return failed
 
     def _gather(self, job: StoreJob) -> Moment:
-        """Start to fill a slot; what needs no gathering is there already."""
+        """Start to fill a slot, unless it holds the chunk already."""
         return self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot)) if job.step.gather else None
 
     def note_store(self, job: StoreJob) -> None:
-        """A slot holds all that was gathered into it: let it be read, and start its writes."""
+        """A gather into a slot is complete: let the chunk be read, and start its writes."""
         ref, slot = job.step.ref, job.step.slot
         if job.step.gather:
             self.cpu.publish(slot, ref)
@@ -286,18 +286,18 @@ class Mover:
         return failed
 
     def remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
-        """Let chunks be taken off a slower tier, if there is one. Waits for nothing; ``settle`` does."""
+        """Start to remove chunks from a slower tier, if there is one; ``settle`` waits for it."""
         if place in self._lanes:
             self._lanes[place].remove(refs)
 
     def clear(self) -> None:
-        """Forget everything, in every tier: in memory now, elsewhere as soon as may be. Waits for no tier."""
+        """Forget everything in every tier: in memory now, elsewhere as soon as possible. Waits for no tier."""
         for lane in self._lanes.values():
             lane.clear()
-        self._forget_memory()  # last: a read that a lane had let through till now has its slot taken away
+        self._forget_memory()  # last, so that reads which the lanes had let through lose their slots
 
     def reset(self, namespace: Namespace) -> None:
-        """``clear``, and keep what comes under another namespace. Nothing of before is found from here on."""
+        """``clear``, and enter another namespace: nothing stored before is found from now on."""
         for lane in self._lanes.values():
             lane.reset(namespace)
         self._forget_memory()  # last, as in ``clear``
@@ -308,12 +308,12 @@ class Mover:
             self._hot.clear()
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the slower tiers have forgotten what they are to forget; False if time ran out first."""
+        """Wait until the slower tiers have carried out all removals so far; False if time ran out first."""
         deadline_s = time.monotonic() + timeout_s
         return all(lane.settle(max(0.0, deadline_s - time.monotonic())) for lane in self._lanes.values())
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Wait until every write and removal asked for so far has ended; what came of those since the last flush."""
+        """Wait until all writes and removals so far have ended. Returns how those since the last flush ended."""
         deadline_s = time.monotonic() + timeout_s
         flushed = Flushed()
         for lane in self._lanes.values():
@@ -321,17 +321,17 @@ class Mover:
         return flushed
 
     def close(self, timeout_s: float) -> bool:
-        """Flush within the bound, then end all threads and close the tiers. False if writes were given up.
+        """Flush for at most ``timeout_s``, then end all threads and close the tiers. False if writes were dropped.
 
-        The end may take as long again, or 5 seconds if that is more. With a disk that hangs it goes on behind, and the
-        folder stays locked until then.
+        Closing may take as long again, or 5 seconds if that is more. If a disk hangs, closing continues in the
+        background, and the folder stays locked until it is done.
         """
         is_written = not self.flush(timeout_s).pending
         end = threading.Thread(target=self._end, name="kvstore-close", daemon=True)  # a disk must not keep the process
         end.start()
         end.join(max(timeout_s, _END_WAIT_S))
         if end.is_alive():
-            logger.warning("a tier hangs and is closed behind; a folder stays locked until that is done")
+            logger.warning("a tier hangs: closing continues in the background, and its folder stays locked until then")
         return is_written
 
     def _end(self) -> None:
@@ -349,21 +349,21 @@ class Mover:
             self._hot.close()
 
     def reads_layers(self, place: Place) -> bool:
-        """Whether some layers of a chunk can be had from there before the others."""
+        """Whether some layers of a chunk can be read from there before the others."""
         return place in self._lanes and self._lanes[place].reads_layers
 
     def start_read(self, step: LoadStep, layers: range | None = None) -> Future[Arrival]:
-        """Start to bring a chunk from a slower tier, or some layers of it, to its slot. To be ended by ``end_read``."""
+        """Start to read a chunk, or some layers of it, into its slot. ``end_read`` must follow."""
         lane = self._lanes.get(step.source)
         if lane is not None and not self.is_stuck(step.slot):
             return lane.read(step.ref, step.slot, layers)
-        self.cpu.claim(step.slot)  # a load that was to find the chunk there must not find what was there before
+        self.cpu.claim(step.slot)  # a load that counts on this read must not find what was there before
         refused: Future[Arrival] = Future()
         refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))
         return refused
 
     def is_stuck(self, slot: int) -> bool:
-        """Whether a read given up may still write to a slot."""
+        """Whether a read that timed out may still write to a slot."""
         if not all(pending.done() for pending in self._stuck.get(slot, ())):
             return True
         self._stuck.pop(slot, None)

@@ -72,7 +72,7 @@ class Gpu:
 
 
 def new_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call,no-any-return]
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.checks import check_idle
+from support.diskwork import flip
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
@@ -22,7 +25,6 @@ from kvstore.transfer.flushed import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvstore.chunks import ByteArray
     from kvstore.engine import CacheEngine
@@ -66,25 +68,18 @@ def broken() -> None:
 
 
 def cut(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(5000)
+    os.truncate(path, 5000)
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[4096 + 100] ^= 1
-    path.write_bytes(data)
+def flip_payload(path: Path) -> None:
+    flip(path, 4096 + 100)
 
 
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def delete(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize("fault", [cut, flip, empty, delete])
+@pytest.mark.parametrize("fault", [cut, flip_payload, empty, Path.unlink])
 @pytest.mark.parametrize("when", ["running", "stopped"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_damaged_chunk_file_is_a_miss(

@@ -46,9 +46,9 @@ def verified(vllm: FakeVllm) -> tuple[int, int]:
 def spoil(vllm: FakeVllm, rank: int = 0) -> None:
     """Change what all slots hold."""
     cpu = vllm.workers[rank]._tiers.cpu
-    for ref, _ in cpu.scan():
-        slot = next(chunk.slot for key, chunk in vllm.index._chunks.items() if key == ref.prefix_key)
-        assert slot is not None
+    held = [(chunk.slot, chunk.ref) for chunk in vllm.index._chunks.values() if chunk.slot is not None]
+    assert held
+    for slot, ref in held:
         stored = cpu.read(slot, ref)
         assert stored is not None
         stored ^= 0xFF
