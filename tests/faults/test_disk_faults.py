@@ -130,7 +130,7 @@ def test_a_late_write_leaves_nothing_in_use(
             assert rig.store(engine, tokens_of(1, 64)) == 64
             assert gate.reached.wait(30)
             assert not engine.flush(0.5)
-            assert engine._index.uses
+            assert engine._planner.index.uses
         gate.open()
         check_bytes(engine, folders)
         assert rig.retrieve(engine, tokens_of(1, 64)) == 64
@@ -146,7 +146,7 @@ def test_close_is_bounded_while_a_disk_hangs(
     num_folders: int,
     what: str,
 ) -> None:
-    """The tiers have longer deadlines than the caller gave; what hangs is closed behind, and then free again."""
+    """The tiers have longer deadlines than the caller gave; what hangs is closed later, and then free again."""
     rig, tokens = Rig(), tokens_of(1, 64)
     folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
     monkeypatch.setattr(mover, "_END_WAIT_S", 0.5)
@@ -161,7 +161,7 @@ def test_close_is_bounded_while_a_disk_hangs(
         begin_s = time.monotonic()
         assert engine.close(timeout_s=0.5) == (what == "read")
         assert time.monotonic() - begin_s < 15
-        assert "is closed behind" in caplog.text
+        assert "closing continues in the background" in caplog.text
         with pytest.raises(FolderOwnedError):
             rig.open(local_disk=folders)
     gate.open()
@@ -221,14 +221,14 @@ def disk_of(engine: CacheEngine) -> Tier:
 def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
-    with engine._index_lock:
-        engine._index.check_invariants()
-        assert engine._index.uses == 0
-        removals = engine._index.take_removals()
+    with engine._planner.lock:
+        engine._planner.index.check_invariants()
+        assert engine._planner.index.uses == 0
+        removals = engine._planner.index.take_removals()
     engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)
     assert disk.used_bytes == bytes_on_disk(*folders) <= disk.capacity_bytes
-    assert dict(disk.scan()) == sizes_on_disk(engine._index)
+    assert dict(disk.scan()) == sizes_on_disk(engine._planner.index)
 
 
 @pytest.mark.parametrize("num_folders", [1, 2])

@@ -18,11 +18,11 @@ from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get,
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
-from kvstore.assembly import RemoteOptions
 from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
 from kvstore.keys import Namespace
+from kvstore.options import RemoteOptions
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
