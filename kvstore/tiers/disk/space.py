@@ -14,7 +14,7 @@ from kvstore.tiers.disk.folder import delete, prune, reason
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Space:
         return None
 
     def delete(self, path: Path, size_bytes: int) -> bool:
-        """Delete a file whose bytes ``leave`` announced; False if it cannot be deleted.
+        """Delete a counted file whose bytes ``leave`` announced; False if it cannot be deleted.
 
         Then it stays counted and is kept for another attempt, or its bytes would be lost until the next start.
         """
@@ -144,8 +144,9 @@ class Space:
         return freed_bytes > 0
 
     def leave(self, size_bytes: int) -> None:
-        """Announce that counted bytes will be deleted. Needs the lock."""
-        self._leaving_bytes += size_bytes
+        """Announce that counted bytes will be deleted. Takes the lock."""
+        with self.changed:
+            self._leaving_bytes += size_bytes
 
     def left(self, size_bytes: int, freed_bytes: int) -> None:
         """End what ``leave`` announced: ``freed_bytes`` of the bytes are gone."""
@@ -194,18 +195,17 @@ class Space:
 
     def trim(self) -> None:
         """Delete some spare files above the bound, the oldest first; call it where waiting does no harm."""
-        for _ in range(TRIM_FILES):
-            with self.changed:
-                victim = self._take_victim() if len(self._spares) > SPARE_FILES else None
-            if victim is None:
-                return
-            self.delete(*victim)
+        self._delete_victims(TRIM_FILES, lambda: len(self._spares) > SPARE_FILES)
 
     def shrink(self) -> None:
         """Delete spare files and foreign chunks until the capacity holds, or all of them were tried."""
-        for _ in range(len(self._spares) + len(self._foreign)):
+        most = len(self._spares) + len(self._foreign)
+        self._delete_victims(most, lambda: self.used_bytes > self.capacity_bytes)
+
+    def _delete_victims(self, most: int, is_needed: Callable[[], bool]) -> None:
+        for _ in range(most):
             with self.changed:
-                victim = self._take_victim() if self.used_bytes > self.capacity_bytes else None
+                victim = self._take_victim() if is_needed() else None
             if victim is None:
                 return
             self.delete(*victim)

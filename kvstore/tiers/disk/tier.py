@@ -395,8 +395,7 @@ class DiskTier(Tier):
             is_named = self._chunks.publish(path, ref, used_ns, size_bytes, generation=generation)
         finally:
             if not is_named:
-                with self._changed:
-                    self._space.leave(size_bytes)
+                self._space.leave(size_bytes)
                 self._space.delete(path, size_bytes)
         self._space.trim()
         return Outcome.STORED if is_named else Outcome.FAILED

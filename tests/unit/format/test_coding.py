@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.diskwork import encode_header
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage, Encoding
@@ -68,7 +69,7 @@ def test_a_header_that_a_codec_makes_longer(num_layers: int) -> None:
     payload[:4096] = np.arange(4096) % 251
     coded = np.empty(coder.image_bytes(1), np.uint8)
     coded = coded[: coder.encode(KEY, 1, payload, coded)]
-    header = chunkfile.encode_header(layout, KEY, 1, payload)
+    header = encode_header(layout, KEY, 1, payload)
     plain = np.concatenate([np.frombuffer(header, np.uint8), payload])
     for image, codec in ((coded, "lz4"), (plain, "none")):
         assert chunkfile.codec_in(layout, image) == codec
