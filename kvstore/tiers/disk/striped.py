@@ -321,7 +321,10 @@ class StripedTier(Tier):
         """Do something for the number of each folder, in parallel; raises the first error after all have ended."""
         self._check_open()
         with ThreadPoolExecutor(len(self._tiers), "kvstore-folder") as threads:
-            calls = [threads.submit(action, number) for number in range(len(self._tiers))]
+            try:
+                calls = [threads.submit(action, number) for number in range(len(self._tiers))]
+            except RuntimeError as error:  # the interpreter is shutting down and starts no thread
+                raise ClosedError("the disk tier was closed") from error
         return [call.result() for call in calls]
 
     def _each(self, transfers: Sequence[Transfer], move: Callable[[Transfer], Outcome]) -> list[Outcome]:
