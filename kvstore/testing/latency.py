@@ -23,7 +23,7 @@ class Latency(TierWrapper):
     Args:
         inner: the tier to slow down.
         delay_s: before each call about chunks; calls of several threads wait side by side.
-        bytes_per_s: after a ``get``, ``get_layers`` or ``put``, for the stored bytes moved; None means no limit.
+        bytes_per_s: after a ``get`` or ``put``, for the stored bytes moved; None means no limit.
         sleep: waits.
         clock: seconds, for the time at which the link is free.
 
@@ -58,29 +58,21 @@ class Latency(TierWrapper):
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Wait, forward, and wait for the link."""
         self._sleep(self._delay_s)
-        return self._transmit(transfers, self.inner.get(transfers), self.stored_bytes)
-
-    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
-        """Wait, forward, and wait for the link."""
-        self._sleep(self._delay_s)
-        outcomes = self.inner.get_layers(transfers, layers)
-        return self._transmit(transfers, outcomes, lambda num_blocks: self.layer_bytes(num_blocks, layers))
+        return self._transmit(transfers, self.inner.get(transfers))
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Wait, forward, and wait for the link."""
         self._sleep(self._delay_s)
-        return self._transmit(transfers, self.inner.put(transfers), self.stored_bytes)
+        return self._transmit(transfers, self.inner.put(transfers))
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Wait, then forward."""
         self._sleep(self._delay_s)
         self.inner.remove(refs)
 
-    def _transmit(
-        self, transfers: Sequence[Transfer], outcomes: list[Outcome], size_bytes: Callable[[int], int]
-    ) -> list[Outcome]:
+    def _transmit(self, transfers: Sequence[Transfer], outcomes: list[Outcome]) -> list[Outcome]:
         moved = zip(transfers, outcomes, strict=True)
-        moved_bytes = sum(size_bytes(item.ref.num_blocks) for item, outcome in moved if outcome in _MOVED)
+        moved_bytes = sum(self.stored_bytes(item.ref.num_blocks) for item, outcome in moved if outcome in _MOVED)
         if self._bytes_per_s is not None and moved_bytes:
             with self._lock:
                 now_s = self._clock()

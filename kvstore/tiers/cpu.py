@@ -20,7 +20,7 @@ from kvstore.errors import ClosedError, ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, payload_view
 
 
 class Filling(NamedTuple):
@@ -30,7 +30,7 @@ class Filling(NamedTuple):
     serial: int
 
 
-class CpuTier(Tier):
+class CpuTier(BoundedTier):
     """A slab pool with a label on every slot. Thread-safe; a view belongs to whoever the index gave the slot to.
 
     Args:

@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
-from kvstore.layout import KVLayout, round_up
-from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.tiers.base import UNBOUNDED_BYTES, Loan, Tier, TierCounters, Transfer, payload_view
+from kvstore.layout import KVLayout
+from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view
 from kvstore.tiers.batches import all_of
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,6 @@ class PeersTier(Tier):
         sources: Iterable[str] = (),
     ) -> None:
         self.own = own
-        self.capacity_bytes = own.capacity_bytes if own else UNBOUNDED_BYTES
         self.counters = TierCounters()
         self._open_peer = open_peer
         self._namespace = namespace
@@ -105,11 +103,6 @@ class PeersTier(Tier):
                     self._routes.move_to_end(ref)
                 while len(self._routes) > _MAX_ROUTES:
                     self._routes.popitem(last=False)
-
-    def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk of the own tier."""
-        self._check_open()
-        return self.own.scan() if self.own else []
 
     def check(self) -> None:
         """Find out whether the own tier can be used. Peers may come and go."""
@@ -236,21 +229,6 @@ class PeersTier(Tier):
         _close_all(gone)
         if self.own:
             self.own.reset(namespace)
-
-    def stored_bytes(self, num_blocks: int) -> int:
-        """As the own tier; without one, what it takes at a peer."""
-        if self.own:
-            return self.own.stored_bytes(num_blocks)
-        return round_up(self._layout.payload_bytes(num_blocks), PAGE_BYTES)
-
-    def size_of(self, ref: ChunkRef) -> int:
-        """As the own tier."""
-        return self.own.size_of(ref) if self.own else self.stored_bytes(ref.num_blocks)
-
-    @property
-    def used_bytes(self) -> int:
-        """What the own tier holds."""
-        return self.own.used_bytes if self.own else 0
 
     def close(self) -> None:
         """Close the own tier, and hang up on peers; waits as long as the slowest of them, which is bounded."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvstore.chunks import ChunkRef
-from kvstore.testing import TierConformance
+from kvstore.testing import BoundedTierConformance
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.cpu import CpuTier
 
 
-class TestCpuTier(TierConformance):
+class TestCpuTier(BoundedTierConformance):
     cpu: CpuTier
 
     def open_tier(self, setup: TierSetup) -> Tier:

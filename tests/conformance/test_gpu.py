@@ -7,12 +7,12 @@ from typing import ClassVar
 import pytest
 
 from kvstore.chunks import ChunkRef
-from kvstore.testing import TierConformance
+from kvstore.testing import BoundedTierConformance
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.gpu.tier import GpuTier
 
 
-class TestGpuTierOnCpu(TierConformance):
+class TestGpuTierOnCpu(BoundedTierConformance):
     gpu: GpuTier
     device: ClassVar[str] = "cpu"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstore.chunks import ChunkRef
-from kvstore.testing import TierConformance
+from kvstore.testing import BoundedTierConformance
 from kvstore.testing.faults import FaultInjector
 from kvstore.testing.harness import MINE
 from kvstore.testing.latency import Latency
@@ -18,7 +18,7 @@ NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0
 
 
-class Wrapped(TierConformance):
+class Wrapped(BoundedTierConformance):
     """What they have in common: raw access goes to the files, round wrapper and tier."""
 
     persistent = True

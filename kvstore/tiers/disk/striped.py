@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import Tier, TierCounters, Transfer, check_layers, payload_view
+from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view
 from kvstore.tiers.batches import all_of, grouped
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import check_room, in_order_of_use
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 THREADS_PER_FOLDER = 4
 
 T = TypeVar("T")
-Wrap = Callable[[DiskTier], Tier]
+Wrap = Callable[[DiskTier], BoundedTier]
 
 
 def open_folders(
@@ -51,7 +51,7 @@ def open_folders(
     direct: bool | None = None,
     codec: str = "none",
     wrap: Wrap | None = None,
-) -> Tier:
+) -> BoundedTier:
     """Open a disk tier over one folder or several.
 
     Args:
@@ -84,10 +84,10 @@ def open_folders(
     return StripedTier(disks, layout, wrap)
 
 
-def _wrapped(disks: Sequence[DiskTier], wrap: Wrap) -> tuple[Tier, ...]:
+def _wrapped(disks: Sequence[DiskTier], wrap: Wrap) -> tuple[BoundedTier, ...]:
     """The tiers with what is put around them; a failure closes them all."""
     with ExitStack() as opened:
-        tiers: list[Tier] = []
+        tiers: list[BoundedTier] = []
         for disk in disks:
             opened.callback(disk.close)
         for disk in disks:
@@ -140,7 +140,7 @@ class _Batch:
     layers: range | None = None  # of a get_layers
 
 
-class StripedTier(Tier):
+class StripedTier(BoundedTier):
     """Disk tiers side by side. Batches are served by all folders at once, and answered in their order.
 
     Args:
@@ -169,7 +169,7 @@ class StripedTier(Tier):
         self._throttle = Throttle()
 
     @property
-    def parts(self) -> tuple[Tier, ...]:
+    def parts(self) -> tuple[BoundedTier, ...]:
         """The tiers of the folders, with what is wrapped around them."""
         return self._tiers
 
@@ -311,7 +311,7 @@ class StripedTier(Tier):
         """
         self._forget_all(lambda tier: tier.reset(namespace))
 
-    def _forget_all(self, action: Callable[[Tier], None]) -> None:
+    def _forget_all(self, action: Callable[[BoundedTier], None]) -> None:
         with self._lock:
             self._clears += 1
             self._strays.clear()
@@ -414,7 +414,7 @@ class StripedTier(Tier):
         self._take(batch, number, positions, answers)
         return None
 
-    def _ask(self, tier: Tier, part: Sequence[Transfer], batch: _Batch) -> list[Outcome]:
+    def _ask(self, tier: BoundedTier, part: Sequence[Transfer], batch: _Batch) -> list[Outcome]:
         if batch.clears is not None:
             return tier.put(part)
         return tier.get(part) if batch.layers is None else tier.get_layers(part, batch.layers)

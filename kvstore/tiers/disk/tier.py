@@ -33,7 +33,7 @@ from kvstore.format.codecs import open_codec
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers
+from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, check_layers
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
@@ -61,7 +61,7 @@ class _Held(NamedTuple):
     size_bytes: int
 
 
-class DiskTier(Tier):
+class DiskTier(BoundedTier):
     """Chunks as files in a folder, for one namespace and one owner at a time.
 
     A file's mtime tells when its chunk was used last, so a restart finds them in order of use. The lock file, the

@@ -25,14 +25,14 @@ from kvstore.errors import ClosedError, ConfigError, InvalidCallError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, PagedKV
-from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.gpu.slots import SlotLedger
 from kvstore.tiers.gpu.streams import find_streams
 
 _GIB = 2**30
 
 
-class GpuTier(Tier):
+class GpuTier(BoundedTier):
     """``num_slots`` slots on one device, all allocated at once.
 
     Thread-safe. ``gather`` and ``scatter`` belong on the thread, and the stream, that runs the model.

@@ -295,7 +295,7 @@ class CircuitBreaker(TierWrapper):
         """
         with self._passage(may_probe=False) as passage:
             if passage:
-                self.inner.drop_spares(wanted_bytes)
+                super().drop_spares(wanted_bytes)
 
     def reset(self, namespace: Namespace) -> None:
         """Forward in any state; removals remembered before are done with it.

@@ -87,7 +87,7 @@ class Deadline(TierWrapper):
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward within the slow deadline."""
-        return self._call("scan", self.inner.scan, self._slow_timeout_s)
+        return self._call("scan", super().scan, self._slow_timeout_s)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward within the deadline.
@@ -157,7 +157,8 @@ class Deadline(TierWrapper):
         Raises:
             TierError: timed out (it may yet take effect), or no thread is left.
         """
-        self._call("drop_spares", lambda: self.inner.drop_spares(wanted_bytes), self._timeout_s)
+        drop_spares = super().drop_spares
+        self._call("drop_spares", lambda: drop_spares(wanted_bytes), self._timeout_s)
 
     def reset(self, namespace: Namespace) -> None:
         """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.

@@ -42,10 +42,6 @@ class SlotMovedError(TierError):
     """Another node of the cluster has the chunk: ask for its node again."""
 
 
-class NoMemoryError(TierError):
-    """The server has reached its ``maxmemory`` and evicts nothing."""
-
-
 class SlotMovingError(TierError):
     """The chunk is on its way from one node to another: this chunk cannot be had now, others can."""
 
@@ -58,7 +54,7 @@ def translated(error: Exception, place: str) -> TierError:
     if isinstance(error, AskError | TryAgainError):
         return SlotMovingError(f"Redis at {place} is giving the chunk's slot to another node")
     if isinstance(error, OutOfMemoryError):
-        return NoMemoryError(f"Redis at {place} has reached its maxmemory and evicts nothing: see docs/redis.md")
+        return TierError(f"Redis at {place} has reached its maxmemory and evicts nothing: see docs/redis.md")
     if isinstance(error, AuthenticationError):
         return TierSetupError(f"Redis at {place} refuses the login: check user and password ({text})")
     if isinstance(error, NoPermissionError):

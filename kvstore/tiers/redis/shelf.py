@@ -16,16 +16,14 @@ from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_la
 from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES, ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.redis.calls import Calls
-from kvstore.tiers.redis.chunk import PREFIX, Home, num_parts
-from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home, num_parts
 from kvstore.tiers.redis.nodes import open_nodes
 from kvstore.tiers.redis.url import parse_target
-from kvstore.tiers.redis.wire import Link, pack
+from kvstore.tiers.redis.wire import pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-_PAGE_KEYS = 1000
 _ASKED = 256  # commits that are asked for the geometry of their namespace
 _PARTS_AT_ONCE = 8
 _MOST_PARTS = 1 << 16
@@ -159,15 +157,8 @@ class RedisShelf:
         return b""
 
     def _keys(self, pattern: bytes) -> Iterator[bytes]:
-        for node in self._calls.nodes.masters():
-            cursor: object = b"0"
-            while True:
-                with node.link() as link:
-                    page = link.call("SCAN", bytes(cursor), "MATCH", pattern, "COUNT", _PAGE_KEYS)  # type: ignore[call-overload]
-                cursor, keys = page  # type: ignore[misc]
-                yield from keys  # type: ignore[misc]
-                if cursor == b"0":
-                    break
+        for _, keys in self._calls.pages(pattern):
+            yield from keys
 
     def ask_servers(self, *command: str) -> dict[str, object]:
         """Put one command to every master: its reply by the server's address, errors as values.
@@ -175,14 +166,10 @@ class RedisShelf:
         Raises:
             TierError: a server cannot be reached.
         """
-
-        def ask(link: Link) -> object:
-            return link.ask([pack(*command)])[0]
-
-        replies = {}
+        replies: dict[str, object] = {}
         for node in self._calls.nodes.masters():
             with node.link() as link:
-                replies[node.place] = ask(link)
+                replies[node.place] = link.ask([pack(*command)])[0]
         return replies
 
 
