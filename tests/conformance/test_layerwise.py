@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import rig as rigs
 from support.checks import check_idle
+from support.faults import Fault, FaultInjector, FaultKind
 from support.remote import REMOTE
 from support.remote import install as install_remote
 from support.rig import BLOCK, CHUNK, POISON, FakeTier, Rig, tokens_of
@@ -22,7 +23,6 @@ from kvstore import assembly
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.layout import KVLayout
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer import layerwise

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.faults import Fault, FaultInjector, FaultKind
 from support.redis_server import wait_for
 from support.rig import FILE_BYTES, NAMESPACE, FakeTier
 from support.wrapped import (
@@ -27,7 +28,6 @@ from support.wrapped import (
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.guards import (
     Deadline,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.checks import check_index
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
+from support.faults import Fault, FaultInjector, FaultKind
 from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
 
@@ -20,7 +21,6 @@ from kvstore.catalog.plans import Place
 from kvstore.chunks import Outcome
 from kvstore.engine import CacheEngine
 from kvstore.errors import FolderOwnedError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
 from kvstore.tiers.disk.striped import StripedTier, open_folders

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, NAMESPACE, FakeTier
+from support.faults import Fault, FaultInjector, FaultKind
+from support.rig import BLOCKS_PER_CHUNK, NAMESPACE, FakeTier
 from support.wrapped import (
     BRIEF_S,
     CORRUPT,
@@ -21,7 +22,6 @@ from support.wrapped import (
     HIT,
     MISS,
     STORED,
-    Clock,
     Lender,
     break_down,
     broken,
@@ -32,9 +32,7 @@ from support.wrapped import (
 
 from kvstore.chunks import Outcome
 from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.testing.harness import EVEN, MINE
-from kvstore.testing.latency import Latency
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier
 from kvstore.tiers.guards import (
     BreakerState,
@@ -160,25 +158,6 @@ def test_statistics_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatc
     for _ in range(5):
         statistics.get([])
     assert len(statistics.take_times_s("get")) == 3
-
-
-def test_latency_delays_calls_and_shares_the_link() -> None:
-    slept_s: list[float] = []
-    slow = Latency(FakeTier(), 0.5, FILE_BYTES / 2.0, sleep=slept_s.append, clock=Clock())
-    assert slow.put([transfer(1)]) == [STORED]
-    assert slept_s == [0.5, 2.0]
-    assert slow.get([transfer(1), transfer(9)]) == [HIT, MISS]
-    assert slept_s[2:] == [0.5, 4.0], "the link is still busy with the put"
-    assert slow.contains([ref_of(9)]) == [False]
-    slow.remove([ref_of(9)])
-    assert slow.get([transfer(9)]) == [MISS]
-    assert slept_s[4:] == [0.5, 0.5, 0.5], "a miss transmits nothing"
-
-
-@pytest.mark.parametrize("bad", [(-1.0, None), (0.0, 0.0), (float("nan"), None)])
-def test_a_latency_without_sense_is_refused(bad: tuple[float, float | None]) -> None:
-    with pytest.raises(InvalidCallError, match="no tier has"):
-        Latency(FakeTier(), *bad)
 
 
 def test_errors_come_in_the_calls_planned() -> None:

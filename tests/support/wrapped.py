@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
-from kvstore.testing.faults import Fault, FaultInjector
 from kvstore.tiers.base import Loan, Transfer
 from kvstore.tiers.guards import BreakerState, CircuitBreaker
+from support.faults import Fault, FaultInjector
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, FakeTier
 
 HANG_GUARD_S = 30.0

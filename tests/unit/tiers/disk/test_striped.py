@@ -24,10 +24,10 @@ from support.diskwork import (
     path_of,
     put,
 )
+from support.faults import Fault, FaultInjector, FaultKind
 
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.striped import StripedTier, open_folders
