@@ -212,10 +212,10 @@ def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> Non
     bench = hanging(threads=1, timeout_s=HANG_GUARD_S, max_waiting=1)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(bench.deadline.get, [transfer(0)])]
-        while bench.deadline._crew.count_waiting() or not running[0].running():
+        while bench.deadline._crew._work.qsize() or not running[0].running():
             time.sleep(0.001)
         running.append(pool.submit(bench.deadline.get, [transfer(1)]))
-        while not bench.deadline._crew.count_waiting():
+        while not bench.deadline._crew._work.qsize():
             time.sleep(0.001)
         with pytest.raises(TierError, match="1 calls wait already"):
             bench.deadline.get([transfer(2)])

@@ -46,10 +46,6 @@ class Crew:
             thread = threading.Thread(target=_serve, args=(self._work,), name=f"kvstore-{name}-{number}", daemon=True)
             thread.start()
 
-    def count_waiting(self) -> int:
-        """Calls that no thread has begun."""
-        return self._work.qsize()
-
     def submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
         """Start a call.
 

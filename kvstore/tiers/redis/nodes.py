@@ -155,9 +155,9 @@ class Nodes(ABC):
     def node_of(self, tag: bytes) -> Node:
         """The server that has the keys with this hash tag."""
 
-    @abstractmethod
     def masters(self) -> list[Node]:
-        """All servers that have keys."""
+        """All servers that have keys: here, the one that has all of them."""
+        return [self.node_of(b"")]
 
     def forget(self, failed: Node | None = None) -> None:  # noqa: B027 - a single server is always where it is
         """Look up the servers anew next time: one failed, or did not have the keys that it should."""
@@ -187,10 +187,6 @@ class SingleNode(Nodes):
         """The server."""
         return self._node(self._target.addresses[0])
 
-    def masters(self) -> list[Node]:
-        """The server."""
-        return [self.node_of(b"")]
-
 
 class SentinelNodes(Nodes):
     """The server that the Sentinels name as master."""
@@ -205,10 +201,6 @@ class SentinelNodes(Nodes):
         """The master."""
         master = self._master
         return master if master is not None else self._find_master()
-
-    def masters(self) -> list[Node]:
-        """The master."""
-        return [self.node_of(b"")]
 
     def forget(self, failed: Node | None = None) -> None:  # noqa: ARG002 - the Sentinels know
         """Ask the Sentinels again next time."""

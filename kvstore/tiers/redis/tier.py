@@ -268,15 +268,13 @@ class RedisTier(Tier):
         broken: dict[Node, TierError] = {}
         for ref, payload in bodies:
             node = self._calls.nodes.node_of(home.tag(ref))
-            result = _FAILED
-            if node not in broken:
-                try:
-                    result = move(home, ref, payload)
-                except SlotMovingError:
-                    result = _FAILED
-                except TierError as error:
-                    broken[node] = error
-            moved.append(result)
+            try:
+                moved.append(_FAILED if node in broken else move(home, ref, payload))
+            except SlotMovingError:
+                moved.append(_FAILED)
+            except TierError as error:
+                moved.append(_FAILED)
+                broken[node] = error
         if broken and all(result == _FAILED for result in moved):
             raise next(iter(broken.values()))
         return moved
