@@ -1,4 +1,4 @@
-"""What came of the mutations, for people and for programs."""
+"""The results of the mutations, for people and for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_CAUGHT = 0.95
 
 
 def faults(results: Sequence[Result]) -> list[str]:
-    """Why this is no success, one line each; none if it is."""
+    """Why the run failed, one reason per line; none if it succeeded."""
     lines = [
         f"{result.mutation.name}: {result.verdict}: {result.by}"
         for result in results
@@ -38,7 +38,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Who caught what; of a survivor, why nobody did."""
+    """Which test caught each mutation; for a survivor, why none did."""
     shown = Table("mutation", "place", "result", "by", "s", title="Mutations")
     for column in shown.columns:
         column.overflow = "fold"  # a name that is cut off cannot be run
@@ -54,7 +54,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The same for a program."""
+    """The results as a JSON object."""
     return {
         "caught": sum(result.verdict.is_caught for result in results),
         "total": len(results),
