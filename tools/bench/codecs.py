@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,10 +45,6 @@ class CodecLine:
     encode_fraction: float
     decode_gbps: float
     decode_fraction: float
-
-    def to_json(self) -> dict[str, object]:
-        """The line as a JSON object."""
-        return asdict(self)
 
 
 def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
@@ -106,9 +103,7 @@ def _measure(codec: Codec, kind: str, data: ByteArray, layout: KVLayout, rounds:
         for (begin, end), size in zip(ranges, sizes, strict=True):
             codec.decode(encoded[begin : begin + size], back[begin:end])
 
-    def memcpy() -> None:
-        np.copyto(copy, data)
-
+    memcpy = partial(np.copyto, copy, data)
     encodes = _sample(memcpy, encode, rounds)
     decodes = _sample(memcpy, decode, rounds)
     if codec.is_lossless and not np.array_equal(back, data):

@@ -44,7 +44,7 @@ def measure_and_print(
     if plot is not None:
         plot_report(report, plot)
     if as_json:
-        print(json.dumps(report.to_json() | {"codecs": [line.to_json() for line in codecs]}))
+        print(json.dumps(report.to_json() | {"codecs": [asdict(line) for line in codecs]}))
     else:
         tables = [bench_table(report), timed_table(report), codec_table(codecs)]
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(*tables)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
 
+    _Call = Callable[[int, list[memoryview], int], int]
+
 MEMCPY_PIECE_BYTES = 32 << 20
 _POPULATE_TIMEOUT_S = 300.0
 
@@ -73,21 +75,17 @@ class RawDisk:
 
     def write(self) -> None:
         """Write all files."""
-        for _ in self._writers.map(self._write, range(len(self._paths))):
-            pass
+        self._all(self._writers, os.O_WRONLY | os.O_CREAT, os.pwritev)
 
     def read(self) -> None:
         """Read all files."""
-        for _ in self._readers.map(self._read, range(len(self._paths))):
+        self._all(self._readers, os.O_RDONLY, os.preadv)
+
+    def _all(self, threads: ThreadPoolExecutor, flags: int, call: _Call) -> None:
+        for _ in threads.map(lambda number: self._move(number, flags, call), range(len(self._paths))):
             pass
 
-    def _write(self, number: int) -> None:
-        self._move(number, os.O_WRONLY | os.O_CREAT, os.pwritev)
-
-    def _read(self, number: int) -> None:
-        self._move(number, os.O_RDONLY, os.preadv)
-
-    def _move(self, number: int, flags: int, call: Callable[[int, list[memoryview], int], int]) -> None:
+    def _move(self, number: int, flags: int, call: _Call) -> None:
         buffers = [self._headers[number].data, self._bodies[number].data]
         fd = os.open(self._paths[number], flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:

@@ -34,12 +34,14 @@ LOOKUP = Subject("redis lookup, 128 known keys", "3 round trips", "the tier's co
 
 
 @contextmanager
-def private_server(program: Path, folder: Path) -> Iterator[int]:
+def private_server(program: str | Path | None, folder: Path) -> Iterator[int]:
     """A Redis server of our own, without persistence; yields its port.
 
     Raises:
-        ConfigError: it does not start.
+        ConfigError: it does not start, or ``program`` is None.
     """
+    if program is None:
+        raise ConfigError("redis-server is not on the PATH")
     port = free_port()
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), "--logfile", "redis.log"]
     environment = {**os.environ, **dict.fromkeys(MALLOC_NAMES, MALLOC_CONF)}

@@ -95,7 +95,7 @@ def _events() -> list[float]:
 
 
 def _longest_pass() -> float:
-    """The longest of the scheduler's passes until a burst of requests have all their answers."""
+    """How long the scheduler was held up at most until all of a burst of requests know what is there."""
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
     tier = _Far(open_tier("gpu", TierSetup(NAMESPACE, layout, 1 << 20, {"device": "cpu"})))
     lookup = RemoteLookup(RemoteDirectory([tier]), RemoteView(3.0), _TIMEOUT_S)

@@ -171,11 +171,8 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
         if connector == "disk":
             settings |= {"local_disk": str(folder), "max_local_disk_size": 4 * _POOL_GIB}
         elif connector == "redis":
-            if redis_server is None:
-                raise ConfigError("redis-server is not on the PATH")
-            settings["remote_url"] = (
-                f"redis://127.0.0.1:{stack.enter_context(redis.private_server(redis_server, folder))}"
-            )
+            port = stack.enter_context(redis.private_server(redis_server, folder))
+            settings["remote_url"] = f"redis://127.0.0.1:{port}"
         elif connector == "server":
             short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
             settings["remote_url"] = stack.enter_context(server.private_server(short, 2 << 30))[0]

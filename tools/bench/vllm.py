@@ -51,9 +51,7 @@ SUBJECTS: Final = {
         "vLLM: start, pool of 4 GiB", "no connector, and 1 s", "from the call until it takes requests, imports aside"
     ),
     "handover": Subject(
-        "vLLM: hand-over behind a prefill",
-        "a fifth of the prefill",
-        "until another process has its KV",
+        "vLLM: hand-over behind a prefill", "a fifth of the prefill", "until another process has its KV"
     ),
 }
 

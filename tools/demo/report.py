@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,9 +49,8 @@ def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], No
 
 def result_table(result: DemoResult) -> Table:
     """The measurements, one per row."""
-    table = Table(title="One prompt, before and after a restart", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    columns = Column(style="bold"), Column(justify="right")
+    table = Table(*columns, title="One prompt, before and after a restart", show_header=False)
     table.add_row("prompt tokens", f"{result.prompt_tokens:,}")
     table.add_row("cold TTFT", f"{result.cold_ttft_s:.3f} s")
     table.add_row("warm TTFT after restart", f"{result.warm_ttft_s:.3f} s")

@@ -179,7 +179,7 @@ class Gate:
             raise ClientGoneError("the client hung up")
         else:
             self.cut += 1
-            raise AnswerError(Reason.ENDING, "the proxy ends")
+            raise AnswerError(Reason.ENDING, "the proxy is shutting down")
 
 
 class Endpoint:

@@ -34,9 +34,10 @@ from rich.table import Table
 
 from kvstore.assembly import RemoteOptions
 from kvstore.engine import EngineOptions
+from kvstore.errors import KVStoreError
 from kvstore.tools.bench import redis
 from kvstore.tools.bench.geometry import GEOMETRIES
-from kvstore.tools.bench.samples import BenchError, require, timed
+from kvstore.tools.bench.samples import require, timed
 from kvstore.tools.bench.server import private_server
 from kvstore.tools.bench.table import numbers
 from kvstore.tools.bench.workbench import Workbench
@@ -112,10 +113,8 @@ def opened(tier: str, workbench: Workbench, folder: Path) -> Iterator[dict[str, 
             theirs |= {"local_disk": f"file://{folder}/theirs/", "extra_config": {"use_odirect": True}}
             theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # its clear deletes files, but frees no room
         elif tier == "redis":
-            program = shutil.which("redis-server")
-            if program is None:
-                raise BenchError("redis-server is not on the PATH")
-            url = f"redis://127.0.0.1:{stack.enter_context(redis.private_server(Path(program), folder))}"
+            port = stack.enter_context(redis.private_server(shutil.which("redis-server"), folder))
+            url = f"redis://127.0.0.1:{port}"
             ours = replace(ours, remote=remote(url, workbench))
             theirs |= {"remote_url": url, "remote_serde": "naive"}
         elif tier == "server":
@@ -177,7 +176,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BenchError as error:
+    except KVStoreError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)  # LMCache's threads may not end
     os._exit(0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore.tools.dev.mutate.running import Result, Verdict
 
@@ -39,17 +39,14 @@ def summary(results: Sequence[Result]) -> str:
 
 def table(results: Sequence[Result]) -> Table:
     """Which test caught each mutation; for a survivor, why none did."""
-    shown = Table("mutation", "place", "result", "by", "s", title="Mutations")
-    for column in shown.columns:
-        column.overflow = "fold"  # a name that is cut off cannot be run
-    shown.columns[-1].justify = "right"
+    columns = (Column(name, overflow="fold") for name in ("mutation", "place", "result", "by"))  # to run names as shown
+    shown = Table(*columns, Column("s", justify="right"), title="Mutations")
     for result in results:
         mutation, verdict = result.mutation, result.verdict
         place = mutation.file if result.line is None else f"{mutation.file}:{result.line}"
         by = result.by or (mutation.survives or "" if verdict is Verdict.SURVIVED else "")
         style = "green" if verdict.is_caught else "red"
-        cells = (mutation.name, place, f"[{style}]{verdict}[/]", escape(by), f"{result.seconds:.1f}")
-        shown.add_row(*cells)
+        shown.add_row(mutation.name, place, f"[{style}]{verdict}[/]", escape(by), f"{result.seconds:.1f}")
     return shown
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvstore.tools.dev.mutate.mutations import Mutation
 from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
@@ -16,8 +17,6 @@ from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
 _SOME_FAILED = 1  # exit status of pytest
 _NONE_FAILED = 0
 _NOT_FOUND = 4
-
-T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -66,29 +65,25 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
         options: how to run.
         say: called with each result when it is known, from any thread.
     """
-    with copies(root, options.jobs) as trees, ThreadPoolExecutor(options.jobs) as pool:
-        free: SimpleQueue[Tree] = SimpleQueue()
+    passed: dict[str, bool] = {}
+    free: SimpleQueue[Tree] = SimpleQueue()
+    mine = threading.local()
+
+    def take_tree() -> None:
+        mine.tree = free.get()
+
+    def test_one(mutation: Mutation) -> Result:
+        result = _try_one(mine.tree, mutation, passed, options.timeout_s)
+        say(result)
+        return result
+
+    with copies(root, options.jobs) as trees, ThreadPoolExecutor(options.jobs, initializer=take_tree) as pool:
         for tree in trees:
             free.put(tree)
-
-        def with_tree(work: Callable[[Tree], T]) -> T:
-            tree = free.get()
-            try:
-                return work(tree)
-            finally:
-                free.put(tree)
-
-        def test_one(tree: Tree, mutation: Mutation) -> Result:
-            result = _try_one(tree, mutation, passed, options.timeout_s)
-            say(result)
-            return result
-
         try:
-            parts = _parts(mutations, options.jobs)
-            passed: dict[str, bool] = {}
-            for runs in pool.map(lambda part: with_tree(lambda tree: _unmutated(tree, part, options)), parts):
+            for runs in pool.map(lambda tests: _unmutated(mine.tree, tests, options), _parts(mutations, options.jobs)):
                 passed |= _passed(runs)
-            return list(pool.map(lambda mutation: with_tree(lambda tree: test_one(tree, mutation)), mutations))
+            return list(pool.map(test_one, mutations))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for tree in trees:
