@@ -64,8 +64,7 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
     """
     found = measure_turns(parse_connectors(connectors), rounds, folder, redis_server)
     if as_json:
-        samples = {name: {one: asdict(part) for one, part in parts.items()} for name, parts in found.items()}
-        print(json.dumps({"turns": samples}))
+        print(json.dumps({"turns": found}, default=asdict))
     else:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(turns_table(found))
 

@@ -189,10 +189,7 @@ def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
     """A vLLM in a process of its own, ready to be asked."""
     command = [sys.executable, "-m", MODULE, str(model), json.dumps(transfer)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with (
-        tempfile.TemporaryFile() as log,
-        running(command, **pipes, stderr=log, env=environment()) as process,
-    ):
+    with tempfile.TemporaryFile() as log, running(command, **pipes, stderr=log, env=environment()) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         told, said = process.stdin, process.stdout

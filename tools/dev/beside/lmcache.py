@@ -54,12 +54,7 @@ class CpuConnector:
         self._move(memory_objs, starts, ends, slot_mapping, self._out)
 
     def _move(
-        self,
-        chunks: list[Any],
-        starts: list[int],
-        ends: list[int],
-        slots: torch.Tensor,
-        way: Any,  # noqa: ANN401 - LMCache's
+        self, chunks: list[Any], starts: list[int], ends: list[int], slots: torch.Tensor, direction: object
     ) -> None:
         for chunk, start, end in zip(chunks, starts, ends, strict=True):
             self._transfer(
@@ -68,7 +63,7 @@ class CpuConnector:
                 slots[start:end],
                 torch.device("cpu"),
                 self._slots_total,
-                way,
+                direction,
                 self._format,
                 block_size=self._geometry.block_tokens,
                 head_size=self._geometry.head_size,
