@@ -19,7 +19,7 @@ from kvstore.tools.proxy.reply import AnswerError, Reason
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S: Final = 10.0
-_KEPT_S: Final = 2.0  # less than the 5 s after which vLLM closes idle connections, also under a new request
+_KEPT_S: Final = 2.0  # vLLM closes connections after 5 idle seconds, even if a request is about to arrive
 _KEPT_CONNECTIONS: Final = 64
 _PIECE_BYTES: Final = 256 << 10
 

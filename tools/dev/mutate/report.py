@@ -39,7 +39,8 @@ def summary(results: Sequence[Result]) -> str:
 
 def table(results: Sequence[Result]) -> Table:
     """Which test caught each mutation; for a survivor, why none did."""
-    columns = (Column(name, overflow="fold") for name in ("mutation", "place", "result", "by"))  # to run names as shown
+    # Folded, not cut off: a test is run again by its whole name.
+    columns = (Column(name, overflow="fold") for name in ("mutation", "place", "result", "by"))
     shown = Table(*columns, Column("s", justify="right"), title="Mutations")
     for result in results:
         mutation, verdict = result.mutation, result.verdict
