@@ -1,12 +1,13 @@
-"""What each key is, in words: for messages, and for the tables in docs/configuration.md."""
+"""What each key is, in words: for messages, and for the tables in ``docs/configuration.md``."""
 
 from __future__ import annotations
 
 import json
 from typing import Final, NamedTuple, get_args
 
+from kvstore.config.keys.base import Unit
 from kvstore.config.lmcache import FAMILIES
-from kvstore.config.schema import StoreConfig, Unit
+from kvstore.config.schema import StoreConfig
 
 _KINDS: Final = {
     bool: "true or false",
@@ -24,7 +25,7 @@ class KeyReference(NamedTuple):
         kind: "true or false", "whole number", "number" or "text".
         default: as YAML writes it.
         unit: empty where the value is no quantity.
-        meaning: its description in the schema.
+        meaning: the text below the key in its class.
     """
 
     key: str
@@ -42,7 +43,7 @@ def _describe(key: str) -> KeyReference:
         kind=_KINDS[types[0]],
         default=json.dumps(field.default),
         unit=next((item.name for item in field.metadata if isinstance(item, Unit)), ""),
-        meaning=field.description or "",
+        meaning=" ".join((field.description or "").split()),
     )
 
 
