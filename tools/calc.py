@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,6 @@ class Sizes:
     chunk_bytes: int
     file_bytes: int
     holds_tokens: dict[str, int]
-
-    def to_tree(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def calculate(

@@ -223,7 +223,7 @@ def test_a_geometry_that_makes_good_chunks_look_damaged(fill: Fill, run: Any, no
     result = run("verify", folder, "--fix", "--remove")
     assert result.exit_code == 1
     assert "5 damaged, 0 removed" in result.stdout
-    assert "the note on their geometry may be what is wrong: nothing changed" in result.stdout
+    assert "nothing changed: no chunk is sound, so the note on their geometry may be what is wrong" in result.stdout
     assert files_of(folder) == before
 
 

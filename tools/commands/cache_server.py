@@ -1,4 +1,4 @@
-"""``kvstore ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``pins``, ``unpin``, ``clear``, at a cache server."""
+"""``kvstore ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``pins``, ``unpin``, ``clear``: ask a cache server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,81 +16,110 @@ from rich.live import Live
 from rich.table import Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
-from kvstore.tiers import load_tier
-from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors
+from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, give_up
 
 if TYPE_CHECKING:
-    from kvstore.keys import KeyExtras
     from kvstore.tiers.server.operator import Found, Operator
 
 _MIB = 1 << 20
 _REASONS = {
-    "never_stored": "it was never stored, or so long ago that nobody remembers",
-    "evicted": "it made room for others: raise max_local_cpu_size, the disk's size, or the quota",
+    "never_stored": "it was never stored, or so long ago that the server has forgotten",
+    "evicted": "it was evicted: raise max_local_cpu_size, the disk's size, or the quota",
     "removed": "it was cleared, or replaced by a longer chunk",
     "lost": "its file was missing or damaged",
 }
 
-Url = Annotated[
-    str, typer.Option(help="Of the server: kvs+ipc:///folder or kvs://host:port.", envvar="KVSTORE_REMOTE_URL")
-]
-KeyFile = Annotated[
-    Path | None, typer.Option(help="Own secret key, for another host.", envvar="KVSTORE_REMOTE_KEY_FILE")
-]
-ServerKeyFile = Annotated[
-    Path | None, typer.Option(help="The server's public key.", envvar="KVSTORE_REMOTE_SERVER_KEY_FILE")
-]
-TokensFile = Annotated[Path | None, typer.Option("--tokens", help="JSON list of the prompt's token ids.", exists=True)]
-TextFile = Annotated[Path | None, typer.Option("--text", help="The prompt as text; needs --tokenizer.", exists=True)]
-Tokenizer = Annotated[Path | None, typer.Option(help="tokenizer.json of the model.", exists=True)]
-Salt = Annotated[str | None, typer.Option(help="The requests' cache_salt.")]
-Model = Annotated[str, typer.Option(help="Only namespaces whose model has this in its name, or with this id.")]
 
+@dataclass(frozen=True)
+class Server:
+    """A cache server, and the keys to connect with."""
 
-def add_commands(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    app.command(epilog="Example: kvstore ping --url kvs+ipc:///run/kvstore")(ping)
-    app.command(epilog="Example: kvstore stats --url kvs+ipc:///run/kvstore --watch")(stats)
-    app.command(epilog="Example: kvstore lookup --url kvs+ipc:///run/kvstore --tokens prompt.json")(lookup)
-    app.command(epilog="Example: kvstore explain --url kvs+ipc:///run/kvstore --tokens prompt.json")(explain)
-    app.command(epilog="Example: kvstore pin --url kvs+ipc:///run/kvstore --tokens system-prompt.json")(pin)
-    app.command(epilog="Example: kvstore pins --url kvs+ipc:///run/kvstore")(pins)
-    app.command(epilog="Example: kvstore unpin --url kvs+ipc:///run/kvstore --tokens system-prompt.json")(unpin)
-    app.command(epilog="Example: kvstore clear --url kvs+ipc:///run/kvstore --all")(clear)
+    url: Annotated[
+        str, typer.Option(help="URL of the server: kvs+ipc:///folder or kvs://host:port.", envvar="KVSTORE_REMOTE_URL")
+    ]
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with your secret key, for a server on another host.", envvar="KVSTORE_REMOTE_KEY_FILE"),
+    ] = None
+    server_key_file: Annotated[
+        Path | None, typer.Option(help="File with the server's public key.", envvar="KVSTORE_REMOTE_SERVER_KEY_FILE")
+    ] = None
 
+    @contextmanager
+    def operator(self, timeout_s: float = 5.0) -> Iterator[Operator]:
+        """A connection. What goes wrong with it ends the command: with 1 if the server does not answer."""
+        from kvstore.tiers import load_tier  # noqa: PLC0415
 
-@contextmanager
-def asking(
-    url: str, *, timeout_s: float = 5.0, key_file: Path | None = None, server_key_file: Path | None = None
-) -> Iterator[Operator]:
-    """A connection to a server; what goes wrong is told, and ends the command."""
-    try:
-        load_tier("server")  # says what to install, if need be
-        from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
-        from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
-
-        keys = {"client_key_file": key_file, "server_key_file": server_key_file}
-        operator = Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))
         try:
-            yield operator
-        finally:
-            operator.close()
-    except (KVStoreError, ImportError) as error:
-        errors().print(f"error: {error}")
-        is_usage = isinstance(error, ConfigError | InvalidCallError | ImportError)
-        raise typer.Exit(WRONG_USAGE if is_usage else FAILED) from error
+            load_tier("server")  # says what to install, if need be
+            from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
+            from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
+
+            keys = {"client_key_file": self.key_file, "server_key_file": self.server_key_file}
+            operator = Operator(parse_server(self.url, {"timeout_s": timeout_s, **keys}))
+            try:
+                yield operator
+            finally:
+                operator.close()
+        except KVStoreError as error:
+            give_up(error, WRONG_USAGE if isinstance(error, ConfigError | InvalidCallError) else FAILED)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and whose KV of it is meant."""
+
+    tokens: Annotated[
+        Path | None, typer.Option(help="File with the prompt's token ids, as a JSON list.", exists=True)
+    ] = None
+    text: Annotated[Path | None, typer.Option(help="File with the prompt as text; needs --tokenizer.", exists=True)] = (
+        None
+    )
+    tokenizer: Annotated[Path | None, typer.Option(help="The model's tokenizer.json.", exists=True)] = None
+    salt: Annotated[str | None, typer.Option(help="cache_salt of the requests.")] = None
+    model: Annotated[
+        str, typer.Option(help="Only namespaces with this id, or with this text in their model's name.")
+    ] = ""
+
+    def find(self, operator: Operator) -> tuple[int, list[Found]]:
+        """The prompt's length in tokens, and what each namespace of the server has of it.
+
+        Raises:
+            ConfigError: the options are no prompt.
+            TierError: the server does not answer.
+        """
+        from kvstore.keys import KeyExtras  # noqa: PLC0415
+
+        ids = self._ids()
+        return len(ids), operator.find(ids, KeyExtras(cache_salt=self.salt), self.model)
+
+    def _ids(self) -> list[int]:
+        if (self.tokens is None) == (self.text is None):
+            raise ConfigError("give the prompt with --tokens, or with --text and --tokenizer")
+        if self.tokens is not None:
+            try:
+                ids = json.loads(self.tokens.read_bytes())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{self.tokens} is no JSON list of token ids: {error}") from error
+            if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+                raise ConfigError(f"{self.tokens} is no JSON list of token ids")
+            return ids
+        if self.tokenizer is None:
+            raise ConfigError("--text needs --tokenizer, the tokenizer.json of the model")
+        from tokenizers import Tokenizer as Reader  # noqa: PLC0415 - an extra
+
+        assert self.text is not None
+        return list(Reader.from_file(str(self.tokenizer)).encode(self.text.read_text(encoding="utf-8")).ids)
 
 
 def ping(
-    url: Url,
+    server: Server,
     *,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.", min=0.01)] = 2.0,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Ask whether a cache server answers: a readiness probe. Exits with 1 if not."""
-    with asking(url, timeout_s=timeout, key_file=key_file, server_key_file=server_key_file) as operator:
+    """Ask whether a cache server answers, as a readiness probe does. Exits with 1 if it does not."""
+    with server.operator(timeout) as operator:
         status = operator.ping()
     print(json.dumps({"status": status}) if as_json else status)
     if status != "ok":
@@ -97,15 +127,13 @@ def ping(
 
 
 def stats(
-    url: Url,
+    server: Server,
     *,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Show what a cache server holds and did: each tier, and each namespace."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
+    """Show what a cache server holds and has done, for each tier and each namespace."""
+    with server.operator() as operator:
         if as_json:
             print(json.dumps(operator.stats()))
         elif not watch:
@@ -120,91 +148,54 @@ def stats(
                     return
 
 
-def lookup(
-    url: Url,
-    *,
-    tokens: TokensFile = None,
-    text: TextFile = None,
-    tokenizer: Tokenizer = None,
-    salt: Salt = None,
-    model: Model = "",
-    as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
-) -> None:
-    """Say how much of a prompt is at the server. Exits with 1 if nothing of it is."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
-        ids = _tokens(tokens, text, tokenizer)
-        found = operator.find(ids, _extras(salt), model)
-    best = max((each.num_tokens for each in found), default=0)
+def lookup(server: Server, prompt: Prompt, *, as_json: AsJson = False) -> None:
+    """Show how much of a prompt the server holds. Exits with 1 if it holds nothing."""
+    with server.operator() as operator:
+        num_tokens, found = prompt.find(operator)
     if as_json:
-        print(json.dumps({"tokens": len(ids), "found": {each.space_id: each.num_tokens for each in found}}))
+        print(json.dumps({"tokens": num_tokens, "found": {each.space_id: each.num_tokens for each in found}}))
     else:
         for each in found:
-            print(f"{each.space_id}: {each.num_tokens} of {len(ids)} tokens ({each.fields.get('model', '')})")
-    if not best:
+            print(f"{each.space_id}: {each.num_tokens} of {num_tokens} tokens ({each.fields.get('model', '')})")
+    if not any(each.num_tokens for each in found):
         raise typer.Exit(FAILED)
 
 
-def explain(
-    url: Url,
-    *,
-    tokens: TokensFile = None,
-    text: TextFile = None,
-    tokenizer: Tokenizer = None,
-    salt: Salt = None,
-    model: Model = "",
-    as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
-) -> None:
-    """Say whether a prompt is at the server, and if not, why."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
-        ids = _tokens(tokens, text, tokenizer)
-        found = operator.find(ids, _extras(salt), model)
+def explain(server: Server, prompt: Prompt, *, as_json: AsJson = False) -> None:
+    """Show whether the server holds a prompt, and if not, why."""
+    with server.operator() as operator:
+        num_tokens, found = prompt.find(operator)
     reasons = {each.space_id: _reason(each, found) for each in found}
     if as_json:
         chunks = {each.space_id: each.chunks for each in found}
-        print(json.dumps({"tokens": len(ids), "reasons": reasons, "chunks": chunks}))
+        print(json.dumps({"tokens": num_tokens, "reasons": reasons, "chunks": chunks}))
         return
     if not found:
-        print("there is no such namespace: no engine with this model has said hello since the server was started")
+        print("there is no such namespace: no engine with this model has connected since the server was started")
     for each in found:
-        print(f"{each.space_id} ({each.fields.get('model', '')}): {each.num_tokens} of {len(ids)} tokens")
+        print(f"{each.space_id} ({each.fields.get('model', '')}): {each.num_tokens} of {num_tokens} tokens")
         print(f"  {reasons[each.space_id]}")
 
 
 def pin(
-    url: Url,
+    server: Server,
+    prompt: Prompt,
     *,
-    tokens: TokensFile = None,
-    text: TextFile = None,
-    tokenizer: Tokenizer = None,
-    salt: Salt = None,
-    model: Model = "",
     seconds: Annotated[
-        int | None, typer.Option("--for", help="Seconds; at most pin_max_secs of the server.", min=1)
+        int | None, typer.Option("--for", help="Seconds to keep it; at most the server's pin_max_secs.", min=1)
     ] = None,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Keep what is at the server of a prompt from eviction, for a while, or until it is unpinned or removed."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
-        found = operator.find(_tokens(tokens, text, tokenizer), _extras(salt), model)
+    """Keep from eviction what the server holds of a prompt, for a time or until it is unpinned or removed."""
+    with server.operator() as operator:
+        _, found = prompt.find(operator)
         changed = sum(operator.pin(each, is_wanted=True, seconds=seconds or 0) for each in found)
-    _tell_pinned("pinned", changed, as_json=as_json)
+    _print_changed("pinned", changed, as_json=as_json)
 
 
-def pins(
-    url: Url,
-    *,
-    as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
-) -> None:
-    """List what is pinned at a cache server: how many chunks of each namespace, and for how long."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
+def pins(server: Server, *, as_json: AsJson = False) -> None:
+    """List what is pinned at a cache server: the chunks of each namespace, and for how long."""
+    with server.operator() as operator:
         tree = operator.pins()
     if as_json:
         print(json.dumps(tree))
@@ -219,48 +210,40 @@ def pins(
 
 
 def unpin(
-    url: Url,
+    server: Server,
+    prompt: Prompt,
     *,
-    tokens: TokensFile = None,
-    text: TextFile = None,
-    tokenizer: Tokenizer = None,
-    salt: Salt = None,
-    model: Model = "",
-    everything: Annotated[bool, typer.Option("--all", help="All that is pinned, instead of a prompt.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Unpin everything, instead of a prompt.")] = False,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Let what was pinned of a prompt, or all that was, go like everything else."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
+    """Let what was pinned of a prompt, or everything that was pinned, be evicted again."""
+    with server.operator() as operator:
         if everything:
             changed = operator.unpin()
         else:
-            found = operator.find(_tokens(tokens, text, tokenizer), _extras(salt), model)
+            _, found = prompt.find(operator)
             changed = sum(operator.pin(each, is_wanted=False) for each in found)
-    _tell_pinned("unpinned", changed, as_json=as_json)
+    _print_changed("unpinned", changed, as_json=as_json)
 
 
 def clear(
-    url: Url,
+    server: Server,
     *,
-    namespace: Annotated[str, typer.Option(help="Id of the namespace, as kvstore stats shows it.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Of all namespaces.")] = False,
+    namespace: Annotated[str, typer.Option(help="Id of the namespace to clear, as kvstore stats shows it.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
     as_json: AsJson = False,
-    key_file: KeyFile = None,
-    server_key_file: ServerKeyFile = None,
 ) -> None:
-    """Forget the chunks of a namespace, or of all."""
-    with asking(url, key_file=key_file, server_key_file=server_key_file) as operator:
+    """Forget the chunks of a namespace, or of all namespaces."""
+    with server.operator() as operator:
         if bool(namespace) == everything:
-            raise ConfigError("name either --namespace or --all")
+            raise ConfigError("give either --namespace or --all")
         if namespace and not _is_known(namespace, operator.stats()):
-            raise ConfigError(f"there is no namespace {namespace!r}: kvstore stats names them")
+            raise ConfigError(f"there is no namespace {namespace!r}: kvstore stats lists them")
         forgotten = operator.clear(namespace)
     print(json.dumps({"forgotten": forgotten}) if as_json else f"{forgotten} chunks forgotten")
 
 
-def _tell_pinned(done: str, changed: int, *, as_json: bool) -> None:
+def _print_changed(done: str, changed: int, *, as_json: bool) -> None:
     print(json.dumps({done: changed}) if as_json else f"{changed} chunks {done}")
     if not changed:
         raise typer.Exit(FAILED)
@@ -271,42 +254,12 @@ def _is_known(namespace: str, tree: dict[str, Any]) -> bool:
     return bool(tree["namespaces_left_out"]) or namespace in {space["id"] for space in tree["namespaces"]}
 
 
-def _tokens(tokens: Path | None, text: Path | None, tokenizer: Path | None) -> list[int]:
-    """The ids that the options stand for.
-
-    Raises:
-        ConfigError: they stand for none.
-    """
-    if (tokens is None) == (text is None):
-        raise ConfigError("a prompt is given by --tokens, or by --text and --tokenizer")
-    if tokens is not None:
-        try:
-            ids = json.loads(tokens.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{tokens} is no JSON list of token ids: {error}") from error
-        if not isinstance(ids, list) or not all(type(item) is int for item in ids):
-            raise ConfigError(f"{tokens} is no JSON list of token ids")
-        return ids
-    if tokenizer is None:
-        raise ConfigError("--text needs --tokenizer, the tokenizer.json of the model")
-    from tokenizers import Tokenizer as Reader  # noqa: PLC0415 - an extra
-
-    assert text is not None
-    return list(Reader.from_file(str(tokenizer)).encode(text.read_text(encoding="utf-8")).ids)
-
-
-def _extras(salt: str | None) -> KeyExtras:
-    from kvstore.keys import KeyExtras  # noqa: PLC0415
-
-    return KeyExtras(cache_salt=salt)
-
-
 def _reason(each: Found, others: list[Found]) -> str:
     """Why a prompt ends where it does in a namespace, in words."""
     longest = max(others, key=lambda other: other.num_tokens)
     last = each.chunks[-1] if each.chunks else ""
     if not each.chunks:
-        text = "it is shorter than a chunk, and not one block of it was stored"
+        text = "it is shorter than a chunk, and no block of it was stored"
     elif last.startswith(("memory", "disk")):
         text = f"all of it that can be stored is there: the last chunk in {last}"
     else:
