@@ -1,4 +1,4 @@
-"""What each key is, in words: for messages, and for the tables in ``docs/configuration.md``."""
+"""What each key is, in words: for messages and for the documentation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from typing import Final, NamedTuple, get_args
 
 from kvstore.config.keys.base import Unit
-from kvstore.config.lmcache import FAMILIES
 from kvstore.config.schema import StoreConfig
 
 _KINDS: Final = {
@@ -48,15 +47,3 @@ def _describe(key: str) -> KeyReference:
 
 
 KEYS: Final = {key: _describe(key) for key in StoreConfig.model_fields}
-
-
-def key_table() -> str:
-    """All keys as a Markdown table."""
-    rows = [f"| `{k.key}` | {k.kind} | {k.default} | {k.unit} | {k.meaning} |" for k in KEYS.values()]
-    return "\n".join(["| key | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |", *rows])
-
-
-def lmcache_table() -> str:
-    """LMCache's keys that have no effect here, as a Markdown table."""
-    rows = [f"| {', '.join(f'`{key}`' for key in keys.split())} | {meaning} |" for keys, meaning in FAMILIES.items()]
-    return "\n".join(["| keys of LMCache | what their absence means |", "| --- | --- |", *rows])

@@ -46,9 +46,6 @@ def file_layers(path: Path, findings: Findings) -> list[Layer]:
     except OSError as error:
         findings.problems.append(f"{where}: cannot be read: {error.strerror}")
         return []
-    except YamlTextError as error:
-        findings.problems.append(f"{where}: not valid YAML: {error}")
-        return []
     except ValueError as error:
         findings.problems.append(f"{where}: {error}")
         return []
@@ -144,7 +141,7 @@ def _variable(name: str, text: str, findings: Findings) -> Entry | None:
     except YamlTextError as error:
         if key in NOT_IMPLEMENTED:
             return Entry(key, text, where)
-        findings.problems.append(f"{where}: {key}: not valid YAML: {error}")
+        findings.problems.append(f"{where}: {key}: {error}")
         return None
 
 

@@ -49,11 +49,11 @@ def parse_yaml(text: str | bytes) -> YamlText:
             return YamlText(None, {}, [])
         value = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
-        raise YamlTextError(_one_line(error)) from error
+        raise YamlTextError(f"not valid YAML: {_one_line(error)}") from error
     except yaml.reader.ReaderError as error:
-        raise YamlTextError(f"{error.reason} (at position {error.position})") from error
+        raise YamlTextError(f"not valid YAML: {error.reason} (at position {error.position})") from error
     except RecursionError as error:
-        raise YamlTextError("it is nested too deeply") from error
+        raise YamlTextError("not valid YAML: it is nested too deeply") from error
     lines = {}
     if isinstance(root, yaml.MappingNode):
         lines = {str(name.value): name.start_mark.line + 1 for name, _ in root.value}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from collections.abc import Callable
+from typing import Annotated, Final, LiteralString
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvstore.config.keys.base import GIB_BYTES, MAX_TIMEOUT_S, Keys, Tokens, Unit, as_tuple, require_one_of
@@ -19,12 +20,50 @@ def _as_ports(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _check_ports(value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+    ports = (value,) if isinstance(value, int) else value
+    if ports is not None and (not ports or not all(0 < port < END_PORT for port in ports)):
+        raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
+    return value
+
+
+def _check_role(value: str | None) -> str | None:
+    return value if value is None else require_one_of(value, PD_ROLES)
+
+
+def _each(read: Callable[[str], ListedPlace], demand: LiteralString) -> AfterValidator:
+    """Checks that each text can be read."""
+
+    def check(texts: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            for text in texts or ():
+                read(text)
+        except ValueError as error:
+            raise PydanticCustomError("place", demand) from error
+        return texts
+
+    return AfterValidator(check)
+
+
+_Ports = Annotated[int | tuple[int, ...] | None, BeforeValidator(_as_ports), AfterValidator(_check_ports)]
+_Hosts = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(as_tuple),
+    _each(ListedPlace.parse, "must name hosts, or hosts with a port: 10.0.0.5:7300"),
+]
+_Peers = Annotated[
+    tuple[str, ...],
+    BeforeValidator(as_tuple),
+    _each(ListedPlace.of_url, "must name engines by host and port: kvs://10.0.0.5:7300"),
+]
+
+
 class HandoverKeys(Keys):
     """Prefill and decode engines, and peers."""
 
     enable_pd: bool = False
     """Hand KV over between prefill and decode engines (see [disaggregation.md](disaggregation.md))."""
-    pd_role: str | None = None
+    pd_role: Annotated[str | None, AfterValidator(_check_role)] = None
     """LMCache's `sender`, `receiver` or `both`. A `sender` does not listen, unless `pd_bidirectional` is set. vLLM's
     `kv_role` decides which engine stores and which loads; a warning says if the two differ."""
     pd_bidirectional: bool = False
@@ -34,17 +73,17 @@ class HandoverKeys(Keys):
     """Memory of the server that each worker opens at `pd_peer_init_port`."""
     pd_peer_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address at which this engine's workers listen and at which other engines reach them."""
-    pd_peer_init_port: Annotated[int | tuple[int, ...] | None, BeforeValidator(_as_ports)] = None
+    pd_peer_init_port: _Ports = None
     """Port at which the first worker of this engine listens, so that other engines can send to it and read from it.
     Worker number n adds n; a list gives each worker its port. Needs `enable_pd`, and replaces `remote_url`. If null,
     the engine does not listen."""
-    pd_allowed_hosts: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = None
+    pd_allowed_hosts: _Hosts = None
     """Hosts to which requests may have KV sent: a list, or text with commas. If null, loopback, `pd_peer_host` and the
     hosts in `peers`. With `pd_bidirectional`, an entry `host:port` is also an engine that a request may name as a
     holder of its KV, which is then read for that request."""
     pd_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=MAX_TIMEOUT_S * 1000)] = 10_000
     """How long a request waits for KV on its way to this engine. After that it is computed."""
-    peers: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    peers: _Peers = ()
     """Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with commas. Nothing is
     sent to them."""
     min_remote_tokens: Tokens = 0
@@ -80,39 +119,6 @@ class HandoverKeys(Keys):
         listed = map(ListedPlace.parse, self.pd_allowed_hosts or ())
         peers = map(ListedPlace.of_url, self.peers)
         return frozenset(place for place in (*listed, *peers) if place.port is not None)
-
-    @field_validator("pd_role")
-    @classmethod
-    def _known_role(cls, value: str | None) -> str | None:
-        return value if value is None else require_one_of(value, PD_ROLES)
-
-    @field_validator("pd_peer_init_port")
-    @classmethod
-    def _known_ports(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
-        ports = (value,) if isinstance(value, int) else value
-        if ports is not None and (not ports or not all(0 < port < END_PORT for port in ports)):
-            raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
-        return value
-
-    @field_validator("pd_allowed_hosts")
-    @classmethod
-    def _known_hosts(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        try:
-            for text in value or ():
-                ListedPlace.parse(text)
-        except ValueError as error:
-            raise PydanticCustomError("places", "must name hosts, or hosts with a port: 10.0.0.5:7300") from error
-        return value
-
-    @field_validator("peers")
-    @classmethod
-    def _known_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            for url in value:
-                ListedPlace.of_url(url)
-        except ValueError as error:
-            raise PydanticCustomError("peers", "must name engines by host and port: kvs://10.0.0.5:7300") from error
-        return value
 
 
 def accepts_kv(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:

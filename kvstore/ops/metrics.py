@@ -275,13 +275,3 @@ def _hang(tree: dict[str, object], metric: Metric, values: tuple[str, ...], leaf
         assert isinstance(branch, dict)
         tree = branch
     tree[path[-1]] = int(leaf) if isinstance(leaf, float) and leaf.is_integer() else leaf
-
-
-def metric_table(prefix: str) -> str:
-    """All metrics as a Markdown table, their names with a prefix."""
-    rows = [
-        f"| `{prefix}{metric.name}` | {metric.kind.value} | {', '.join(f'`{label}`' for label in metric.labels)} "
-        f"| {metric.meaning}. |"
-        for metric in METRICS.values()
-    ]
-    return "\n".join(["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |", *rows])
