@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,11 +56,8 @@ class Server:
             from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
 
             keys = {"client_key_file": self.key_file, "server_key_file": self.server_key_file}
-            operator = Operator(parse_server(self.url, {"timeout_s": timeout_s, **keys}))
-            try:
+            with closing(Operator(parse_server(self.url, {"timeout_s": timeout_s, **keys}))) as operator:
                 yield operator
-            finally:
-                operator.close()
         except KVStoreError as error:
             give_up(error, WRONG_USAGE if isinstance(error, ConfigError | InvalidCallError) else FAILED)
 

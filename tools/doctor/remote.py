@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import import_module
 
 from kvstore.config import StoreConfig
@@ -112,11 +113,8 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
     down: State = "error" if is_required else "warning"
     begin_s = time.perf_counter()
     try:
-        operator = Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))
-        try:
+        with closing(Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))) as operator:
             status = operator.ping()
-        finally:
-            operator.close()
     except ConfigError as error:  # also a TierSetupError: it answers, but not to this
         return Finding(topic, "error", str(error), "correct its URL, or the key files")
     except KVStoreError as error:
@@ -131,26 +129,22 @@ def _redis(config: StoreConfig) -> Iterator[Finding]:
 
     options = {"username": config.remote_username, "password": config.remote_password}
     try:
-        shelf = RedisShelf(str(config.shared_url), options)
-    except KVStoreError as error:
-        yield Finding("Redis", "error", str(error), "correct remote_url")
-        return
-    try:
-        begin_s = time.perf_counter()
-        shelf.ask_servers("PING")
-        found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
-        yield Finding("Redis", "ok", found)
-        for place, info in shelf.ask_servers("INFO").items():
-            yield from _redis_server(f"Redis {place}", info)
+        with closing(RedisShelf(str(config.shared_url), options)) as shelf:
+            begin_s = time.perf_counter()
+            shelf.ask_servers("PING")
+            found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
+            yield Finding("Redis", "ok", found)
+            for place, info in shelf.ask_servers("INFO").items():
+                yield from _redis_server(f"Redis {place}", info)
     except TierSetupError as error:  # it is there: to start it again would not help
         yield Finding(
             "Redis", "error", str(error), "correct remote_username and remote_password, or what remote_url says"
         )
+    except ConfigError as error:
+        yield Finding("Redis", "error", str(error), "correct remote_url")
     except KVStoreError as error:
         down: State = "error" if config.remote_required else "warning"
         yield Finding("Redis", down, str(error), "start it, or correct remote_url: until then nothing is shared")
-    finally:
-        shelf.close()
 
 
 def _redis_server(topic: str, info: object) -> Iterator[Finding]:
