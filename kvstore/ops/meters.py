@@ -24,6 +24,7 @@ _MEMORY: Final = Place.MEMORY.value
 _DISK: Final = Place.DISK.value
 _REMOTE: Final = Place.REMOTE.value
 _SEVERITY: Final = {BreakerState.CLOSED: 0, BreakerState.PROBING: 1, BreakerState.OPEN: 2}
+_DIRECTIONS: Final = {"load": "get", "store": "put"}
 
 
 class IndexMeter:

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from support.doc_tables import metric_table
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
@@ -116,6 +115,8 @@ class TestDocumentation:
     PAGE = (Path(__file__).parents[3] / "docs/operations.md").read_text()
 
     def test_the_table_is_the_code(self) -> None:
+        from support.doc_tables import metric_table
+
         table = self.PAGE.partition("<!-- metrics -->\n")[2].partition("\n<!-- /metrics -->")[0]
         assert table == metric_table("vllm:kvstore_")
 
