@@ -28,6 +28,7 @@ import torch
 
 from kvstore.assembly import open_tiers, slow_timeout_s
 from kvstore.catalog.plans import IndexCounters, Match, Place
+from kvstore.catalog.sequence import pin_name
 from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixKey, new_epoch
@@ -36,7 +37,7 @@ from kvstore.paged.base import BlockIds, LayerCache, PagedKV
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.copiers import copy_threads
 from kvstore.planner import Planner
-from kvstore.requests import Request, Slots, Tokens, check_request, hash_tokens, pin_name
+from kvstore.requests import Request, Slots, Tokens, check_request, hash_tokens
 from kvstore.tiers.base import TierCounters
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
@@ -225,7 +226,7 @@ class CacheEngine:
         request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
         with self._turn():
             jobs = self._planner.plan_store(request, ttl_s)
-            return self._planner.complete_store(request.hasher, jobs, lambda: self._mover.store(jobs))
+            return self._planner.complete_store(jobs, lambda: self._mover.store(jobs))
 
     def store_layer(
         self,
@@ -254,9 +255,7 @@ class CacheEngine:
             store = LayerStore(self._mover, jobs)
 
             def end() -> int:
-                return self._planner.complete_store(
-                    request.hasher, jobs, lambda: store.finish(trusted=clears == self._clears)
-                )
+                return self._planner.complete_store(jobs, lambda: store.finish(trusted=clears == self._clears))
 
             return LayerWork(store.move, end)
 

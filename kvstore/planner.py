@@ -12,15 +12,17 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kvstore.assembly import OpenTiers, open_directory
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.catalog.sequence import all_refs, chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.options import EngineOptions, Shard
-from kvstore.requests import Request, all_refs, chunk_refs, superseded_tails
+from kvstore.requests import Request
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
 
 Result = TypeVar("Result")
@@ -167,11 +169,11 @@ class Planner:
     def plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
         """Plan to store the chunks of a sequence that begin at ``request.begin`` or later and are not known."""
         hasher, blocks_per_chunk = request.hasher, self._layout.blocks_per_chunk
-        refs = chunk_refs(hasher, blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
+        refs = chunk_refs(hasher, with_tail=self._options.save_unfull_chunk)
         first = request.begin // self._layout.chunk_tokens
         with self.lock:
             self._begin()
-            steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
+            steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
             self._remove_from_disk()
         where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         begins = [where[step.ref.prefix_key] for step in steps]
@@ -180,21 +182,18 @@ class Planner:
             for begin, step in zip(begins, steps, strict=True)
         ]
 
-    def complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], move: Callable[[], set[PrefixKey]]) -> int:
+    def complete_store(self, jobs: Sequence[StoreJob], move: Callable[[], set[PrefixKey]]) -> int:
         """Let planned stores be moved, and take in which failed: all of them if ``move`` raises.
 
-        Full chunks take the place of their tails. Returns the tokens newly stored.
+        Returns the tokens newly stored.
         """
         steps = [job.step for job in jobs]
-        offered = {step.ref.prefix_key for step in steps}
-        failed = offered
+        failed = {step.ref.prefix_key for step in steps}
         try:
             failed = move()
         finally:
             with self.lock:
                 self.index.complete_store(steps, failed)
-                for key, tails in superseded_tails(hasher, offered - failed).items():
-                    self.index.supersede(key, tails)
                 self._remove_from_disk()
         stored = (step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed)
         return sum(stored) * self._layout.block_tokens

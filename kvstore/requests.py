@@ -10,9 +10,8 @@ import numpy.typing as npt
 import torch
 
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
-from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher, PrefixKey
+from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout, round_up
 from kvstore.paged.base import BlockIds
 
@@ -56,40 +55,6 @@ def hash_tokens(layout: KVLayout, tokens: Tokens, extras: KeyExtras) -> PrefixHa
     hasher = PrefixHasher(layout.chunk_tokens, layout.block_tokens, extras)
     hasher.update(tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else tokens)
     return hasher
-
-
-def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) -> list[ChunkRef]:
-    """The chunks of a sequence, in order: the full ones, and with ``with_tail`` the whole blocks behind them."""
-    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
-    if with_tail and (tail := hasher.block_keys(len(refs))):
-        refs.append(ChunkRef(tail[-1], len(tail)))
-    return refs
-
-
-def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
-    """Every chunk that may be stored of a sequence: the full ones, and the tails inside each."""
-    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
-    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
-    for chunk in range(len(refs) + 1):
-        tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
-        refs += [ChunkRef(key, number) for number, key in enumerate(tails, 1)]
-    return refs
-
-
-def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:
-    """For each full chunk just stored, the keys under which its tails may be known."""
-    return {
-        chunk_key: hasher.block_keys(number)[:-1]
-        for number, chunk_key in enumerate(hasher.chunk_keys())
-        if chunk_key in stored
-    }
-
-
-def pin_name(hasher: PrefixHasher) -> str:
-    """The name of the lease that pins the whole blocks of exactly this sequence."""
-    whole = len(hasher.chunk_keys())
-    last = (hasher.block_keys(whole) or hasher.chunk_keys()[-1:] or [b""])[-1]
-    return f"pin {last.hex()}"
 
 
 def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:

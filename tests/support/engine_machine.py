@@ -25,12 +25,12 @@ from hypothesis.stateful import (
 
 from kvstore import assembly
 from kvstore.catalog.plans import Place
+from kvstore.catalog.sequence import all_refs
 from kvstore.keys import NO_EXTRAS, PrefixHasher, PrefixKey
-from kvstore.requests import all_refs, hash_tokens
+from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier
 from kvstore.transfer import layerwise
 from kvstore.transfer.lane import WRITE_THREADS, Lane
-from support.checks import check_index
 from support.gate import HANG_GUARD_S
 from support.gated_store import BEGINNING, OPERATIONS, GatedStore, GatedTier
 from support.remote import REMOTE
@@ -357,6 +357,12 @@ class EngineMachine(RuleBasedStateMachine):
             for namespace_id, beginning in store.stored:
                 assert self.epochs[beginning] == self.namespaces[namespace_id], "KV of other weights than the namespace"
 
+    @invariant()
+    def the_index_is_consistent(self) -> None:
+        if hasattr(self, "engine"):
+            with self.engine._planner.lock:
+                self.engine._planner.index.check_invariants()
+
     # What the storage does
 
     @rule(where=STORES, what=st.sampled_from(TROUBLE), numbers=st.lists(st.integers(0, 11), min_size=1, max_size=3))
@@ -395,7 +401,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.prefetch([])
             assert not self.engine.flush(HANG_GUARD_S).pending
             with self.engine._planner.lock:
-                check_index(self.engine._planner.index)
+                self.engine._planner.index.check_invariants()
                 assert self.engine._planner.index.uses == 0
             for blocks in (7, 10, 12):
                 for family in range(len(FAMILIES)):

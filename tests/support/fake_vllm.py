@@ -35,6 +35,7 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
 from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
+from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
@@ -836,7 +837,7 @@ class FakeVllm:
         assert not +scheduler._loads._fetched_keys
         assert not scheduler._trackers
         chunks = self.index._chunks.values()
-        slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
+        slots = [chunk.slot for chunk in chunks if chunk.memory is not NO_SLOT]
         assert len(slots) == len(set(slots)) == self.index.slots_in_use
         assert not self.deferred_frees
         assert not any(self.uses.values())

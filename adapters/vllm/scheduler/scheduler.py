@@ -33,10 +33,12 @@ from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.assembly import open_directory
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import LeaseView
+from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView
+from kvstore.catalog.sequence import all_refs, pin_name
 from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, new_epoch
@@ -45,7 +47,6 @@ from kvstore.ops.metrics import Tally, Totals
 from kvstore.options import RemoteOptions
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import TraceRecorder
-from kvstore.requests import all_refs, pin_name
 from kvstore.transfer.mover import LoadJob
 
 logger = logging.getLogger(__name__)

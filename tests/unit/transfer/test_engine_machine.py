@@ -39,6 +39,7 @@ def machine(**start: Any) -> Iterator[EngineMachine]:
     machine.start(**chosen)
     yield machine
     machine.what_was_put_belongs_to_the_epoch()
+    machine.the_index_is_consistent()
     machine.teardown()
 
 
