@@ -24,6 +24,14 @@ def checksum(parts: Iterable[Buffer]) -> bytes:
     return running.digest()
 
 
+def scatter(payload: ByteArray, parts: Iterable[ByteArray]) -> None:
+    """Copy a payload into parts, one after the other; together they have as many bytes."""
+    begin = 0
+    for part in parts:
+        part[:] = payload[begin : begin + len(part)]
+        begin += len(part)
+
+
 class Placing:
     """Copies bytes to their places, in a row, and adds up what is there then.
 

@@ -84,11 +84,11 @@ class Peer(NamedTuple):
     """A client as the sockets know it.
 
     Attributes:
-        door: the number of the socket through which it comes.
+        socket: the number of the socket through which it comes.
         name: the socket's name for it.
     """
 
-    door: int
+    socket: int
     name: bytes
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.layout import KVLayout
-from kvstore.protocol.messages import REF_BYTES, encode_geometry, pack_refs
+from kvstore.protocol.messages import encode_geometry, pack_refs
 from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pool import pages_of
 
@@ -124,9 +124,3 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Whether there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
-
-
-def split_key(key: bytes) -> tuple[bytes, ChunkRef]:
-    """The namespace's id and the chunk that a key stands for."""
-    space_id, rest = key[:-REF_BYTES], key[-REF_BYTES:]
-    return space_id, ChunkRef(rest[:-4], int.from_bytes(rest[-4:], "little"))

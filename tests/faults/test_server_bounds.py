@@ -26,9 +26,9 @@ from kvstore.protocol import messages
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.server import rack, watch
+from kvstore.server import disk_tiers, watch
+from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
-from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import NO_QUOTA, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
@@ -74,7 +74,7 @@ class Raw:
         self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
 
     def hello(self, fields: dict[str, str | int], geometry: messages.Geometry) -> messages.Welcome:
-        return self.link.hello(fields, geometry, 0)
+        return self.link.hello(Namespace(fields), geometry, 0)
 
     def close(self) -> None:
         self.link.close()
@@ -98,7 +98,7 @@ class TestDiskThreads:
             return put(tier, transfers)
 
         monkeypatch.setattr(DiskTier, "put", put_or_not)
-        with serving_ipc(disk=ShelfOptions(tmp_path, 1 << 20), max_writes=2) as server:
+        with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20), max_writes=2) as server:
             tier = open_tier(server)
             refs = [make_ref(number) for number in range(8)]
             tier.put([make_transfer(EVEN, ref) for ref in refs])
@@ -115,7 +115,7 @@ class TestDiskThreads:
         def fail(*_: object) -> None:
             raise ZeroDivisionError("broken on purpose")
 
-        with serving_ipc(pool_bytes=1 << 20, disk=ShelfOptions(tmp_path, 4 << 20)) as server:
+        with serving_ipc(pool_bytes=1 << 20, disk=DiskOptions(tmp_path, 4 << 20)) as server:
             tier = open_tier(server)
             tier.put([make_transfer(EVEN, A)])
             settle(server)
@@ -140,7 +140,7 @@ class TestDiskThreads:
 
     @pytest.mark.parametrize("axes", [(0, 1, 1), (1, -1, 2), (1 << 32, 1 << 31, 2)])
     def test_axes_that_codecs_cannot_divide_by(self, tmp_path: Path, axes: tuple[int, int, int]) -> None:
-        with serving_ipc(disk=ShelfOptions(tmp_path, 1 << 20, codec="int8")) as server:
+        with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20, codec="int8")) as server:
             client = Raw(server)
             geometry = messages.Geometry((4096,), 1, 16, 16, "p", "bf16", axes)
             with pytest.raises(TierError):
@@ -148,7 +148,7 @@ class TestDiskThreads:
             client.close()
 
     def test_pages_that_are_no_rows_are_refused_by_the_codec_only(self, tmp_path: Path) -> None:
-        with serving_ipc(disk=ShelfOptions(tmp_path, 1 << 20, codec="int8")) as server:
+        with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20, codec="int8")) as server:
             odd = KVLayout((4096,), 1, 16, 16, "p", "bf16", (1, 1, 3))
             tier = open_tier(server, layout=odd)
             assert tier.put([make_transfer(odd, make_ref(1, 1))]) == [Outcome.STORED]
@@ -167,7 +167,7 @@ class TestManyNamespaces:
         tier.close()
 
     def test_those_of_past_epochs_leave_nothing(self, tmp_path: Path) -> None:
-        with serving_ipc(disk=ShelfOptions(tmp_path, 1 << 20)) as server:
+        with serving_ipc(disk=DiskOptions(tmp_path, 1 << 20)) as server:
             self.come_and_go(server, 0)
             service = server.hub.service
             wait_for("the first is forgotten", lambda: not server.hub.stock.spaces and not service.is_changing_files)
@@ -181,22 +181,24 @@ class TestManyNamespaces:
 
     def test_few_that_have_chunks_on_disk_are_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """And the others are read all the same, also after a restart."""
-        monkeypatch.setattr(rack, "MAX_OPEN", 3)
+        monkeypatch.setattr(disk_tiers, "MAX_OPEN", 3)
         names = [Namespace({"model": f"model {number}"}) for number in range(10)]
-        disk = ShelfOptions(tmp_path, 16 << 20)
-        with serving_ipc(disk=disk, pool_bytes=1 << 20) as server:
+        options = DiskOptions(tmp_path, 16 << 20)
+        with serving_ipc(disk=options, pool_bytes=1 << 20) as server:
             for name in names:
                 tier = open_tier(server, name)
                 tier.put([make_transfer(EVEN, A)])
                 tier.close()
             settle(server)
-            assert server.hub.service._shelves is not None
-            wait_for("few are open", lambda: server.hub.service._shelves.num_open <= 3)
+            disk = server.hub.core.disk
+            assert disk is not None
+            wait_for("few are open", lambda: disk._tiers.num_open <= 3)
             self.check_all(server, names)
-        with serving_ipc(disk=disk, pool_bytes=1 << 20) as server:
-            assert server.hub.service._shelves is not None
-            assert server.hub.service._shelves.num_open <= 3
-            used_bytes = server.hub.service._shelves.used_bytes
+        with serving_ipc(disk=options, pool_bytes=1 << 20) as server:
+            disk = server.hub.core.disk
+            assert disk is not None
+            assert disk._tiers.num_open <= 3
+            used_bytes = disk.used_bytes
             assert used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
             self.check_all(server, names)
             for name in names:
@@ -292,7 +294,7 @@ class TestMessages:
         with serving_tcp() as server:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
-            link.hello(dict(MINE.fields), messages.Geometry.of(layout), 0)
+            link.hello(MINE, messages.Geometry.of(layout), 0)
             granted = link.ask(
                 messages.Reserve(link.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])), messages.Granted
             )
@@ -443,7 +445,7 @@ class TestPlaces:
             gate.wait(WAIT_S)
             return get(tier, transfers)
 
-        with serving_ipc(pool_bytes=64 * PAGE_BYTES, policy="LRU", disk=ShelfOptions(tmp_path, 16 << 20)) as server:
+        with serving_ipc(pool_bytes=64 * PAGE_BYTES, policy="LRU", disk=DiskOptions(tmp_path, 16 << 20)) as server:
             tier = open_tier(server)
             for number in range(100):
                 tier.put([make_transfer(EVEN, make_ref(number))])
@@ -545,7 +547,7 @@ class TestPins:
             assert all(now_s < end_s <= now_s + 100 for end_s in ends)
             hub.stock.pins.expire(max(ends) - 1)
             hub.stock.pins.expire(max(ends))
-            assert hub.stock.pinned_bytes == 0
+            assert hub.stock.pins.used_bytes == 0
             client.close()
             tier.close()
 
@@ -556,6 +558,6 @@ class TestPins:
             client = Raw(server)
             (space_id,) = server.hub.stock.spaces
             client.link.ask(messages.Pin(1, space_id, messages.pack_refs([A]), True), messages.Report)
-            wait_for("it has ended", lambda: server.hub.stock.pinned_bytes == 0)
+            wait_for("it has ended", lambda: server.hub.stock.pins.used_bytes == 0)
             client.close()
             tier.close()

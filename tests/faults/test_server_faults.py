@@ -44,9 +44,9 @@ from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
 from kvstore.protocol.pieces import checksum
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import sessions
+from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.hub import Hub
-from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.rack import ShelfOptions
+from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.turns import Turns
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
@@ -69,7 +69,7 @@ def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **
 def open_link(url: str, layout: KVLayout = EVEN) -> tuple[zmq.Context[zmq.Socket[bytes]], Link]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, parse_server(url, {}))
-    link.hello(dict(MINE.fields), messages.Geometry.of(layout), 0)
+    link.hello(MINE, messages.Geometry.of(layout), 0)
     return context, link
 
 
@@ -191,7 +191,7 @@ class TestServerGoesAway:
     def test_sessions_of_an_earlier_server(self) -> None:
         """Over the network, a connection comes back by itself; its client says hello again."""
         port = free_port()
-        door = TcpDoor("127.0.0.1", port)
+        door = TcpAddress("127.0.0.1", port)
         with serving_tcp(tcp=door):
             tier = open_tier(f"kvs://127.0.0.1:{port}")
             tier.put([make_transfer(EVEN, A)])
@@ -314,11 +314,12 @@ class TestLeases:
     def test_a_frozen_client_keeps_its_place_until_it_is_gone(self) -> None:
         """It may write there when it goes on, so nobody else gets it."""
         code = (
-            "import sys, zmq, time; from kvstore import wire; from kvstore.tiers.server.link import Link;"
+            "import sys, zmq, time; from kvstore.protocol import messages; from kvstore.tiers.server.link import Link;"
             "from kvstore.tiers.server.url import parse_server; from kvstore.testing.harness import *;"
             "link = Link(zmq.Context(), parse_server(sys.argv[1], {}));"
-            "link.hello(dict(MINE.fields), wire.Geometry.of(EVEN), 0);"
-            "link.ask(wire.Reserve(1, wire.pack_refs([make_ref(7)])), wire.Granted); print('reserved', flush=True);"
+            "link.hello(MINE, messages.Geometry.of(EVEN), 0);"
+            "link.ask(messages.Reserve(1, messages.pack_refs([make_ref(7)])), messages.Granted);"
+            "print('reserved', flush=True);"
             "time.sleep(600)"
         )
         with serving_ipc() as server:
@@ -358,11 +359,11 @@ class TestLeases:
 
 class TestEnd:
     def test_a_second_signal_does_not_wait_for_the_disk(self) -> None:
-        server = ServerThread(ServerOptions(1 << 20, tcp=TcpDoor("127.0.0.1", 0), drain_s=600.0))
+        server = ServerThread(ServerOptions(1 << 20, tcp=TcpAddress("127.0.0.1", 0), drain_s=600.0))
         server.hub.service.num_writing = 1
         server.hub.stop()
         assert not server.hub._hurry.is_set()
-        wait_for("it is closing", lambda: server.hub.service.is_closing)
+        wait_for("it is closing", lambda: server.hub.core.is_closing)
         server.close()
         assert server.drained is False
 
@@ -370,7 +371,7 @@ class TestEnd:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its file is deleted before the server ends."""
-        disk, gate, put = ShelfOptions(tmp_path, 1 << 20), threading.Event(), DiskTier.put
+        disk, gate, put = DiskOptions(tmp_path, 1 << 20), threading.Event(), DiskTier.put
 
         def put_late(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
             gate.wait(WAIT_S)
@@ -394,7 +395,7 @@ class TestEnd:
             clearing.start()
             wait_for("it is cleared", lambda: tier.contains([A]) == [False])
             server.hub.stop()
-            wait_for("it is closing", lambda: server.hub.service.is_closing)
+            wait_for("it is closing", lambda: server.hub.core.is_closing)
             gate.set()
             clearing.join(WAIT_S)
             tier.close()
@@ -406,7 +407,7 @@ class TestEnd:
 
     def test_what_was_cleared_stays_away_after_a_crash(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """When the call has returned, the disk has nothing left, although no file was deleted yet."""
-        disk, copy = ShelfOptions(tmp_path / "disk", 1 << 20), tmp_path / "copy"
+        disk, copy = DiskOptions(tmp_path / "disk", 1 << 20), tmp_path / "copy"
         for name in ("remove", "_delete_dead"):
             monkeypatch.setattr(DiskTier, name, lambda *_: None)
         with serving_tcp(disk=disk) as server:
@@ -419,7 +420,7 @@ class TestEnd:
             shutil.copytree(disk.folder, copy)  # as a crash would leave it now
             assert tier.contains([A, B]) == [False, True]
             tier.close()
-        with serving_tcp(disk=ShelfOptions(copy, 1 << 20)) as server:
+        with serving_tcp(disk=DiskOptions(copy, 1 << 20)) as server:
             tier = open_tier(server.url)
             assert tier.contains([A, B]) == [False, True]
             assert check_read(tier, B, version=1) is Outcome.HIT
@@ -431,7 +432,7 @@ class TestEnd:
         def refuse(_: DiskTier) -> None:
             raise TierError("broken on purpose")
 
-        with serving_tcp(disk=ShelfOptions(tmp_path, 1 << 20)) as server:
+        with serving_tcp(disk=DiskOptions(tmp_path, 1 << 20)) as server:
             tier = open_tier(server.url)
             tier.put([make_transfer(EVEN, A)])
             wait_for("it is on disk", lambda: bool(list(tmp_path.rglob("*.safetensors"))))
@@ -446,12 +447,12 @@ class TestEnd:
             tier.close()
 
     def test_nothing_new_while_it_ends(self) -> None:
-        server = ServerThread(ServerOptions(1 << 20, tcp=TcpDoor("127.0.0.1", 0), drain_s=600.0))
+        server = ServerThread(ServerOptions(1 << 20, tcp=TcpAddress("127.0.0.1", 0), drain_s=600.0))
         tier = open_tier(server.url)
         tier.put([make_transfer(EVEN, A)])
         server.hub.service.num_writing = 1
         server.hub.stop()
-        wait_for("it is closing", lambda: server.hub.service.is_closing)
+        wait_for("it is closing", lambda: server.hub.core.is_closing)
         assert tier.put([make_transfer(EVEN, B)]) == [Outcome.FAILED]
         assert check_read(tier, A) is Outcome.HIT
         server.hub.service.num_writing = 0
@@ -563,7 +564,7 @@ def fuzz(server: ServerThread, count: int) -> None:
         if link is None:
             link = Link(context, parse_server(server.url, {}))
             if dice.random() < 0.7:
-                link.hello(dict(MINE.fields), messages.Geometry.of(EVEN), 0)
+                link.hello(MINE, messages.Geometry.of(EVEN), 0)
         link._socket.send_multipart(malformed(dice))
         if number % 2:  # after the first that is malformed nothing more is listened to
             link._socket.linger = 5000
@@ -627,7 +628,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "this host"])
     def test_only_who_is_listed_comes_in(self, keys: Path, caplog: pytest.LogCaptureFixture, host: str) -> None:
-        door = TcpDoor(host if host[0].isdigit() else other_address(), 0)
+        door = TcpAddress(host if host[0].isdigit() else other_address(), 0)
         with caplog.at_level(logging.WARNING), serving_tcp(tcp=door, **self.options(keys)) as server:
             tier = open_tier(server.url, **self.client(keys, "clients/engine"))
             assert tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
@@ -637,11 +638,15 @@ class TestKeys:
                 self.client(keys, "stranger/stranger"),
                 self.client(keys, "clients/engine", "other_server"),
             ]
-            locks = server.hub._locks
-            assert locks is not None
+            client_keys = server.hub._client_keys
+            assert client_keys is not None
             for options, noticed in zip(
                 strangers,
-                (lambda: server.hub.num_strangers > 0, lambda: locks.refused > 0, lambda: server.hub.num_strangers > 1),
+                (
+                    lambda: server.hub.num_strangers > 0,
+                    lambda: client_keys.refused > 0,
+                    lambda: server.hub.num_strangers > 1,
+                ),
                 strict=True,
             ):
                 stranger = open_tier(server.url, timeout_s=1.0, **options)
@@ -672,7 +677,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::"])
     def test_other_addresses_need_keys(self, keys: Path, host: str) -> None:
-        door = TcpDoor(host, 0)
+        door = TcpAddress(host, 0)
         for options in ({}, {"keys": read_pair(keys / "server/server.key")}):
             with pytest.raises(ConfigError, match="kvstore keygen"):
                 Hub(ServerOptions(1 << 20, tcp=door, **options))  # type: ignore[arg-type]
@@ -730,7 +735,7 @@ class TestManyNamespaces:
 
     def test_a_fragmented_pool(self, tmp_path: Path) -> None:
         """A large chunk finds its place in several runs, also on its way to disk and back."""
-        disk = ShelfOptions(tmp_path / "disk", 64 << 20)
+        disk = DiskOptions(tmp_path / "disk", 64 << 20)
         with serving_ipc(pool_bytes=8 << 20, disk=disk) as server:
             small, large = open_tier(server.url), open_tier(server.url, BIG, Namespace({"model": "big"}))
             refs = [make_ref(number) for number in range(500)]

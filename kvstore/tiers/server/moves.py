@@ -19,10 +19,9 @@ from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol import messages
-from kvstore.protocol.pieces import checksum
-from kvstore.protocol.runs import Extent, extents
+from kvstore.protocol.pieces import checksum, scatter
+from kvstore.protocol.runs import extents
 from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.links import Home
 
 _READ_WINDOW: Final = 4  # pieces; with more, the C library gives memory back and takes fresh pages for the next ones
 
@@ -86,20 +85,14 @@ class Mapped(Mover):
         """Copy."""
         memory = self._memory_of(link)
         for payload, grant in moves:
-            begin = 0
-            for part in self._parts(memory, len(payload), grant):
-                memory[part.begin : part.begin + part.num_bytes] = payload[begin : begin + part.num_bytes]
-                begin += part.num_bytes
+            scatter(payload, _views(memory, grant, len(payload)))
         return [True] * len(moves)
 
     def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
         """Copy."""
         memory = self._memory_of(link)
         for payload, grant in moves:
-            begin = 0
-            for part in self._parts(memory, len(payload), grant):
-                payload[begin : begin + part.num_bytes] = memory[part.begin : part.begin + part.num_bytes]
-                begin += part.num_bytes
+            np.concatenate(_views(memory, grant, len(payload)), out=payload)
         return [True] * len(moves)
 
     @property
@@ -109,8 +102,7 @@ class Mapped(Mover):
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
         """A view."""
-        memory = self._memory_of(link)
-        parts = [memory[part.begin : part.begin + part.num_bytes] for part in self._parts(memory, num_bytes, grant)]
+        parts = _views(self._memory_of(link), grant, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
         return payload
@@ -155,15 +147,20 @@ class Mapped(Mover):
         if self._thread is not None:
             self._thread.join()
 
-    @staticmethod
-    def _parts(memory: ByteArray, num_bytes: int, grant: messages.Grant) -> list[Extent]:
-        try:
-            parts = extents(grant.runs, 0, num_bytes)
-        except ProtocolError as error:
-            raise TierError(str(error)) from error
-        if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
-            raise TierError("the cache server named pages that it does not have")
-        return parts
+
+def _views(memory: ByteArray, grant: messages.Grant, num_bytes: int) -> list[ByteArray]:
+    """The parts of the mapped memory that a grant names, for a payload of so many bytes.
+
+    Raises:
+        TierError: they do not hold it, or lie outside the memory.
+    """
+    try:
+        parts = extents(grant.runs, 0, num_bytes)
+    except ProtocolError as error:
+        raise TierError(str(error)) from error
+    if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
+        raise TierError("the cache server granted pages outside its memory")
+    return [memory[part.begin : part.begin + part.num_bytes] for part in parts]
 
 
 class Framed(Mover):
@@ -240,20 +237,3 @@ class PieceSender:
             raise TierError("the cache server answered what was not asked")
         if answer.outcomes != bytes([messages.number_of(Outcome.STORED)]):
             self._failed.add(number)
-
-
-def commit(link: Link, home: Home, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
-    """Tell the server that what was written to places is whole, or will never be; what became of each.
-
-    Raises:
-        TierError: the server failed.
-    """
-    outcomes = []
-    for begin in range(0, len(leases), messages.MAX_MOVES):
-        batch = list(leases[begin : begin + messages.MAX_MOVES])
-        done = link.ask(messages.Commit(link.new_serial(), batch, is_whole), messages.Done)
-        if len(done.outcomes) != len(batch):
-            raise TierError("the cache server did not answer about every chunk")
-        home.note(done.usage)
-        outcomes += [messages.outcome_of(outcome) for outcome in done.outcomes]
-    return outcomes

@@ -37,9 +37,10 @@ from kvstore.tiers.base import (
     check_ref,
     payload_view,
 )
+from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.links import Home, Links, held
-from kvstore.tiers.server.moves import Framed, Mapped, Move, Mover, commit
+from kvstore.tiers.server.links import Links
+from kvstore.tiers.server.moves import Framed, Mapped, Move, Mover
 from kvstore.tiers.server.url import OPTIONS, ServerTarget, parse_server
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Body(NamedTuple):
     belongs_to: Callable[[bytes | None], bool]
 
 
-_Way = Callable[[Link, Home, Sequence[Body]], list[Outcome]]
+_Way = Callable[[Link, Sequence[Body]], list[Outcome]]
 
 
 class ServerTier(Tier):
@@ -111,7 +112,7 @@ class ServerTier(Tier):
             TierSetupError: it speaks another version, or has no room for more clients.
             TierError: it cannot be reached, or refuses the key.
         """
-        self._links.use(lambda link, _: link.ask(messages.Ping(link.new_serial()), messages.Report))
+        self._links.use(lambda link: link.ask(messages.Ping(link.new_serial()), messages.Report))
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Every chunk held, the longest untouched first.
@@ -119,19 +120,7 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed.
         """
-
-        def ask(link: Link, home: Home) -> list[ChunkRef]:
-            refs: dict[ChunkRef, None] = {}
-            first = 0
-            while True:
-                listing = link.ask(messages.Scan(link.new_serial(), first), messages.Listing)
-                home.note(listing.usage)
-                refs.update(dict.fromkeys(messages.unpack_refs(listing.refs)))
-                first += len(listing.refs) // messages.REF_BYTES
-                if first >= listing.total or not listing.refs:
-                    return list(refs)
-
-        return [(ref, self.stored_bytes(ref.num_blocks)) for ref in self._links.use(ask)]
+        return [(ref, self.stored_bytes(ref.num_blocks)) for ref in self._links.use(calls.scan)]
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether the server holds it, in memory or on disk: one round trip for thousands.
@@ -140,7 +129,7 @@ class ServerTier(Tier):
             TierError: the server failed.
         """
         self._links.require_open()
-        return self._links.use(partial(held, refs=refs)) if refs else []
+        return self._links.use(partial(calls.lookup, refs=refs)) if refs else []
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers; call from several threads to overlap them."""
@@ -179,7 +168,7 @@ class ServerTier(Tier):
         wanted = list(dict.fromkeys(refs))
         self._links.require_open()
         if wanted:
-            self._links.use(partial(_remove, refs=wanted))
+            self._links.use(partial(calls.remove, refs=wanted))
 
     def clear(self) -> None:
         """Forget every chunk of the namespace, for all engines; a ``put`` under way answers ``FAILED``.
@@ -187,7 +176,7 @@ class ServerTier(Tier):
         Raises:
             TierError: the server failed, and may have forgotten nothing.
         """
-        self._links.use(_clear)
+        self._links.use(calls.clear)
 
     def reset(self, namespace: Namespace) -> None:
         """Forget every chunk of the namespace, and keep those to come under another one.
@@ -195,7 +184,7 @@ class ServerTier(Tier):
         The old ones cannot be got here from then on, whether or not the server answers.
         """
         try:  # it moves first: what a put under way stores after the clear, that takes back itself
-            self._links.move(namespace, _clear)
+            self._links.move(namespace, calls.clear)
         except TierError as error:
             logger.warning("chunks of the old namespace stay at the cache server until it needs the room: %s", error)
 
@@ -205,8 +194,8 @@ class ServerTier(Tier):
 
     @property
     def used_bytes(self) -> int:
-        """What the namespace took at the server when that was heard of last. Readable after ``close``."""
-        return self._links.home.usage.used_bytes
+        """What the namespace takes at the server. Asks it."""
+        return self._links.use(calls.used_bytes)
 
     def close(self) -> None:
         """Let calls under way finish for as long as the server may be silent, then hang up. Idempotent."""
@@ -229,78 +218,55 @@ class ServerTier(Tier):
                 self.counters.count(outcome, len(body.payload))
         return outcomes
 
-    def _get(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
-        packed = messages.pack_refs(body.ref for body in batch)
-        granted = link.ask(messages.Acquire(link.new_serial(), packed), messages.Granted)
-        outcomes, moves = _granted(batch, granted)
+    def _get(self, link: Link, batch: Sequence[Body]) -> list[Outcome]:
+        outcomes, moves = _begin_moves(link, messages.Acquire, batch)
         if moves:
             arrived = self._mover.read(link, [move for _, move in moves])
             for (number, _), is_here in zip(moves, arrived, strict=True):
                 outcomes[number] = Outcome.HIT if is_here else Outcome.FAILED
             link.send(messages.Release(link.new_serial(), [move.grant.lease for _, move in moves]))
-        home.note(granted.usage)
         return outcomes
 
-    def _lend(
-        self, link: Link, home: Home, refs: Sequence[ChunkRef]
-    ) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
-        granted = link.ask(messages.Acquire(link.new_serial(), messages.pack_refs(refs)), messages.Granted)
-        if len(granted.grants) != len(refs):
-            raise TierError("the cache server did not answer about every chunk")
-        home.note(granted.usage)
-        outcomes = [messages.outcome_of(grant.outcome) for grant in granted.grants]
+    def _lend(self, link: Link, refs: Sequence[ChunkRef]) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
+        granted = calls.grants(link, messages.Acquire, refs)
+        outcomes = [messages.outcome_of(grant.outcome) for grant in granted]
         payloads = [
             self._mover.lend(link, grant, self._layout.payload_bytes(ref.num_blocks)) if grant.lease else None
-            for grant, ref in zip(granted.grants, refs, strict=True)
+            for grant, ref in zip(granted, refs, strict=True)
         ]
-        return outcomes, payloads, [grant.lease for grant in granted.grants if grant.lease]
+        return outcomes, payloads, [grant.lease for grant in granted if grant.lease]
 
-    def _put(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
-        namespace_id = home.namespace.id
+    def _put(self, link: Link, batch: Sequence[Body]) -> list[Outcome]:
+        namespace_id = link.namespace.id
         mine = [body.belongs_to(namespace_id) for body in batch]
         bodies = [body for body, is_mine in zip(batch, mine, strict=True) if is_mine]
-        outcomes = self._put_all(link, home, bodies)
-        if Outcome.STORED in outcomes and self._links.home is not home:  # a reset came first, and may have cleared
-            _remove(link, home, [body.ref for body in bodies])
+        outcomes = self._put_all(link, bodies)
+        if Outcome.STORED in outcomes and not self._links.is_home(link):  # a reset came first, and may have cleared
+            calls.remove(link, [body.ref for body in bodies])
             outcomes = [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
         answers = iter(outcomes)
         return [next(answers) if is_mine else Outcome.FAILED for is_mine in mine]
 
-    def _put_all(self, link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
-        if not batch:
-            return []
-        packed = messages.pack_refs(body.ref for body in batch)
-        granted = link.ask(messages.Reserve(link.new_serial(), packed), messages.Granted)
-        outcomes, moves = _granted(batch, granted)
-        home.note(granted.usage)
+    def _put_all(self, link: Link, batch: Sequence[Body]) -> list[Outcome]:
+        outcomes, moves = _begin_moves(link, messages.Reserve, batch)
         if moves:
             arrived = self._mover.write(link, [move for _, move in moves])
             for is_whole in (True, False):
                 ended = [item for item, is_there in zip(moves, arrived, strict=True) if is_there is is_whole]
-                committed = commit(link, home, [move.grant.lease for _, move in ended], is_whole=is_whole)
+                committed = calls.commit(link, [move.grant.lease for _, move in ended], is_whole=is_whole)
                 for (number, _), outcome in zip(ended, committed, strict=True):
                     outcomes[number] = outcome
         return outcomes
 
 
-def _move_batch(link: Link, home: Home, batch: Sequence[Body], move: _Way) -> list[Outcome]:
-    """A batch at once; what found no room beside the others, again by itself."""
-    outcomes = move(link, home, batch)
+def _move_batch(link: Link, batch: Sequence[Body], move: _Way) -> list[Outcome]:
+    """Move a batch at once, then one by one what found no room beside the others."""
+    outcomes = move(link, batch)
     if len(batch) > 1 and not _UNTOUCHED.isdisjoint(outcomes) and not _UNTOUCHED.issuperset(outcomes):
         for number, outcome in enumerate(outcomes):
             if outcome in _UNTOUCHED:
-                (outcomes[number],) = move(link, home, [batch[number]])
+                (outcomes[number],) = move(link, [batch[number]])
     return outcomes
-
-
-def _remove(link: Link, home: Home, refs: Sequence[ChunkRef]) -> None:
-    for begin in range(0, len(refs), messages.MAX_REFS):
-        packed = messages.pack_refs(refs[begin : begin + messages.MAX_REFS])
-        home.note(link.ask(messages.Remove(link.new_serial(), packed), messages.Done).usage)
-
-
-def _clear(link: Link, home: Home) -> None:
-    home.note(link.ask(messages.Clear(link.new_serial()), messages.Done).usage)
 
 
 def _batches(bodies: Sequence[Body]) -> Iterator[list[Body]]:
@@ -316,14 +282,11 @@ def _batches(bodies: Sequence[Body]) -> Iterator[list[Body]]:
     yield batch
 
 
-def _granted(batch: Sequence[Body], granted: messages.Granted) -> tuple[list[Outcome], list[tuple[int, Move]]]:
-    """What became of each chunk so far, and the moves to be made with their numbers in the batch."""
-    if len(granted.grants) != len(batch):
-        raise TierError("the cache server did not answer about every chunk")
-    outcomes = [messages.outcome_of(grant.outcome) for grant in granted.grants]
-    moves = [
-        (number, Move(body.payload, grant))
-        for number, (body, grant) in enumerate(zip(batch, granted.grants, strict=True))
-        if grant.lease
-    ]
-    return outcomes, moves
+def _begin_moves(
+    link: Link, kind: type[messages.Reserve | messages.Acquire], batch: Sequence[Body]
+) -> tuple[list[Outcome], list[tuple[int, Move]]]:
+    """What became of each chunk so far, and the moves to be made, with their numbers in the batch."""
+    granted = calls.grants(link, kind, [body.ref for body in batch])
+    outcomes = [messages.outcome_of(grant.outcome) for grant in granted]
+    bodies = enumerate(zip(batch, granted, strict=True))
+    return outcomes, [(number, Move(body.payload, grant)) for number, (body, grant) in bodies if grant.lease]
