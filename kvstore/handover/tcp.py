@@ -1,7 +1,7 @@
 """Over TCP, to the cache server that a receiver embeds, or to one that several engines share.
 
-The receiver's server lends a place for each chunk, takes the layers in pieces, each with its checksum, and lets the
-chunk be found when it is told that all of them were right. What a connection has not completed ends with it.
+The receiver's server grants pages for each chunk, takes the layers in pieces, each with its checksum, and lets the
+chunk be found once it is told that all layers are right. Chunks that a connection has not completed end with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.tiers.server.url import ServerTarget, parse_server
 
 
 class TcpTransport(Transport):
-    """The way to one server.
+    """The connection to one server.
 
     Args:
         target: where it is, and with which keys it is reached.
@@ -58,7 +58,7 @@ class TcpTransport(Transport):
                 for number in missing:
                     if number not in leases:
                         outcomes[number] = self._send_whole(link, parcels, number)
-        except NoSessionError as error:  # it would be tried again from the start, and the layers come only once
+        except NoSessionError as error:  # a retry would need all layers again, which come only once
             raise TierError(str(error)) from error
         return outcomes
 
@@ -94,7 +94,7 @@ def _reserve(link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> d
 
 
 def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:
-    """The way to the server at ``kvs://host:port``; does not connect yet. The settings are those of a cache server.
+    """A transport to the server at ``kvs://host:port``, not connected yet. The settings are those of the server tier.
 
     Raises:
         ConfigError: the URL or a setting is wrong.

@@ -1,8 +1,8 @@
-"""One connection to a cache server: says hello, asks, and waits for answers within a deadline.
+"""One connection to a cache server: says hello, sends requests, and waits for answers within a deadline.
 
-A connection that failed in any way is closed and never used again: an answer that comes late would be taken for
-another. On the same host it consists of two: the socket that carries messages, and the unix socket that stands for this
-process's hold of the pool. The second is closed last, when nothing here can touch the pool for it any more.
+A connection that failed in any way is closed and never used again: a late answer could be taken for another one. On
+the same host it consists of two sockets: one carries messages, and a unix socket stands for this process's hold on the
+pool. The unix socket is closed last, when nothing here can touch the pool through this connection any more.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ class Link:
         try:
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
                 self._wait_until_writable()
-            self._socket.send(messages.encode(request), zmq.SNDMORE if frames else 0)
-            for number, frame in enumerate(frames, start=1):
-                self._socket.send(frame, zmq.SNDMORE if number < len(frames) else 0, copy=False)
+            self._socket.send_multipart([messages.encode(request), *frames], copy=not frames)
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
 

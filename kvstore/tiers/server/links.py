@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -18,29 +17,6 @@ from kvstore.tiers.server.url import ServerTarget
 
 _CLOSE_WAIT_S = 2.0
 Result = TypeVar("Result")
-
-
-class Hold:
-    """A connection that stays in use after the call that took it. Belongs to one thread at a time.
-
-    Args:
-        link: the connection.
-        give: takes it back.
-        turn: the caller's share of the connections, which ends with the hold.
-    """
-
-    def __init__(self, link: Link, give: Callable[[], None], turn: ExitStack) -> None:
-        self._link = link
-        self._give = give
-        self._turn = turn
-
-    def end(self, last_request: messages.Request) -> None:
-        """Send a last request and end the use; if it cannot be sent, close the connection and all that it holds."""
-        with self._turn:
-            if self._link.tell(last_request):
-                self._give()
-            else:
-                self._link.close()
 
 
 class Links:
@@ -78,8 +54,10 @@ class Links:
             self._give(link)
             return result
 
-    def hold(self, action: Callable[[Link], Result]) -> tuple[Result, Hold]:
-        """As ``use``, but the connection stays the caller's until the hold ends, in whatever thread.
+    def hold(self, action: Callable[[Link], Result]) -> tuple[Result, Callable[[messages.Request], None]]:
+        """As ``use``, but the connection stays the caller's until it calls what is returned, on whatever thread.
+
+        That sends a last request. If it cannot be sent, it closes the connection, and ends all that belongs to it.
 
         Raises:
             ClosedError, TierError: as ``use``.
@@ -87,7 +65,16 @@ class Links:
         with ExitStack() as begun:
             begun.enter_context(self._turn())
             link, result = self._act(action)
-            return result, Hold(link, partial(self._give, link), begun.pop_all())
+            turn = begun.pop_all()
+
+        def end(last_request: messages.Request) -> None:
+            with turn:
+                if link.tell(last_request):
+                    self._give(link)
+                else:
+                    link.close()
+
+        return result, end
 
     def require_open(self) -> None:
         """For calls that need no connection.
@@ -108,7 +95,7 @@ class Links:
         self.require_open()
         with self._changed:
             former = self.namespace
-            self.namespace = Namespace(dict(namespace.fields))  # a copy: links of before belong elsewhere even if equal
+            self.namespace = Namespace(dict(namespace.fields))  # a copy: earlier links belong elsewhere, even if equal
         self._hang_up_idle()
         with self._turn():
             link = self._connect(former)

@@ -1,7 +1,7 @@
 """How payload gets to a cache server and back: through pages that both have mapped, or in messages.
 
-The first is a copy each way. In messages a payload goes in pieces of 2 MiB, a few of them under way at once, each with
-its checksum, straight from the caller's memory and straight to it.
+The first takes one copy each way. In messages, a payload goes in pieces of 2 MiB, a few of them under way at once, each
+with its checksum, straight from the caller's memory and straight to it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvstore.protocol.pieces import checksum, scatter
 from kvstore.protocol.runs import extents
 from kvstore.tiers.server.link import Link
 
-_READ_WINDOW: Final = 4  # pieces; with more, the C library gives memory back and takes fresh pages for the next ones
+_READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
 class Move(NamedTuple):
-    """One payload, and its place at the server."""
+    """One payload, and its pages at the server."""
 
     payload: ByteArray
     grant: messages.Grant
@@ -38,7 +38,7 @@ class Mover(ABC):
 
     @abstractmethod
     def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Bring payloads to their places; for each, whether all of it is there.
+        """Write payloads to their pages; for each, whether all of it is there.
 
         Raises:
             TierError: the server failed.
@@ -46,22 +46,17 @@ class Mover(ABC):
 
     @abstractmethod
     def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Fetch payloads from their places; for each, whether all of it is here.
+        """Read payloads from their pages; for each, whether all of it is here.
 
         Raises:
             TierError: the server failed.
         """
 
-    @property
-    def lends(self) -> bool:
-        """Whether payloads can be read from where they are."""
-        return False
-
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:  # noqa: ARG002 - see above
-        """A payload in its place, read-only; a copy of one that lies in several.
+        """A read-only view of a payload in its pages; a copy if these are several runs.
 
         Raises:
-            InvalidCallError: there is no way to it.
+            InvalidCallError: the pages are not mapped here.
             TierError: the server failed.
         """
         raise InvalidCallError("a cache server on another host does not lend its memory")
@@ -71,7 +66,7 @@ class Mover(ABC):
 
 
 class Mapped(Mover):
-    """Through the server's memory, which is mapped here too. A server started anew has another one."""
+    """Through the server's memory, which is mapped here too. A restarted server has another one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,11 +90,6 @@ class Mapped(Mover):
             np.concatenate(_views(memory, grant, len(payload)), out=payload)
         return [True] * len(moves)
 
-    @property
-    def lends(self) -> bool:
-        """As its pages are mapped here."""
-        return True
-
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
         """A view."""
         parts = _views(self._memory_of(link), grant, num_bytes)
@@ -108,7 +98,7 @@ class Mapped(Mover):
         return payload
 
     def close(self) -> None:
-        """Stop touching pages, and let go of the memory."""
+        """Stop touching pages, and unmap the memory."""
         with self._lock:
             self._is_closed = True
             self._stop_populating()
@@ -135,8 +125,8 @@ class Mapped(Mover):
         return self._memory
 
     def _populate(self, memory: ByteArray) -> None:
-        """Let this process's page tables be filled before they are needed."""
-        self._stop_populating()  # that server is gone
+        """Fill this process's page tables before they are needed."""
+        self._stop_populating()  # of an earlier server
         self._stopping.clear()
         work = (memory, 0, len(memory), self._stopping.is_set)
         self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate-server", daemon=True)
@@ -190,7 +180,7 @@ class Framed(Mover):
             )
             found = under_way.pop(answer.serial, None)
             if found is None:
-                raise TierError("the cache server answered what was not asked")
+                raise TierError(f"the cache server answered {answer.serial}, which was not asked")
             arrived[found[0]] = arrived[found[0]] and is_sound
         return arrived
 
@@ -215,7 +205,7 @@ class PieceSender:
         self._failed: set[int] = set()
 
     def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
-        """Send some bytes of a payload, which goes by a number, to a place. They must not change before ``finish``."""
+        """Send some bytes of a payload, which goes by a number. They must not change before ``finish``."""
         for offset in range(part.start, part.stop, messages.PIECE_BYTES):
             if len(self._under_way) >= messages.WINDOW:
                 self._confirm()
@@ -225,7 +215,7 @@ class PieceSender:
             self._under_way[serial] = number
 
     def finish(self) -> set[int]:
-        """Wait until all has arrived; tells the payloads of which something has not."""
+        """Wait for all confirmations; returns the numbers of the payloads of which a piece was not taken."""
         while self._under_way:
             self._confirm()
         return self._failed
@@ -234,6 +224,6 @@ class PieceSender:
         answer = self._link.receive()
         number = self._under_way.pop(answer.serial, None)
         if number is None or not isinstance(answer, messages.Done):
-            raise TierError("the cache server answered what was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
         if answer.outcomes != bytes([messages.number_of(Outcome.STORED)]):
             self._failed.add(number)

@@ -2,11 +2,11 @@
 
 What keeps it right:
 
-- The server gives a place to write to, and only after all bytes are there does it let the chunk be found. A place
-  belongs to the connection until that gives it back or ends, and its lease has a number that is never used again.
-- A place to read from stays what it is until it was given back.
+- The server grants pages to write to, and the chunk can be found only after all bytes are there. The pages are leased
+  to the connection until it gives them back or ends, and the number of a lease is never used again.
+- Pages to read from do not change until they are given back.
 - Bytes that travel in messages carry a checksum, piece by piece.
-- A connection on which anything went wrong is closed, and with it ends all that was its.
+- A connection on which anything went wrong is closed, which ends all of its leases.
 
 The server may be down when the tier is opened, or go down at any time: calls then raise ``TierError`` within their
 deadline, and the next call makes new connections.
@@ -45,12 +45,12 @@ from kvstore.tiers.server.url import OPTIONS, ServerTarget, parse_server
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 256 << 20  # of payload under one question; a client may hold but a part of the pool
+_BATCH_BYTES = 256 << 20  # of payload in one request for grants: a client may lease only a part of the pool
 _UNTOUCHED = {Outcome.FULL, Outcome.FAILED}
 
 
 class Body(NamedTuple):
-    """A chunk to move: ``belongs_to`` tells in which namespaces."""
+    """A chunk to move; ``belongs_to`` tells whether to a namespace."""
 
     ref: ChunkRef
     payload: ByteArray
@@ -106,7 +106,7 @@ class ServerTier(Tier):
         return cls(target, setup.namespace, setup.layout, setup.capacity_bytes)
 
     def check(self) -> None:
-        """Find out whether the server can be used, for those who want to know at start.
+        """Find out at start whether the server can be used.
 
         Raises:
             TierSetupError: it speaks another version, or has no room for more clients.
@@ -115,7 +115,7 @@ class ServerTier(Tier):
         self._links.use(lambda link: link.ask(messages.Ping(link.new_serial()), messages.Report))
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, the longest untouched first.
+        """Every chunk held, the least recently used first.
 
         Raises:
             TierError: the server failed.
@@ -138,22 +138,20 @@ class ServerTier(Tier):
     @property
     def lends(self) -> bool:
         """Whether the server's memory is mapped here."""
-        return self._mover.lends
+        return self._target.folder is not None
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
         """Lend chunks in the server's own pages. Each loan has a connection of its own until it ends."""
         if not self.lends or len(refs) > MAX_LENT:
-            raise InvalidCallError(f"at most {MAX_LENT} chunks are lent, and only on this host, not {len(refs)}")
+            raise InvalidCallError(f"a server on this host lends at most {MAX_LENT} chunks, not {len(refs)}")
         for ref in refs:
             check_ref(self._layout, ref)
         self._links.require_open()
         if not refs:
             return Loan([], [])
-        (outcomes, payloads, leases), hold = self._links.hold(partial(self._lend, refs=refs))
-        with self._lock:
-            for outcome, ref in zip(outcomes, refs, strict=True):
-                self.counters.count(outcome, self._layout.payload_bytes(ref.num_blocks))
-        return Loan(outcomes, payloads, lambda: hold.end(messages.Release(0, leases)))
+        (outcomes, payloads, leases), end = self._links.hold(partial(self._lend, refs=refs))
+        self._count(outcomes, [self._layout.payload_bytes(ref.num_blocks) for ref in refs])
+        return Loan(outcomes, payloads, lambda: end(messages.Release(0, leases)))
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers; call from several threads to overlap them."""
@@ -179,14 +177,14 @@ class ServerTier(Tier):
         self._links.use(calls.clear)
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk of the namespace, and keep those to come under another one.
+        """Forget every chunk of the namespace, and move to another one.
 
-        The old ones cannot be got here from then on, whether or not the server answers.
+        Chunks of the old namespace cannot be read here from then on, whether or not the server answers.
         """
-        try:  # it moves first: what a put under way stores after the clear, that takes back itself
+        try:  # moves first: a put under way that stores after the clear then removes its own chunks
             self._links.move(namespace, calls.clear)
         except TierError as error:
-            logger.warning("chunks of the old namespace stay at the cache server until it needs the room: %s", error)
+            logger.warning("chunks of the old namespace stay at the cache server until they are evicted: %s", error)
 
     def stored_bytes(self, num_blocks: int) -> int:
         """The bytes of the server's pages that a chunk of ``num_blocks`` blocks takes."""
@@ -205,7 +203,7 @@ class ServerTier(Tier):
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def _move(self, transfers: Sequence[Transfer], move: _Way) -> list[Outcome]:
-        """Move chunks, as many together as may be."""
+        """Move chunks in batches that are as long as possible."""
         bodies = [Body(item.ref, payload_view(self._layout, item), item.belongs_to) for item in transfers]
         if not bodies:
             self._links.require_open()
@@ -213,10 +211,13 @@ class ServerTier(Tier):
         outcomes: list[Outcome] = []
         for batch in _batches(bodies):
             outcomes += self._links.use(partial(_move_batch, batch=batch, move=move))
-        with self._lock:
-            for outcome, body in zip(outcomes, bodies, strict=True):
-                self.counters.count(outcome, len(body.payload))
+        self._count(outcomes, [len(body.payload) for body in bodies])
         return outcomes
+
+    def _count(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> None:
+        with self._lock:
+            for outcome, num_bytes in zip(outcomes, sizes, strict=True):
+                self.counters.count(outcome, num_bytes)
 
     def _get(self, link: Link, batch: Sequence[Body]) -> list[Outcome]:
         outcomes, moves = _begin_moves(link, messages.Acquire, batch)
@@ -270,7 +271,7 @@ def _move_batch(link: Link, batch: Sequence[Body], move: _Way) -> list[Outcome]:
 
 
 def _batches(bodies: Sequence[Body]) -> Iterator[list[Body]]:
-    """Bodies in rows that are not too long."""
+    """Split into batches of at most ``MAX_MOVES`` chunks and ``_BATCH_BYTES``."""
     batch: list[Body] = []
     num_bytes = 0
     for body in bodies:
