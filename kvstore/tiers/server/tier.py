@@ -238,8 +238,7 @@ class ServerTier(Tier):
         return outcomes, payloads, [grant.lease for grant in granted if grant.lease]
 
     def _put(self, link: Link, batch: Sequence[Body]) -> list[Outcome]:
-        namespace_id = link.namespace.id
-        mine = [body.belongs_to(namespace_id) for body in batch]
+        mine = [body.belongs_to(link.namespace.id) for body in batch]
         bodies = [body for body, is_mine in zip(batch, mine, strict=True) if is_mine]
         outcomes = self._put_all(link, bodies)
         if Outcome.STORED in outcomes and not self._links.is_home(link):  # a reset came first, and may have cleared
