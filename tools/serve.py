@@ -32,8 +32,8 @@ def server_options(config: StoreConfig) -> ServerOptions:
         ConfigError: it is no configuration of a server.
     """
     from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415
+    from kvstore.server.disk_tiers import DiskOptions  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen, parse_quotas  # noqa: PLC0415
-    from kvstore.server.rack import ShelfOptions  # noqa: PLC0415
 
     urls = tuple(url.strip() for url in (config.server_listen or "").split(",") if url.strip())
     folder, tcp = parse_listen(urls)
@@ -42,7 +42,7 @@ def server_options(config: StoreConfig) -> ServerOptions:
         raise ConfigError(f"a cache server keeps its chunks in one folder, not in {len(disks)}: name one in local_disk")
     disk = None
     if disks:
-        disk = ShelfOptions(
+        disk = DiskOptions(
             Path(disks[0]),
             config.max_local_disk_bytes,
             codec=config.local_disk_serde,

@@ -1,7 +1,7 @@
 """Over TCP, to the cache server that a receiver embeds, or to one that several engines share.
 
-The receiver's server lends a place for each chunk, takes the layers in pieces, each with its checksum, and lets the
-chunk be found when it is told that all of them were right. What a connection has not completed ends with it.
+The receiver's server grants pages for each chunk, takes the layers in pieces, each with its checksum, and lets the
+chunk be found once it is told that all layers are right. Chunks that a connection has not completed end with it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from kvstore.handover.transport import Parcel, Transport
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link, NoSessionError
-from kvstore.tiers.server.links import Home, Links, held
-from kvstore.tiers.server.moves import PieceSender, commit
+from kvstore.tiers.server.links import Links
+from kvstore.tiers.server.moves import PieceSender
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
 
 class TcpTransport(Transport):
-    """The way to one server.
+    """The connection to one server.
 
     Args:
         target: where it is, and with which keys it is reached.
@@ -42,47 +43,33 @@ class TcpTransport(Transport):
         """See ``Transport``."""
         self._links.close()
 
-    def _deliver(self, link: Link, home: Home, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
-        """Send while layers come; then, each by itself, what had no room beside the others."""
-        is_there = held(link, home, [parcel.ref for parcel in parcels])
+    def _deliver(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        """Send layers as they come; then, one by one, the chunks that had no room beside the others."""
+        is_there = calls.lookup(link, [parcel.ref for parcel in parcels])
         outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
         missing = [number for number, here in enumerate(is_there) if not here]
-        places = self._reserve(link, parcels, missing)
+        leases = _reserve(link, parcels, missing)
         try:
-            is_whole = self._send_layers(link, parcels, places, ready)
-            committed = commit(link, home, list(places.values()), is_whole=is_whole)
+            is_whole = self._send_layers(link, parcels, leases, ready)
+            committed = calls.commit(link, list(leases.values()), is_whole=is_whole)
             if is_whole:
-                for number, outcome in zip(places, committed, strict=True):
+                for number, outcome in zip(leases, committed, strict=True):
                     outcomes[number] = outcome
                 for number in missing:
-                    if number not in places:
-                        outcomes[number] = self._send_whole(link, home, parcels, number)
-        except NoSessionError as error:  # it would be tried again from the start, and the layers come only once
+                    if number not in leases:
+                        outcomes[number] = self._send_whole(link, parcels, number)
+        except NoSessionError as error:  # a retry would need all layers again, which come only once
             raise TierError(str(error)) from error
         return outcomes
 
-    def _reserve(self, link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
-        """Leases of places to write to, by the numbers of the parcels that got one."""
-        places = {}
-        for begin in range(0, len(numbers), messages.MAX_MOVES):
-            batch = numbers[begin : begin + messages.MAX_MOVES]
-            packed = messages.pack_refs(parcels[number].ref for number in batch)
-            granted = link.ask(messages.Reserve(link.new_serial(), packed), messages.Granted)
-            if len(granted.grants) != len(batch):
-                raise TierError("the cache server did not answer about every chunk")
-            places.update(
-                {number: grant.lease for number, grant in zip(batch, granted.grants, strict=True) if grant.lease}
-            )
-        return places
-
     def _send_layers(
-        self, link: Link, parcels: Sequence[Parcel], places: dict[int, int], ready: Iterator[range]
+        self, link: Link, parcels: Sequence[Parcel], leases: dict[int, int], ready: Iterator[range]
     ) -> bool:
-        """Whether all layers came. Which pieces arrived decides the server, at the end."""
+        """Whether all layers came. At commit, the server decides which pieces arrived intact."""
         sender = PieceSender(link)
         done_layers = 0
         for layers in ready:
-            for number, lease in places.items():
+            for number, lease in leases.items():
                 ref, payload = parcels[number]
                 begin = self._layout.layer_range(layers.start, ref.num_blocks)[0]
                 end = self._layout.layer_range(layers.stop - 1, ref.num_blocks)[1]
@@ -91,17 +78,23 @@ class TcpTransport(Transport):
         sender.finish()
         return done_layers == self._layout.num_layers
 
-    def _send_whole(self, link: Link, home: Home, parcels: Sequence[Parcel], number: int) -> Outcome:
-        places = self._reserve(link, parcels, [number])
-        if not places:
+    def _send_whole(self, link: Link, parcels: Sequence[Parcel], number: int) -> Outcome:
+        leases = _reserve(link, parcels, [number])
+        if not leases:
             return Outcome.FULL
-        self._send_layers(link, parcels, places, iter([range(self._layout.num_layers)]))
-        (outcome,) = commit(link, home, list(places.values()), is_whole=True)
+        self._send_layers(link, parcels, leases, iter([range(self._layout.num_layers)]))
+        (outcome,) = calls.commit(link, list(leases.values()), is_whole=True)
         return outcome
 
 
+def _reserve(link: Link, parcels: Sequence[Parcel], numbers: Sequence[int]) -> dict[int, int]:
+    """Leases to write, by the numbers of the parcels that got one."""
+    granted = calls.grants(link, messages.Reserve, [parcels[number].ref for number in numbers])
+    return {number: grant.lease for number, grant in zip(numbers, granted, strict=True) if grant.lease}
+
+
 def open_transport(url: str, namespace: Namespace, layout: KVLayout, settings: Mapping[str, object]) -> TcpTransport:
-    """The way to the server at ``kvs://host:port``; does not connect yet. The settings are those of a cache server.
+    """A transport to the server at ``kvs://host:port``, not connected yet. The settings are those of the server tier.
 
     Raises:
         ConfigError: the URL or a setting is wrong.

@@ -1,16 +1,16 @@
-"""The contract of a transport: the way of chunks from an engine that computes them to one that goes on with them.
+"""The contract of a transport, which sends chunks from an engine that prefills to one that decodes.
 
 What every transport promises:
 
-- *By content.* The far end finds a chunk by its key, as anything else that is stored; nobody holds anybody's blocks.
-- *All or nothing.* A chunk can be found there only once all of its layers have arrived, verified; if the sender stops,
-  or dies, nothing of it stays.
-- *Once.* What the far end has already is not sent again.
-- *Refused strangers.* A far end whose KV is not interchangeable with ours answers with an error that names the
-  difference.
+- *By content.* The receiver finds a chunk by its key, as anything else that is stored; neither engine holds blocks for
+  the other.
+- *All or nothing.* The receiver finds a chunk only after all of its layers have arrived and been verified. If the
+  sender stops or dies, nothing of the chunk stays.
+- *Once.* A chunk that the receiver has is not sent again.
+- *Compatible engines only.* A receiver whose KV is not interchangeable with ours refuses, and names the difference.
 
-The bytes are in host memory here, as sockets want them. What transports between devices would need in addition is
-written down in docs/disaggregation.md.
+The bytes are in host memory, as sockets need them. docs/disaggregation.md says what transports between devices would
+need in addition.
 """
 
 from __future__ import annotations
@@ -20,6 +20,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
+
+
+class Receiver(NamedTuple):
+    """Where an engine receives chunks: its host, and the port of this rank."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 class Parcel(NamedTuple):
@@ -35,24 +45,24 @@ class Parcel(NamedTuple):
 
 
 class Transport(ABC):
-    """The way to one receiver, for the chunks of one namespace. For one thread, except ``close``."""
+    """The connection to one receiver, for the chunks of one namespace. For one thread, except ``close``."""
 
     @abstractmethod
     def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """Hand chunks over, layer by layer while they are being computed.
 
         Args:
-            parcels: the chunks. Their payloads must not change after ``ready`` has named a layer, until this returns.
-            ready: the layers, in order, in as many ranges as it likes; it may block until a layer has been computed.
-                If it ends before the last layer, what was sent is not to be trusted, and nothing of it may be found.
+            parcels: the chunks. Once ``ready`` has yielded a layer, that must not change until this returns.
+            ready: yields all layers in order, in ranges of any length; may block until a layer has been computed. If
+                it ends before the last layer, what was sent is not to be trusted, and nothing of it may be found.
 
         Returns:
             For each chunk: STORED if the receiver has it now, FULL if it has no room for it, or else FAILED.
 
         Raises:
-            TierError: the receiver cannot be reached, is of another kind, or does not answer in time.
+            TierError: the receiver cannot be reached, refuses, or does not answer in time.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Hang up. Idempotent, and bounded; from any thread."""
+        """Disconnect. Idempotent and bounded; from any thread."""

@@ -1,4 +1,4 @@
-"""CURVE keys in files: 40 characters of Z85, one line each, the secret ones for nobody else to read."""
+"""CURVE keys in files: one line of 40 characters in Z85. Only their owner may read secret ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_FILE_BYTES: Final = 4096
 
 
 class KeyPair(NamedTuple):
-    """A public key and its secret one, in Z85."""
+    """A public key and its secret key, in Z85."""
 
     public: bytes
     secret: bytes
@@ -32,7 +32,7 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
     """Make a new pair in ``<name>.pub`` and ``<name>.key``, and return these files.
 
     Raises:
-        ConfigError: one of them is there already, or cannot be written.
+        ConfigError: one of the files exists already, or cannot be written.
     """
     public, secret = zmq.curve_keypair()
     files = folder / f"{name}{PUBLIC_SUFFIX}", folder / f"{name}{_OWN_SUFFIX}"
@@ -43,19 +43,10 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
             with os.fdopen(fd, "wb") as file:
                 file.write(key + b"\n")
     except FileExistsError as error:
-        raise ConfigError(f"{error.filename} is there already: name other keys, or delete it") from error
+        raise ConfigError(f"{error.filename} is there already: choose another name, or delete it") from error
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {folder}: {error.strerror}") from error
     return files
-
-
-def read_public(path: Path) -> bytes:
-    """The public key in a file.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    return _read(path)
 
 
 def read_pair(path: Path) -> KeyPair:
@@ -70,22 +61,27 @@ def read_pair(path: Path) -> KeyPair:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
     if mode & 0o077:
         raise ConfigError(f"the key file {path} can be read by others: chmod 600 it")
-    secret = _read(path)
+    secret = read_public(path)
     return KeyPair(zmq.curve_public(secret), secret)
 
 
 def read_list(folder: Path) -> dict[bytes, str]:
-    """The public keys in the ``.pub`` files of a folder, and what the files are called.
+    """The public keys in the ``.pub`` files of a folder, with the names of the files.
 
     Raises:
         ConfigError: there is no such folder, or a file holds no key.
     """
     if not folder.is_dir():
         raise ConfigError(f"the folder of the clients' keys, {folder}, is not there")
-    return {_read(path): path.stem for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))}
+    return {read_public(path): path.stem for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))}
 
 
-def _read(path: Path) -> bytes:
+def read_public(path: Path) -> bytes:
+    """The key in a file; for a file of one's own secret key see ``read_pair``.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
         with path.open("rb") as file:
             key = file.read(_MAX_FILE_BYTES).strip()

@@ -1,4 +1,4 @@
-"""Programs on this machine: they may come in without a password, and their payload stays in the processor's caches."""
+"""Programs on this machine: they need no password, and their payload stays in the processor's caches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SYSTEMS_CHOICE: Final = -1
 
 
 def is_from_here(headers: Mapping[str, str]) -> bool:
-    """Whether a program on this machine asks, and not a browser: any page that a user looks at could make that ask.
+    """Whether a request comes from a program on this machine, and not from a page in a browser.
 
-    Pages of other sites name themselves in ``Origin``, and one whose name was made to point here (DNS rebinding) asks
-    for another ``Host``.
+    Pages of other sites name themselves in ``Origin``; one whose name was made to point here (DNS rebinding) asks for
+    another ``Host``.
     """
     return "origin" not in headers and is_loopback(_host_name(headers.get("host", "")))
 
@@ -29,10 +29,10 @@ def is_loopback(host: str) -> bool:
 
 
 def buffer_bytes(address: str) -> int:
-    """How much a ZeroMQ socket should let the kernel hold, in each direction.
+    """How much a ZeroMQ socket should let the kernel buffer, in each direction.
 
-    On loopback little: what was sent is then received while it is still in a processor's own cache, where the system's
-    megabytes go through memory. A network needs as much as is on its way, which the system finds out: -1.
+    Little on loopback: what was sent is then received while it is still in a processor's own cache, where the system's
+    default of megabytes goes through memory. For a network the system decides: -1.
     """
     host = urlsplit(address).hostname or ""
     return _BUFFER_BYTES if address.startswith("tcp:") and is_loopback(host) else _SYSTEMS_CHOICE

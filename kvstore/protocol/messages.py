@@ -1,8 +1,8 @@
-"""What the cache server and its clients say to each other. ``docs/FORMAT.md`` describes it for other languages.
+"""The messages between the cache server and its clients. ``docs/FORMAT.md`` describes them for other languages.
 
-Each message is one msgpack array, ``[number of its kind, fields ...]``, and may be followed by frames of payload. What
-does not decode, or is longer than allowed, is malformed: whoever sent it loses its connection. Nothing that is decoded
-here is anything but numbers, bytes and text within limits.
+Each message is one msgpack array, ``[number of its kind, fields ...]``, and may be followed by frames of payload. A
+message that does not decode, or is too long, is malformed: its sender loses the connection. Decoded messages contain
+only numbers, bytes and text, within limits.
 
 Every request has a ``serial``, which its answer repeats. Payload travels in pieces, each with the xxh3_64 of its bytes.
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain
+from operator import or_
 from typing import Annotated, Any, Final, TypeAlias
 
 try:
@@ -29,7 +31,7 @@ from kvstore.protocol.runs import Run
 
 PROTOCOL_VERSION: Final = 1
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
-MAX_REFS: Final = 4096  # in a question; of chunks to be moved, MAX_MOVES
+MAX_REFS: Final = 4096  # in a lookup; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
 WINDOW: Final = 8  # pieces under way at once, to the server
 MAX_MESSAGE_BYTES: Final = 128 << 10
@@ -37,7 +39,7 @@ MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
 _MAX_LAYERS: Final = 1024
-_MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk, times layers: so long are the tables of whoever stores them
+_MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it
 _REF = struct.Struct(f"<{PREFIX_KEY_BYTES}sI")
 REF_BYTES: Final = _REF.size
 
@@ -55,20 +57,20 @@ _Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 class Refusal(IntEnum):
     """Why a request cannot be answered as asked."""
 
-    NO_SESSION = 1  # say hello first: the server was started anew, or this client was silent for too long
+    NO_SESSION = 1  # say hello first: the server was restarted, or this client was silent for too long
     VERSION = 2
     TOKEN = 3  # no such connection to the unix socket
     LIMIT = 4
     CLOSING = 5
     UNKNOWN = 6  # no such namespace
-    MALFORMED = 7  # the request was none; nothing more is listened to on this connection
+    MALFORMED = 7  # not a request; whatever else comes on this connection is ignored
     FOREIGN = 8  # the server belongs to an engine with other KV
-    NO_OPERATOR = 10  # this is for those only who run the server
-    DISK = 9  # chunks were forgotten, and the disk has not let go of all of their files
+    DISK = 9  # chunks were forgotten, but not all of their files could be deleted
+    NO_OPERATOR = 10  # only operators may send this
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A ``KVLayout`` on its way."""
+    """A ``KVLayout`` in a message."""
 
     page_bytes: Annotated[
         tuple[Annotated[int, msgspec.Meta(gt=0, le=1 << 32)], ...], msgspec.Meta(max_length=_MAX_LAYERS)
@@ -83,21 +85,13 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     @classmethod
     def of(cls, layout: KVLayout) -> Geometry:
         """A layout, to be sent."""
-        return cls(
-            tuple(layout.page_bytes),
-            layout.planes,
-            layout.block_tokens,
-            layout.chunk_tokens,
-            layout.physical,
-            layout.element,
-            layout.page_axes,
-        )
+        return cls(**{**asdict(layout), "page_bytes": tuple(layout.page_bytes)})
 
     def layout(self) -> KVLayout:
         """The layout that was sent.
 
         Raises:
-            ProtocolError: there can be none like it.
+            ProtocolError: no layout has these fields.
         """
         try:
             layout = KVLayout(**msgspec.structs.asdict(self))
@@ -108,19 +102,21 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return layout
 
 
-class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a client sends."""
+
     serial: _Count
 
 
-class Hello(_Request, tag=1, frozen=True):
-    """The first message: who is there, and whose chunks it is about.
+class Hello(Request, tag=1, frozen=True):
+    """The first message: names the client's namespace, whose chunks all later requests are about.
 
     Attributes:
         version: of the protocol.
         fields: of the namespace.
         geometry: of its chunks.
-        capacity_bytes: beyond so much in the namespace this client wants to hear ``FULL``; 0 leaves it to the server.
-        token: what the unix socket gave; empty for a client that does not map the pool.
+        capacity_bytes: the bound of the namespace for this client, beyond which it is told ``FULL``; 0 for none.
+        token: what the unix socket sent; empty for a client that does not map the pool.
     """
 
     version: _Count
@@ -130,87 +126,87 @@ class Hello(_Request, tag=1, frozen=True):
     token: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 
 
-class Lookup(_Request, tag=2, frozen=True):
+class Lookup(Request, tag=2, frozen=True):
     """Which chunks are there? ``Held``."""
 
     refs: _Refs
 
 
-class Reserve(_Request, tag=3, frozen=True):
-    """Places to write chunks to. ``Granted``."""
+class Reserve(Request, tag=3, frozen=True):
+    """Asks for pages to write chunks to. ``Granted``."""
 
     refs: _Moves
 
 
-class Commit(_Request, tag=4, frozen=True):
-    """What was written to these places is whole, or (not ``is_whole``) will never be. ``Done``, with outcomes."""
+class Commit(Request, tag=4, frozen=True):
+    """Ends writes: the chunks are whole, or (not ``is_whole``) never will be. ``Done``, with outcomes."""
 
     leases: _Leases
     is_whole: bool
 
 
-class Acquire(_Request, tag=5, frozen=True):
-    """Places to read chunks from. ``Granted``."""
+class Acquire(Request, tag=5, frozen=True):
+    """Asks for pages to read chunks from. ``Granted``."""
 
     refs: _Moves
 
 
-class Release(_Request, tag=6, frozen=True):
-    """These places were read. No answer."""
+class Release(Request, tag=6, frozen=True):
+    """Ends reads. No answer."""
 
     leases: _Leases
 
 
-class Piece(_Request, tag=7, frozen=True):
-    """A part of a payload, in the frame behind. ``Done``, with one outcome."""
+class Piece(Request, tag=7, frozen=True):
+    """Stores a part of a payload, which is in the next frame. ``Done``, with one outcome."""
 
     lease: _Count
     offset_bytes: _Count
     checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
-class Fetch(_Request, tag=8, frozen=True):
-    """A part of a payload is wanted. ``Data``."""
+class Fetch(Request, tag=8, frozen=True):
+    """Reads a part of a payload. ``Data``."""
 
     lease: _Count
     offset_bytes: _Count
     num_bytes: Annotated[int, msgspec.Meta(gt=0, le=PIECE_BYTES)]
 
 
-class Remove(_Request, tag=9, frozen=True):
+class Remove(Request, tag=9, frozen=True):
     """Forget chunks. ``Done``."""
 
     refs: _Refs
 
 
-class Clear(_Request, tag=10, frozen=True):
+class Clear(Request, tag=10, frozen=True):
     """Forget all chunks of the namespace. ``Done``."""
 
 
-class Scan(_Request, tag=11, frozen=True):
-    """All chunks, the longest untouched first, from number ``first`` on. ``Listing``."""
+class Scan(Request, tag=11, frozen=True):
+    """Lists all chunks, the least recently used first, from number ``first`` on. ``Listing``."""
 
     first: _Count
 
 
-class Ping(_Request, tag=12, frozen=True):
-    """Is anybody there? ``Report``. Needs no hello, as all that follows."""
+class Ping(Request, tag=12, frozen=True):
+    """Is the server there? ``Report``. Needs no hello, nor do the requests below."""
 
 
-class Stats(_Request, tag=13, frozen=True):
-    """Everything counted. ``Report``."""
+class Stats(Request, tag=13, frozen=True):
+    """Asks for all counters. ``Report``."""
 
 
-class ClearSpaces(_Request, tag=14, frozen=True):
+class ClearSpaces(Request, tag=14, frozen=True):
     """Forget all chunks of a namespace, by id, or of all (empty). ``Report``."""
 
     space: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
-class Pin(_Request, tag=15, frozen=True):
-    """Keep chunks that are there from eviction, or (not ``is_wanted``) no longer. ``Report``.
+class Pin(Request, tag=15, frozen=True):
+    """Pins chunks, so that they are not evicted, or (not ``is_wanted``) unpins them. ``Report``.
 
-    A pin ends after so many seconds, and after the server's longest time; 0 stands for that.
+    A pin ends after ``seconds``, but at the latest after the server's longest time, which 0 stands for.
     """
 
     space: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
@@ -219,49 +215,29 @@ class Pin(_Request, tag=15, frozen=True):
     seconds: _Count = 0
 
 
-class Explain(_Request, tag=16, frozen=True):
-    """Where is each chunk, and if nowhere, why? ``Report``."""
+class Explain(Request, tag=16, frozen=True):
+    """Where is each chunk, or why is it nowhere? ``Report``."""
 
     space: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     refs: _Refs
 
 
-class Pins(_Request, tag=17, frozen=True):
+class Pins(Request, tag=17, frozen=True):
     """What is pinned. ``Report``."""
 
 
-class UnpinSpaces(_Request, tag=18, frozen=True):
-    """Keep no chunk of a namespace, by id, or of all (empty), from eviction. ``Report``."""
+class UnpinSpaces(Request, tag=18, frozen=True):
+    """Unpins all chunks of a namespace, by id, or of all (empty). ``Report``."""
 
     space: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
-Request: TypeAlias = (
-    Hello
-    | Lookup
-    | Reserve
-    | Commit
-    | Acquire
-    | Release
-    | Piece
-    | Fetch
-    | Remove
-    | Clear
-    | Scan
-    | Ping
-    | Stats
-    | ClearSpaces
-    | Pin
-    | Explain
-    | Pins
-    | UnpinSpaces
-)
 Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
-"""What only those may send who run the server."""
+"""Requests that only operators may send."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a namespace takes, as of the moment ``stamp``: of two, the later counts."""
+    """What a namespace takes. Of two usages, the one with the later stamp is valid."""
 
     stamp: int = 0
     used_bytes: int = 0
@@ -271,7 +247,7 @@ NO_USAGE: Final = Usage()
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A place in the pool, if the outcome is ``HIT`` or ``STORED``: it is this connection's until it gives it back."""
+    """Pages of the pool, if the outcome is ``HIT`` or ``STORED``: this connection's until it gives them back."""
 
     outcome: int
     lease: int = 0
@@ -297,21 +273,21 @@ class Held(_Answer, tag=2, frozen=True):
 
 
 class Granted(_Answer, tag=3, frozen=True):
-    """To ``Reserve`` and ``Acquire``: a place for each chunk, or why there is none."""
+    """To ``Reserve`` and ``Acquire``: pages for each chunk, or why there are none."""
 
     grants: list[Grant]
     usage: Usage
 
 
 class Done(_Answer, tag=4, frozen=True):
-    """Outcomes, one byte each, if the request has any."""
+    """To many requests: outcomes, one byte each, if the request has any."""
 
     outcomes: bytes
     usage: Usage
 
 
 class Data(_Answer, tag=5, frozen=True):
-    """To ``Fetch``: the frames behind, together, are what was wanted."""
+    """To ``Fetch``: the frames that follow, together, are the payload."""
 
     checksum: bytes
 
@@ -325,14 +301,14 @@ class Listing(_Answer, tag=6, frozen=True):
 
 
 class Refused(_Answer, tag=7, frozen=True):
-    """To anything."""
+    """To any request: why it is not carried out."""
 
     reason: int
     message: str
 
 
 class Report(_Answer, tag=8, frozen=True):
-    """To questions of people: JSON, so that they may change without a new protocol."""
+    """JSON for people, so that it may change without a new protocol."""
 
     body: bytes
 
@@ -342,7 +318,7 @@ Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused |
 _OUTCOMES: Final = tuple(Outcome)
 _NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
+_requests = msgspec.msgpack.Decoder(reduce(or_, Request.__subclasses__()))
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
@@ -352,7 +328,7 @@ def encode(message: Request | Answer) -> bytes:
 
 
 def encode_geometry(layout: KVLayout) -> bytes:
-    """The bytes of a geometry: the same for the same one."""
+    """The bytes of a geometry: equal for equal layouts."""
     return _encoder.encode(Geometry.of(layout))
 
 
@@ -360,7 +336,7 @@ def decode_request(data: bytes | memoryview) -> Request:
     """What a client sent.
 
     Raises:
-        ProtocolError: no request is like that.
+        ProtocolError: it is no request.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(data)}")
@@ -375,7 +351,7 @@ def decode_answer(data: bytes | memoryview) -> Answer:
     """What the server sent.
 
     Raises:
-        ProtocolError: no answer is like that.
+        ProtocolError: it is no answer.
     """
     try:
         answer: Answer = _answers.decode(data)
@@ -397,24 +373,22 @@ def _packer(count: int) -> struct.Struct:
 
 
 def unpack_refs(data: bytes) -> list[ChunkRef]:
-    """The other way round.
+    """The reverse of ``pack_refs``.
 
     Raises:
         ProtocolError: these are no whole chunks.
     """
-    if len(data) % REF_BYTES:
-        raise ProtocolError(f"{len(data)} bytes are no names of chunks of {REF_BYTES}")
-    return list(map(ChunkRef._make, _REF.iter_unpack(data)))
+    return list(map(ChunkRef._make, unpack_pairs(data)))
 
 
 def unpack_pairs(data: bytes) -> Sequence[ChunkRef]:
-    """As ``unpack_refs``, but of plain tuples: they are equal to chunks, and made in a third of the time.
+    """As ``unpack_refs``, but with plain tuples, which are equal to chunks and made in a third of the time.
 
     Raises:
         ProtocolError: these are no whole chunks.
     """
     if len(data) % REF_BYTES:
-        raise ProtocolError(f"{len(data)} bytes are no names of chunks of {REF_BYTES}")
+        raise ProtocolError(f"{len(data)} bytes are not a multiple of the {REF_BYTES} that name a chunk")
     pairs: list[Any] = list(_REF.iter_unpack(data))
     return pairs
 
@@ -425,7 +399,7 @@ def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
 
 
 def outcome_of(number: int) -> Outcome:
-    """The other way round.
+    """The reverse of ``number_of``.
 
     Raises:
         ProtocolError: no outcome has this number.
@@ -446,5 +420,5 @@ def namespace_of(fields: dict[str, str | int]) -> Namespace:
 
 
 def fields_bytes(fields: dict[str, str | int]) -> int:
-    """How long the fields of a namespace are."""
+    """The length of a namespace's fields in a message."""
     return len(_encoder.encode(fields))

@@ -1,4 +1,4 @@
-"""Pieces of payload in messages: their checksums, and their way to where they belong."""
+"""Pieces of payload: their checksums, and copying them to where they belong."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ _STEP_BYTES: Final = 256 << 10  # what a processor's own cache holds
 
 
 def checksum(parts: Iterable[Buffer]) -> bytes:
-    """The xxh3_64 of some bytes in a row."""
+    """The xxh3_64 of some parts, joined."""
     running = xxhash.xxh3_64()
     for part in parts:
         running.update(part)
     return running.digest()
 
 
-class Placing:
-    """Copies bytes to their places, in a row, and adds up what is there then.
+def scatter(payload: ByteArray, parts: Iterable[ByteArray]) -> None:
+    """Copy a payload into parts, one after the other; together they have as many bytes."""
+    begin = 0
+    for part in parts:
+        part[:] = payload[begin : begin + len(part)]
+        begin += len(part)
 
-    In steps, each of which is added up while the processor still has it: memory is read once.
+
+class Placing:
+    """Copies bytes to several places in turn, and computes the checksum of what is there then.
+
+    In steps whose checksum is computed while they are in the processor's cache: memory is read once.
     """
 
     def __init__(self) -> None:
         self._running = xxhash.xxh3_64()
 
     def copy(self, source: memoryview, target: ByteArray) -> None:
-        """Copy the next bytes; both have as many."""
+        """Copy the next bytes; both arrays have as many."""
         arrived = np.frombuffer(source, np.uint8)
         for begin in range(0, len(target), _STEP_BYTES):
             step = target[begin : begin + _STEP_BYTES]
@@ -43,5 +51,5 @@ class Placing:
 
     @property
     def checksum(self) -> bytes:
-        """The xxh3_64 of all places so far."""
+        """The xxh3_64 of everything copied so far."""
         return self._running.digest()

@@ -1,4 +1,4 @@
-"""Pages of a cache server's pool, in rows: where in the pool something lies."""
+"""Runs of pages in a cache server's pool: where a chunk lies."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kvstore.errors import ProtocolError
 
 PAGE_BYTES: Final = 16 << 10
 Run: TypeAlias = tuple[int, int]
-"""A row of pages: the number of the first, and how many."""
+"""Consecutive pages: the number of the first, and how many."""
 
 
 class Extent(NamedTuple):
-    """A part of memory: where, and how much."""
+    """A range of the pool's bytes."""
 
     begin: int
     num_bytes: int
 
 
 def extents(runs: Sequence[Run], offset_bytes: int, num_bytes: int) -> list[Extent]:
-    """Where, in the pool, a part of what lies in some runs is.
+    """The ranges of the pool for ``num_bytes`` from an offset on in what lies in some runs.
 
     Raises:
-        ProtocolError: they do not reach so far.
+        ProtocolError: the runs are shorter.
     """
     found = []
     for first, pages in runs:

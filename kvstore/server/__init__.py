@@ -1,17 +1,35 @@
 """The cache server: one pool of memory, and a disk, for every engine on a host, and for other hosts.
 
-    pool.py       the memory: pages in a memfd, and who has which
-    stock.py      what is where, and what goes: pure state, as ``ChunkIndex`` is for an engine
-    spaces.py     one namespace, and its chunks
-    sessions.py   clients, and the places in the pool that are theirs for a while
-    freight.py    payload in messages
-    shelves.py    the disk, one folder a namespace
-    service.py    what a request does
-    doors.py      the unix socket through which the pool is handed out, and who has come in
-    locks.py      CURVE: keys, and who is on the list
-    hub.py        sockets, and the one thread that decides
-    reports.py    what is counted, as numbers and for Prometheus
-    options.py    how a server is configured
+State, without I/O:
+    stock.py        which chunks are where, and which are evicted, as ``ChunkIndex`` is for an engine
+    spaces.py       one namespace and its chunks
+    pins.py         chunks that are kept from eviction
+    pool.py         the memory: pages in a memfd, and which are free
+    sessions.py     clients, and their leases of pages
 
-One thread decides everything and holds no lock; disk, checksums and copies are the business of others.
+Requests:
+    core.py         what the parts below share
+    service.py      what each request does
+    grants.py       which pages a client may write to or read from
+    payload.py      payload in messages
+    orders.py       what operators ask for
+    owner.py        the engine that owns an embedded server
+
+Disk:
+    disk.py         writes, reads and deletions, on threads of their own
+    disk_tiers.py   one disk tier for each namespace, of which few are open
+    turns.py        the order of work on a file
+
+Sockets:
+    hub.py          ZeroMQ's sockets, and the one thread that decides
+    intake.py       messages, frame by frame
+    watch.py        connections that send without end
+    unix_socket.py  hands out the pool, and tells when a client is gone
+    client_keys.py  whose public key is listed
+
+    options.py      configuration
+    embedded.py     a server on a thread of an engine's worker
+    reports.py      counters, as JSON and for Prometheus
+
+One thread decides everything and holds no lock; other threads do disk I/O, checksums and copies.
 """

@@ -19,14 +19,14 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.keyfiles import KeyPair
-from kvstore.server.doors import DOOR_NAME, is_alive
 from kvstore.server.hub import Hub
-from kvstore.server.options import ServerOptions, TcpDoor
+from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.owner import Owner
+from kvstore.server.unix_socket import POOL_SOCKET, is_alive
 
 logger = logging.getLogger(__name__)
 
-_POLICY: Final = "LRU"  # takes whatever is sent: what is handed over is read once, and soon
+_POLICY: Final = "LRU"  # admits whatever is sent: what is handed over is read once, and soon
 _END_WAIT_S: Final = 10.0
 _FOLDER_PREFIX: Final = "kvstore-server-"
 _YOUNG_S: Final = 60.0  # a server that has just made its folder may not listen there yet
@@ -38,10 +38,10 @@ class EmbeddedOptions:
 
     Attributes:
         pool_bytes: of memory.
-        host: where others reach it.
+        host: that it listens on for other engines.
         port: the same; 0 for any that is free.
         keys: the server's own; None for no encryption, which only loopback may have.
-        listed: the keys of those who may come in, and their names.
+        listed: the public keys of the clients that may connect, and their names.
     """
 
     pool_bytes: int
@@ -62,8 +62,8 @@ class EmbeddedServer:
         options: memory, address and keys.
 
     Raises:
-        ConfigError: there is no such memory, the address cannot be listened on, or can be reached from other hosts and
-            there are no keys.
+        ConfigError: the memory does not hold a chunk, the address cannot be listened on, or other hosts can reach it
+            and there are no keys.
     """
 
     def __init__(self, namespace: Namespace, layout: KVLayout, options: EmbeddedOptions) -> None:
@@ -80,7 +80,7 @@ class EmbeddedServer:
             self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)
             self._thread.start()
             opened.pop_all()
-        logger.info("this worker listens for others on %s port %d", options.host, self.port)
+        logger.info("this worker listens for other engines on %s port %d", options.host, self.port)
 
     @property
     def url(self) -> str:
@@ -95,20 +95,20 @@ class EmbeddedServer:
         return port
 
     def enter(self, namespace: Namespace) -> None:
-        """The owner's weights were changed: let go of what others have sent, and let in only who has the new ones."""
+        """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""
         self._hub.enter(namespace)
 
     def close(self) -> None:
-        """Hang up on everybody, and give up the memory. Idempotent; waits for 10 seconds at most."""
+        """Disconnect all clients and free the memory. Idempotent; waits for 10 seconds at most."""
         self._hub.stop()
         self._thread.join(_END_WAIT_S)
         if self._thread.is_alive():
-            logger.warning("the server of this worker does not end within %s s; it is left behind", _END_WAIT_S)
+            logger.warning("the server of this worker has not ended within %s s, and is left running", _END_WAIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _end_unserved(hub: Hub) -> None:
-    """Close a hub that no thread runs."""
+    """Close a hub that no thread serves."""
     hub.stop()
     hub.run()
 
@@ -119,12 +119,12 @@ def _sweep() -> None:
         with suppress(OSError):  # somebody else's, or gone
             status = folder.stat()
             is_old = time.time() - status.st_mtime > _YOUNG_S
-            if is_old and status.st_uid == os.geteuid() and not is_alive(folder / DOOR_NAME):
+            if is_old and status.st_uid == os.geteuid() and not is_alive(folder / POOL_SOCKET):
                 shutil.rmtree(folder)
 
 
 def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
-    """The options of the server behind it, checked under the name that the user has given.
+    """The options of the server itself, checked with the host name that the user has given.
 
     Raises:
         ConfigError: the host has no address, or others can reach it and there are no keys.
@@ -132,7 +132,7 @@ def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
     server = ServerOptions(
         options.pool_bytes,
         folder=folder,
-        tcp=TcpDoor(options.host, options.port),
+        tcp=TcpAddress(options.host, options.port),
         keys=options.keys,
         listed=options.listed,
         policy=_POLICY,
@@ -144,4 +144,4 @@ def _server_options(options: EmbeddedOptions, folder: Path) -> ServerOptions:
     except OSError as error:
         raise ConfigError(f"pd_peer_host {options.host!r} has no address ({error.strerror}): name another") from error
     address = str(found[0][4][0])  # ZeroMQ listens on addresses only
-    return replace(server, tcp=TcpDoor(address, options.port))
+    return replace(server, tcp=TcpAddress(address, options.port))

@@ -1,4 +1,4 @@
-"""Messages of a socket, frame by frame: of one that has too many of them, no more than the first ones are kept."""
+"""Receives messages frame by frame; of a message with too many frames, only the first ones are kept."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Final, NamedTuple
 
 import zmq
 
-_MOST_FRAMES: Final = 2  # behind the name of the sender: a request, and what it carries
+_MOST_FRAMES: Final = 2  # after the name of the sender: a request and its payload
 _SKIPPED_AT_ONCE: Final = 4096  # frames; a few milliseconds
 
 
 class Message(NamedTuple):
-    """What came.
+    """A message that was received.
 
     Attributes:
         name: the socket's name for the sender.
-        frames: the first ones of the message.
-        is_whole: these are all.
+        frames: its first frames.
+        is_whole: it has no others.
     """
 
     name: bytes
@@ -26,22 +26,22 @@ class Message(NamedTuple):
 
 
 class Intake:
-    """Takes messages from a ROUTER socket. Belongs to the thread that decides."""
+    """Receives from a ROUTER socket. Belongs to the thread that decides."""
 
-    def __init__(self, door: zmq.Socket[bytes]) -> None:
-        self._door = door
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self._router = router
         self._is_skipping = False
 
     def take(self) -> Message | None:
-        """The next message; None if there is none, or so many frames were thrown away that it is others' turn."""
+        """The next message; None if there is none, or if it is others' turn after many frames were skipped."""
         try:
             if self._is_skipping and not self._skip():
                 return None
-            name = self._door.recv(zmq.NOBLOCK, copy=False)
+            name = self._router.recv(zmq.NOBLOCK, copy=False)
             frames: list[zmq.Frame] = []
             more = name.more
             while more and len(frames) < _MOST_FRAMES:
-                frames.append(self._door.recv(zmq.NOBLOCK, copy=False))
+                frames.append(self._router.recv(zmq.NOBLOCK, copy=False))
                 more = frames[-1].more
         except zmq.Again:
             return None
@@ -49,9 +49,9 @@ class Intake:
         return Message(name.bytes, frames, not more)
 
     def _skip(self) -> bool:
-        """Throw away the rest of a message; whether all of it has gone."""
+        """Throw away the rest of a message; whether that was all of it."""
         for _ in range(_SKIPPED_AT_ONCE):
-            if not self._door.recv(zmq.NOBLOCK, copy=False).more:
+            if not self._router.recv(zmq.NOBLOCK, copy=False).more:
                 self._is_skipping = False
                 return True
         return False

@@ -1,4 +1,4 @@
-"""How a server is configured, and what of it is refused."""
+"""The options of a server, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 from kvstore.errors import ConfigError
 from kvstore.protocol.keyfiles import KeyPair
 from kvstore.protocol.loopback import is_loopback
-from kvstore.server.rack import ShelfOptions
+from kvstore.server.disk_tiers import DiskOptions
 
 ANYBODY: Final = "*"
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
 
 
 @dataclass(frozen=True)
-class TcpDoor:
+class TcpAddress:
     """An address for clients that do not map the pool; port 0 for any that is free."""
 
     host: str
@@ -34,41 +34,39 @@ class ServerOptions:
 
     Attributes:
         pool_bytes: of memory.
-        folder: where clients on the same host come in; None for none of them.
-        tcp: where others do.
+        folder: of the sockets for clients on the same host; None for no such clients.
+        tcp: the address for other clients; None for no such clients.
         keys: the server's own; None for no encryption.
-        listed: the keys of those who may come in, and their names.
+        listed: the public keys of the clients that may connect, and their names.
         disk: None for none.
-        policy: which chunks go first from memory.
+        policy: which chunks are evicted first from memory.
         disk_policy: the same for the disk.
-        quotas: bytes by model or namespace; see ``StockOptions``.
-        http_port: for /metrics and /healthz, on loopback; None for none.
+        quotas: bytes by model or namespace; see ``Stock``.
         drain_s: how long writes to disk may take at the end.
-        max_writes: chunks on their way to disk at once.
-        operators: which of those listed may give orders, as on this host only our own user may; ``*`` for everybody.
-        pin_max_s: how long a pin lasts at most.
+        max_writes: chunks being written to disk at once.
+        operators: names of the listed clients that may give orders; ``*`` for everybody. On this host our own user may.
+        pin_max_s: the longest time for which a chunk may be pinned.
     """
 
     pool_bytes: int
     folder: Path | None = None
-    tcp: TcpDoor | None = None
+    tcp: TcpAddress | None = None
     keys: KeyPair | None = None
     listed: Mapping[bytes, str] = field(default_factory=dict)
-    disk: ShelfOptions | None = None
+    disk: DiskOptions | None = None
     policy: str = "ADAPTIVE"
     disk_policy: str = "ADAPTIVE"
     quotas: Mapping[str, int] = field(default_factory=dict)
-    http_port: int | None = None
     drain_s: float = 30.0
     max_writes: int = 64
     operators: frozenset[str] = frozenset()
     pin_max_s: float = 86_400.0
 
     def check(self) -> None:
-        """Turn down what is not safe, or cannot work.
+        """Refuse what is not safe, or cannot work.
 
         Raises:
-            ConfigError: says what.
+            ConfigError: names the option.
         """
         if self.folder is None and self.tcp is None:
             raise ConfigError("a cache server needs an address: kvs+ipc:///run/kvstore, or kvs://127.0.0.1:5566")
@@ -88,11 +86,11 @@ class ServerOptions:
             raise ConfigError(f"server_operators names {unknown[0]!r}, and server_clients lists {known}")
 
 
-def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpDoor | None]:
+def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpAddress | None]:
     """The addresses of a server: at most one folder and one of the network.
 
     Raises:
-        ConfigError: one of them is none, or there are two of a kind.
+        ConfigError: one cannot be understood, or there are two of a kind.
     """
     folder, tcp = None, None
     for url in urls:
@@ -100,7 +98,7 @@ def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpDoor | None]:
         if parts.scheme == "kvs+ipc" and parts.path.startswith("/") and not parts.netloc and folder is None:
             folder = Path(parts.path)
         elif parts.scheme == "kvs" and not parts.path and tcp is None:
-            tcp = _tcp_door(url)
+            tcp = _tcp_address(url)
         else:
             raise ConfigError(
                 f"a cache server cannot listen on {url!r}: name at most one kvs+ipc:///folder and one kvs://host:port"
@@ -108,7 +106,7 @@ def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpDoor | None]:
     return folder, tcp
 
 
-def _tcp_door(url: str) -> TcpDoor:
+def _tcp_address(url: str) -> TcpAddress:
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
@@ -116,14 +114,14 @@ def _tcp_door(url: str) -> TcpDoor:
         raise ConfigError(f"a cache server cannot listen on {url!r}: {error}") from error
     if not host or port is None:
         raise ConfigError(f"a cache server cannot listen on {url!r}: name host and port, as in kvs://127.0.0.1:5566")
-    return TcpDoor(host, port)
+    return TcpAddress(host, port)
 
 
 def parse_quotas(text: str) -> dict[str, int]:
     """Quotas in bytes, from ``model=GiB, *=GiB``.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: one of them cannot be understood.
     """
     quotas = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -1,4 +1,4 @@
-"""The engine to which an embedded server belongs, and the only one whose KV it takes."""
+"""The engine that owns an embedded server, which takes only KV that this engine can use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Owner:
         self._throttle = Throttle(logger)
 
     def objection(self, hello: messages.Hello) -> str:
-        """Why a client cannot come in: the names of the fields in which its KV is another; empty if it may.
+        """Why a client is refused: the names of the fields in which its KV differs; empty if it is welcome.
 
-        The owner's own processes, which come through its private folder, may be an epoch ahead, or behind.
+        The owner's own processes, which connect through its private folder, may be an epoch ahead or behind.
         """
         differing = set(self.namespace.differing_fields(messages.namespace_of(hello.fields)))
         if hello.token:
@@ -42,6 +42,6 @@ class Owner:
             return ""
         known = differing & {*self.namespace.fields, EPOCH_FIELD, _LAYOUT}
         names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
-        # The cause does not contain the fields, which anybody may choose.
+        # The cause does not contain the fields, which strangers choose.
         self._throttle.log("stranger", "refused an engine whose KV cannot be used here: it differs in %s", names)
         return f"it belongs to an engine with other KV: they differ in {names}"

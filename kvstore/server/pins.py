@@ -1,26 +1,16 @@
-"""Which chunks stay for a while whatever else needs room."""
+"""Which chunks are pinned: kept from eviction until a given second."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from kvstore.server.spaces import Chunk
 
 
-class PinView(NamedTuple):
-    """Pins of one namespace that end together."""
-
-    space_id: str
-    end_s: int
-    chunks: int
-    bytes: int
-
-
 class Pins:
-    """Every pin ends at a second. Takes room for what is pinned now only. Belongs to the thread that decides."""
+    """All pins, in groups that end in the same second. Belongs to the thread that decides."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -32,14 +22,14 @@ class Pins:
             yield from chunks
 
     def set(self, chunk: Chunk, end_s: float) -> None:
-        """Keep a chunk until then, whatever was said before."""
+        """Pin a chunk until then; replaces an earlier pin."""
         self.drop(chunk)
         chunk.pin_end_s = max(1, math.floor(end_s))
         self.used_bytes += chunk.size_bytes
         self._by_end.setdefault(chunk.pin_end_s, {})[chunk] = None
 
     def drop(self, chunk: Chunk) -> None:
-        """A chunk is kept no longer."""
+        """Unpin a chunk."""
         if not chunk.is_pinned:
             return
         together = self._by_end[chunk.pin_end_s]
@@ -50,18 +40,22 @@ class Pins:
         chunk.pin_end_s = 0
 
     def expire(self, now_s: float) -> None:
-        """End those whose time is over."""
+        """Unpin the chunks whose time is over."""
         for end_s in [end_s for end_s in self._by_end if end_s <= now_s]:
             for chunk in list(self._by_end[end_s]):
                 self.drop(chunk)
 
-    def views(self) -> list[PinView]:
-        """What is pinned, those first that end first."""
+    def listed(self, now_s: float, at_most: int) -> dict[str, object]:
+        """A report of what is pinned, by end and namespace, the pins first that end first."""
         found = []
         for end_s in sorted(self._by_end):
             chunks, sizes = Counter[str](), Counter[str]()
             for chunk in self._by_end[end_s]:
                 chunks[chunk.space.id.hex()] += 1
                 sizes[chunk.space.id.hex()] += chunk.size_bytes
-            found += [PinView(space_id, end_s, chunks[space_id], sizes[space_id]) for space_id in chunks]
-        return found
+            ends_in_s = max(0, round(end_s - now_s))
+            found += [
+                {"namespace": name, "chunks": count, "bytes": sizes[name], "ends_in_s": ends_in_s}
+                for name, count in chunks.items()
+            ]
+        return {"pins": found[:at_most], "left_out": max(0, len(found) - at_most)}

@@ -1,8 +1,8 @@
-"""The server's memory: pages in a memfd, which clients on the same host map, and which of them are free.
+"""The server's memory: pages in a memfd, which clients on the same host map, and a list of the free ones.
 
-A memfd belongs to no filesystem: a container's small ``/dev/shm`` does not bound it, and it is gone with the last
-process that has it. Chunks of all sizes share the pool. A chunk lies in one run of pages where there is one, otherwise
-in as many as it takes; so there is no waste but the end of its last page, and what is free can always be used.
+A memfd belongs to no filesystem: a container's small ``/dev/shm`` does not bound it, and it is freed with the last
+process that has it. Chunks of all sizes share the pool. A chunk lies in one run of pages if there is one that is long
+enough, otherwise in several. So only the end of its last page is wasted, and all free pages can be used.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvstore.errors import ConfigError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol.runs import PAGE_BYTES, Run, extents
 
-# From linux/fcntl.h; Python has them from 3.12 on only. Nobody who maps the pool can cut it off under the others.
+# From linux/fcntl.h; only Python 3.12 and later has them. No client can truncate the pool under the others.
 _F_ADD_SEALS = 1033
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
 
 
 def pages_of(num_bytes: int) -> int:
-    """In how many pages so much lies."""
+    """How many pages hold so many bytes."""
     return -(-num_bytes // PAGE_BYTES)
 
 
 class FreePages:
-    """Which pages of a pool are free. Belongs to one thread. Of many free runs, a call looks at few."""
+    """The free pages of a pool. Belongs to one thread. A call looks at few of the free runs."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_free = 0
@@ -41,7 +41,7 @@ class FreePages:
             self.give([(0, num_pages)])
 
     def take(self, num_pages: int) -> tuple[Run, ...] | None:
-        """The shortest free run that is long enough; if there is none, the longest ones. None: not so many are free."""
+        """The shortest free run that is long enough, or else the longest runs. None: too few pages are free."""
         if num_pages > self.num_free:
             return None
         runs: list[Run] = []
@@ -53,7 +53,7 @@ class FreePages:
         return tuple(runs)
 
     def give(self, runs: Sequence[Run]) -> None:
-        """Take pages back."""
+        """Free pages."""
         for first, length in runs:
             self.num_free += length
             self._join(first, length)
@@ -85,7 +85,7 @@ class FreePages:
         same[first] = None
 
     def _remove(self, first: int) -> int:
-        """Forget a run; its length."""
+        """Forget a run; returns its length."""
         length = self._lengths.pop(first)
         del self._firsts[first + length]
         same = self._by_length[length]
@@ -102,7 +102,7 @@ class Pool:
     Any thread may read and write bytes; ``free`` belongs to the thread that decides.
 
     Raises:
-        ConfigError: the system has no memfd of that size.
+        ConfigError: the system cannot make a memfd of that size.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -131,15 +131,15 @@ class Pool:
         return self.num_bytes - self.free.num_free * PAGE_BYTES
 
     def parts(self, runs: Sequence[Run], offset_bytes: int, num_bytes: int) -> list[ByteArray]:
-        """Views of a part of what lies in some runs.
+        """Views of ``num_bytes`` from an offset on in what lies in some runs.
 
         Raises:
-            ProtocolError: they do not reach so far.
+            ProtocolError: the runs are shorter.
         """
         return [self.bytes[begin : begin + size] for begin, size in extents(runs, offset_bytes, num_bytes)]
 
     def close(self) -> None:
-        """Stop populating, and give up the memfd; the memory lives until its last user is gone."""
+        """Stop populating, and close the memfd; the memory lives until its last user is gone."""
         self._closing.set()
         self._thread.join()
         if self.fd >= 0:

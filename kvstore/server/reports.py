@@ -1,8 +1,7 @@
-"""What the server holds and did, as one tree of numbers, and for Prometheus."""
+"""What the server holds and has done, as one tree of numbers, and in Prometheus's text format."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
@@ -12,80 +11,62 @@ from typing import Any, Final
 
 import kvstore
 from kvstore.protocol.messages import fields_bytes
-from kvstore.server.pool import Pool
-from kvstore.server.service import Service
-from kvstore.server.sessions import Sessions
-from kvstore.server.shelves import Shelves
+from kvstore.server.core import Core
 from kvstore.server.spaces import NO_QUOTA, Space
-from kvstore.server.stock import Stock
 
 _MAX_SPACES: Final = 256
 _MAX_FIELDS_BYTES: Final = 256 << 10  # of all of them
 
 
-class Reporter:
-    """Reads everything that can be counted. Belongs to the thread that decides."""
+def stats(core: Core, uptime_s: float, num_unwritten: int) -> dict[str, Any]:
+    """The server, its tiers, and the namespaces that hold most: a report must not keep clients waiting."""
+    spaces = nlargest(_MAX_SPACES, core.stock.spaces.values(), key=attrgetter("used_bytes"))
+    sizes = accumulate(fields_bytes(dict(space.namespace.fields)) for space in spaces)
+    listed = [_space(space) for space, size in zip(spaces, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
+    return {
+        "version": kvstore.__version__,
+        "uptime_s": round(uptime_s, 1),
+        "status": "closing" if core.is_closing else "ok",
+        "clients": len(core.sessions.by_peer),
+        "leases": core.sessions.num_leases,
+        "leased_bytes": core.sessions.leased_bytes,
+        "tiers": _tiers(core, num_unwritten),
+        "namespaces": listed,
+        "namespaces_left_out": len(core.stock.spaces) - len(listed),
+    }
 
-    def __init__(self, pool: Pool, stock: Stock, sessions: Sessions, shelves: Shelves | None, service: Service) -> None:
-        self._pool = pool
-        self._stock = stock
-        self._sessions = sessions
-        self._shelves = shelves
-        self._service = service
-        self._began_s = time.monotonic()
 
-    def tree(self) -> dict[str, Any]:
-        """Everything: the server, its tiers, and each namespace."""
-        return {
-            "version": kvstore.__version__,
-            "uptime_s": round(time.monotonic() - self._began_s, 1),
-            "status": "closing" if self._service.is_closing else "ok",
-            "clients": len(self._sessions.by_peer),
-            "leases": self._sessions.num_leases,
-            "leased_bytes": self._sessions.leased_bytes,
-            "tiers": self._tiers(),
-            **self._spaces(),
+def _tiers(core: Core, num_unwritten: int) -> dict[str, Any]:
+    tiers: dict[str, Any] = {
+        "memory": {
+            "capacity_bytes": core.pool.num_bytes,
+            "used_bytes": core.pool.used_bytes,
+            "chunks": core.stock.num_in_memory,
+            "pinned_bytes": core.stock.pins.used_bytes,
         }
-
-    def _spaces(self) -> dict[str, Any]:
-        """Those that hold most, and how many others there are: a report must not keep clients waiting."""
-        spaces = nlargest(_MAX_SPACES, self._stock.spaces.values(), key=attrgetter("used_bytes"))
-        sizes = accumulate(fields_bytes(dict(space.namespace.fields)) for space in spaces)
-        listed = [self._space(space) for space, size in zip(spaces, sizes, strict=True) if size <= _MAX_FIELDS_BYTES]
-        return {"namespaces": listed, "namespaces_left_out": len(self._stock.spaces) - len(listed)}
-
-    def _tiers(self) -> dict[str, Any]:
-        tiers: dict[str, Any] = {
-            "memory": {
-                "capacity_bytes": self._pool.num_bytes,
-                "used_bytes": self._pool.used_bytes,
-                "chunks": self._stock.num_in_memory,
-                "pinned_bytes": self._stock.pinned_bytes,
-            }
+    }
+    if core.disk is not None:
+        tiers["disk"] = {
+            "capacity_bytes": core.disk.capacity_bytes,
+            "used_bytes": core.disk.used_bytes,
+            "chunks": core.stock.num_on_disk,
+            "unwritten": num_unwritten,
         }
-        if self._shelves is not None:
-            tiers["disk"] = {
-                "capacity_bytes": self._shelves.capacity_bytes,
-                "used_bytes": self._shelves.used_bytes,
-                "chunks": self._stock.num_on_disk,
-                "unwritten": self._service.num_unwritten,
-            }
-        return tiers
+    return tiers
 
-    @staticmethod
-    def _space(space: Space) -> dict[str, Any]:
-        layout = space.layout
-        return {
-            "id": space.id.hex(),
-            "fields": dict(space.namespace.fields),
-            "chunk_tokens": layout.chunk_tokens,
-            "block_tokens": layout.block_tokens,
-            "chunks": len(space.chunks),
-            "used_bytes": space.used_bytes,
-            "quota_bytes": None if space.quota_bytes == NO_QUOTA else space.quota_bytes,
-            "clients": space.num_sessions,
-            "counters": asdict(space.counters),
-        }
+
+def _space(space: Space) -> dict[str, Any]:
+    return {
+        "id": space.id.hex(),
+        "fields": dict(space.namespace.fields),
+        "chunk_tokens": space.layout.chunk_tokens,
+        "block_tokens": space.layout.block_tokens,
+        "chunks": len(space.chunks),
+        "used_bytes": space.used_bytes,
+        "quota_bytes": None if space.quota_bytes == NO_QUOTA else space.quota_bytes,
+        "clients": space.num_sessions,
+        "counters": asdict(space.counters),
+    }
 
 
 _GAUGES = {"clients": "Clients connected.", "leases": "Places of the pool in use by clients."}

@@ -1,12 +1,11 @@
-"""Clients, and the places in the pool that are theirs for a while.
+"""Clients, and their leases of pages in the pool.
 
-A *lease* is the right to read or write the pages of one chunk. Its number is never used again, so it is also the
-generation of those pages: whoever comes back late with an old number is told that there is no such lease.
+A *lease* is the right to read or write the pages of one chunk. Its number is never used again: a client that comes back
+late with an old number is told that there is no such lease.
 
-A client that maps the pool could write to it at any time until it is gone. So its leases end with the connection to
-the unix socket, which only the client or its death closes, and never with a timer. From other clients bytes come in
-messages, and the server itself puts them where they belong: their leases end, too, when nothing was heard of them for a
-while.
+A client that maps the pool can write to it until it is gone. So its leases end with its connection to the unix socket,
+which only the client or its death closes, and never with a timer. Bytes of other clients come in messages, and the
+server itself copies them to their pages: the leases of such a client also end when it was silent for a while.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SILENCE_S = 30.0  # after which the leases of a client that does not map the poo
 FORGET_S = 600.0  # after which such a client is forgotten; it may say hello again
 MAX_SESSIONS = 4096
 MAX_PIECES = 16  # under way for one client
-MAX_LATE = 16  # questions for places, of one client, that are answered later
+MAX_LATE = 16  # requests for grants, of one client, that are answered later
 
 
 @dataclass
@@ -31,13 +30,13 @@ class Lease:
     """The right to read, or write, the pages of a chunk.
 
     Attributes:
-        number: names it.
-        chunk: which.
-        is_write: whether to write.
-        copies: of pieces, by the server, under way: the pages stay until they have ended.
+        number: its name.
+        chunk: the chunk.
+        is_write: to write it, and not to read it.
+        copies: pieces that the server is copying: the pages are kept until that has ended.
         copied_bytes: of the pieces that have arrived.
-        is_over: it was given back, and waits for these.
-        is_sound: every piece so far was what its sender said.
+        is_over: it was given back, and waits for ``copies`` to end.
+        is_sound: the checksum of every piece so far was right.
     """
 
     number: int
@@ -54,17 +53,17 @@ class Session:
     """A client after its hello.
 
     Attributes:
-        peer: how the socket calls it.
+        peer: its name at the sockets.
         space: the namespace that it uses.
         capacity_bytes: what it wants the namespace to hold at most.
         token: of its connection to the unix socket; empty without one.
-        heard_s: when it sent something last.
+        heard_s: when it last sent something.
         leases: by their numbers.
         leased_bytes: of the pages of all of them.
         num_pieces: pieces that are being copied for it.
-        num_late: of its questions for places, how many are to be answered later.
+        num_late: its requests for grants that are to be answered later.
         is_over: it has ended.
-        fd: of its connection, where that is known.
+        fd: of its connection, where that is known; otherwise -1.
     """
 
     peer: Peer
@@ -84,11 +83,11 @@ class Peer(NamedTuple):
     """A client as the sockets know it.
 
     Attributes:
-        door: the number of the socket through which it comes.
+        socket: the number of the socket through which it comes.
         name: the socket's name for it.
     """
 
-    door: int
+    socket: int
     name: bytes
 
 
@@ -96,8 +95,8 @@ class Sessions:
     """All of them, and their leases. Belongs to the thread that decides.
 
     Args:
-        stock: whose chunks are leased.
-        pool_bytes: of which all leases together may hold three quarters, and those of one client a quarter.
+        stock: of the chunks that are leased.
+        pool_bytes: all leases together may hold three quarters of them, and those of one client a quarter.
     """
 
     def __init__(self, stock: Stock, pool_bytes: int) -> None:
@@ -111,7 +110,7 @@ class Sessions:
         self._numbers = itertools.count(1)
 
     def begin(self, peer: Peer, space: Space, capacity_bytes: int, token: bytes, now_s: float) -> Session:
-        """A client said hello."""
+        """Begin the session of a client that said hello."""
         session = Session(peer, space, capacity_bytes, token, now_s)
         space.num_sessions += 1
         self.by_peer[peer] = session
@@ -120,7 +119,7 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """A client is gone: nothing is its any longer."""
+        """End the session of a client that is gone, and all of its leases."""
         if session.is_over:
             return
         session.is_over = True
@@ -135,14 +134,14 @@ class Sessions:
         return self._by_token.get(token)
 
     def may_lease(self, session: Session, num_bytes: int) -> bool:
-        """Whether a client may have so much more. The first lease always: a pool may be small."""
+        """Whether a client may lease so much more. One lease is always allowed: a pool may be small."""
         if not session.leases:
             return self.leased_bytes + num_bytes <= self._max_bytes or not self.num_leases
         is_fair = session.leased_bytes + num_bytes <= self._max_session_bytes
         return is_fair and self.leased_bytes + num_bytes <= self._max_bytes
 
     def lease(self, session: Session, chunk: Chunk, *, is_write: bool) -> Lease:
-        """Let a client read or write a chunk that is in use for it already."""
+        """Lease a chunk, whose use for this was counted already, to a client."""
         lease = Lease(next(self._numbers), chunk, is_write)
         session.leases[lease.number] = lease
         session.leased_bytes += chunk.size_bytes
@@ -151,32 +150,32 @@ class Sessions:
         return lease
 
     def give_back(self, session: Session, lease: Lease, *, is_whole: bool) -> Outcome:
-        """A client is done with a lease: what became of a write (``is_whole``: all of it is there)."""
+        """End a lease, and say what became of it. A write succeeds if ``is_whole``: all bytes are there."""
         del session.leases[lease.number]
         session.leased_bytes -= lease.chunk.size_bytes
         self.leased_bytes -= lease.chunk.size_bytes
         self.num_leases -= 1
         lease.is_over = True
-        if lease.copies:  # it cannot be whole while pieces of it are on their way
+        if lease.copies:  # it cannot be whole while pieces of it are being copied
             return Outcome.FAILED
         return self.finish(lease, is_whole=is_whole)
 
     def copied(self, lease: Lease, *, is_sound: bool) -> None:
-        """One piece of a lease was copied, or did not arrive as it was sent."""
+        """Note that a piece of a lease was copied, and whether its checksum was right."""
         lease.copies -= 1
         lease.is_sound = lease.is_sound and is_sound
         if lease.is_over and not lease.copies:
             self.finish(lease, is_whole=False)
 
     def finish(self, lease: Lease, *, is_whole: bool) -> Outcome:
-        """Tell the stock that a use of a chunk has ended."""
+        """Tell the stock that the use of a chunk has ended."""
         if lease.is_write:
             return self._stock.complete(lease.chunk, is_whole=is_whole and lease.is_sound)
         self._stock.release(lease.chunk)
         return Outcome.HIT
 
     def expire(self, now_s: float) -> list[Session]:
-        """Clients that do not map the pool, and of whom nothing was heard for too long."""
+        """Clients that do not map the pool, and were silent for too long."""
         return [
             session
             for session in self.by_peer.values()

@@ -1,4 +1,4 @@
-"""One namespace at the server, and its chunks. Plain state: who changes it is ``stock.py``."""
+"""One namespace at the server, and its chunks. Plain state, which ``stock.py`` changes."""
 
 from __future__ import annotations
 
@@ -9,72 +9,62 @@ from dataclasses import dataclass, field
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.layout import KVLayout
-from kvstore.protocol.messages import REF_BYTES, encode_geometry, pack_refs
+from kvstore.protocol.messages import encode_geometry, pack_refs
 from kvstore.protocol.runs import PAGE_BYTES, Run
 from kvstore.server.pool import pages_of
 
 NO_QUOTA = 1 << 62
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Chunk:
     """One chunk of a namespace, in memory, on disk or both.
 
     Attributes:
-        space: whose it is.
+        space: the namespace.
         ref: its name there.
-        key: its name among those of all namespaces.
+        key: its name among the chunks of all namespaces.
         num_bytes: of its payload.
         size_bytes: of the pages it takes in memory; also what it counts against a quota.
         runs: where it is in memory; empty if it is not.
         disk_bytes: what it takes on disk; 0 if it is not there.
-        uses: reads, loads and writes under way: its pages stay what they are.
-        pin_end_s: until when somebody wants it to stay; 0 if nobody does.
+        uses: reads, loads and writes under way, while which its pages are given to nobody else.
+        pin_end_s: when its pin ends; 0 if it is not pinned.
         is_whole: all of it is in memory. Not so while it is written, or read from disk.
-        is_gone: it was removed; its pages go with the last use.
-        epoch: of its namespace, when it was begun.
-        sums: checksums of parts of its payload, by offset and length, as far as they are known.
+        is_gone: it was removed; its pages are freed with the last use.
+        epoch: of its namespace, when its write began.
+        sums: known checksums of parts of its payload, by offset and length.
     """
 
-    __slots__ = (
-        "disk_bytes",
-        "epoch",
-        "is_gone",
-        "is_whole",
-        "key",
-        "num_bytes",
-        "pin_end_s",
-        "ref",
-        "runs",
-        "size_bytes",
-        "space",
-        "sums",
-        "uses",
-    )
+    space: Space
+    ref: ChunkRef
+    key: bytes = field(init=False)
+    num_bytes: int = field(init=False)
+    size_bytes: int = field(init=False)
+    runs: tuple[Run, ...] = ()
+    disk_bytes: int = 0
+    uses: int = 0
+    pin_end_s: int = 0
+    is_whole: bool = False
+    is_gone: bool = False
+    epoch: int = field(init=False)
+    sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
-    def __init__(self, space: Space, ref: ChunkRef) -> None:
-        self.space = space
-        self.ref = ref
-        self.key = space.key_of(ref)
-        self.num_bytes = space.layout.payload_bytes(ref.num_blocks)
+    def __post_init__(self) -> None:
+        self.key = self.space.key_of(self.ref)
+        self.num_bytes = self.space.layout.payload_bytes(self.ref.num_blocks)
         self.size_bytes = pages_of(self.num_bytes) * PAGE_BYTES
-        self.runs: tuple[Run, ...] = ()
-        self.disk_bytes = 0
-        self.uses = 0
-        self.pin_end_s = 0
-        self.is_whole = False
-        self.is_gone = False
-        self.epoch = space.epoch
-        self.sums: dict[tuple[int, int], bytes] = {}
+        self.epoch = self.space.epoch
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is to stay for a while."""
+        """Whether it is kept from eviction."""
         return self.pin_end_s != 0
 
 
 @dataclass
 class SpaceCounters:
-    """What happened in a namespace since the server was started."""
+    """What happened in a namespace since the server started."""
 
     lookups: int = 0
     found_chunks: int = 0  # of those looked up
@@ -94,12 +84,12 @@ class Space:
     """A namespace.
 
     Attributes:
-        id: 8 bytes, which name it together with its geometry.
+        id: 8 bytes that stand for the namespace and the geometry.
         namespace: its fields.
         layout: the geometry of its chunks.
         quota_bytes: what it may hold, in memory and on disk together, each chunk counted once.
-        chunks: the longest untouched first.
-        used_bytes: of all chunks, and of those being written.
+        chunks: the least recently used first.
+        used_bytes: of all chunks, those being written included.
         epoch: counts how often it was cleared.
         num_sessions: clients that use it now.
     """
@@ -114,7 +104,7 @@ class Space:
     counters: SpaceCounters = field(default_factory=SpaceCounters)
 
     def __post_init__(self) -> None:
-        # Of another geometry, the same names would stand for other bytes.
+        # With another geometry, the same names would stand for other bytes.
         self.id = hashlib.sha256(self.namespace.id + encode_geometry(self.layout)).digest()[:NAMESPACE_ID_BYTES]
 
     def key_of(self, ref: ChunkRef) -> bytes:
@@ -124,9 +114,3 @@ class Space:
     def has_size(self, ref: ChunkRef) -> bool:
         """Whether there can be a chunk of that many blocks."""
         return 0 < ref.num_blocks <= self.layout.blocks_per_chunk
-
-
-def split_key(key: bytes) -> tuple[bytes, ChunkRef]:
-    """The namespace's id and the chunk that a key stands for."""
-    space_id, rest = key[:-REF_BYTES], key[-REF_BYTES:]
-    return space_id, ChunkRef(rest[:-4], int.from_bytes(rest[-4:], "little"))

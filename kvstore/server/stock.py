@@ -1,17 +1,16 @@
-"""What is where, and what goes: the state of the server, of all namespaces. Pure: no I/O, no lock, one thread.
+"""The state of the server: which chunks are where, and which are evicted. Pure: no I/O, no lock, one thread.
 
-As with ``ChunkIndex``, everything is prepared, moved and completed. Pages that are being written belong to a chunk that
-nobody can find; completing it makes it the chunk. What is being read may be removed or replaced meanwhile: its pages go
-with the last use.
+As with ``ChunkIndex``, every move is prepared, carried out and completed. A chunk that is being written cannot be found
+until it is complete. A chunk that is being read may be removed or replaced meanwhile: its pages are freed with its last
+use.
 
-Memory and disk have a policy each, over the chunks of all namespaces. A namespace that is at its quota gives up its own
-chunks first, the longest untouched before the others.
+Memory and disk have a policy each, over the chunks of all namespaces. A namespace at its quota evicts its own chunks,
+the least recently used first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
@@ -28,45 +27,41 @@ MAX_SPACES = 4096
 ANY_SPACE = "*"  # in quotas: those not named
 
 
-@dataclass(frozen=True)
-class StockOptions:
-    """Bounds and policies.
-
-    Attributes:
-        pool_bytes: of the memory.
-        disk_bytes: of the disk; 0 for none.
-        policy: of the memory.
-        disk_policy: of the disk.
-        quotas: bytes by a namespace's model or its id in hex; ``*`` for those not named.
-        first_stamp: where to begin to count; later than any that clients know of an earlier server.
-    """
-
-    pool_bytes: int
-    disk_bytes: int = 0
-    policy: str = "ADAPTIVE"
-    disk_policy: str = "ADAPTIVE"
-    quotas: Mapping[str, int] | None = None
-    first_stamp: int = 0
-
-
 class Stock:
     """All chunks of the server.
 
     Args:
-        options: bounds and policies.
+        pool_bytes: of the memory.
         free: the pages of the pool.
+        disk_bytes: of the disk; 0 for none.
+        policy: of the memory.
+        disk_policy: of the disk.
+        quotas: bytes by a namespace's model or its id in hex; ``*`` for those not named.
+        first_stamp: where ``stamp`` begins; later than any that clients know of an earlier server.
     """
 
-    def __init__(self, options: StockOptions, free: FreePages) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        free: FreePages,
+        *,
+        disk_bytes: int = 0,
+        policy: str = "ADAPTIVE",
+        disk_policy: str = "ADAPTIVE",
+        quotas: Mapping[str, int] | None = None,
+        first_stamp: int = 0,
+    ) -> None:
         self.spaces: dict[bytes, Space] = {}
         self.departed = Departed()
-        self.stamp = options.first_stamp  # counts changes of what anybody is told about sizes
-        self.num_displaced = 0  # chunks that made room, so far: the work that this has cost
+        self.stamp = first_stamp  # counts the changes of the sizes that clients are told
+        self.num_displaced = 0  # chunks evicted so far, which is the work that this has cost
         self.pins = Pins()
-        self._options = options
+        self._max_pinned_bytes = pool_bytes // 2
+        self._disk_bytes = disk_bytes
+        self._quotas = quotas or {}
         self._free = free
-        self._memory = open_policy(options.policy, options.pool_bytes)
-        self._disk = open_policy(options.disk_policy, options.disk_bytes)
+        self._memory = open_policy(policy, pool_bytes)
+        self._disk = open_policy(disk_policy, disk_bytes)
         self._chunks: dict[bytes, Chunk] = {}  # all that can be found, by key
         self._removals: list[tuple[Space, ChunkRef]] = []
         self._forgotten: list[Space] = []
@@ -80,11 +75,6 @@ class Stock:
     def num_on_disk(self) -> int:
         """Chunks on disk."""
         return len(self._disk)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of chunks that are pinned."""
-        return self.pins.used_bytes
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
@@ -103,10 +93,9 @@ class Stock:
         return fresh
 
     def _quota_of(self, space: Space) -> int:
-        quotas = self._options.quotas or {}
         model = str(space.namespace.fields.get("model", ""))
         names = (space.id.hex(), model, model.removeprefix("id "), ANY_SPACE)
-        return next((quotas[name] for name in names if name in quotas), NO_QUOTA)
+        return next((self._quotas[name] for name in names if name in self._quotas), NO_QUOTA)
 
     def forget_empty(self) -> None:
         """Forget namespaces without chunks or clients."""
@@ -116,13 +105,13 @@ class Stock:
                 self._forgotten.append(space)
 
     def take_forgotten(self) -> list[Space]:
-        """Namespaces that were forgotten, and of which nothing need be kept. Their removals come first."""
+        """Namespaces that were forgotten, whose folders can be deleted. Their removals come first."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     def limit(self, space: Space, capacity_bytes: int) -> None:
-        """A client says what a namespace may hold at most: what is beyond that goes."""
-        self._evict(self._longest_untouched(space, space.used_bytes - capacity_bytes, None)[0])
+        """Evict what a namespace holds beyond a client's bound."""
+        self._evict(self._least_recent(space, space.used_bytes - capacity_bytes, None)[0])
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -138,14 +127,14 @@ class Stock:
         return found
 
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
-        """Let the policies know that somebody asked for chunks, in the order of a prompt."""
+        """Tell the policies that chunks were looked up, in the order of a prompt."""
         keys = [space.key_of(ref) for ref in refs]
         self._memory.touch_chain(keys)
-        if self._options.disk_bytes:
+        if self._disk_bytes:
             self._disk.touch_chain(keys)
 
     def why(self, space: Space, ref: ChunkRef) -> str:
-        """Where a chunk is, or why it is not there; for people."""
+        """Where a chunk is, or why it is nowhere; for people."""
         chunk = space.chunks.get(ref)
         if chunk is None:
             reason = self.departed.reason(space.key_of(ref))
@@ -156,11 +145,11 @@ class Stock:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def reserve(self, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
-        """Pages for a chunk that is to come; None: no room.
+        """Pages for a chunk that is to be written; None: no room.
 
         Args:
             space: whose it is.
-            ref: its name. If there is one already, it stays until the new one is complete, or for want of room, goes.
+            ref: its name. If there is such a chunk, it stays until the new one is complete, if there is room for both.
             capacity_bytes: what the client wants the namespace to hold at most.
         """
         chunk = Chunk(space, ref)
@@ -180,7 +169,7 @@ class Stock:
         return chunk
 
     def complete(self, chunk: Chunk, *, is_whole: bool) -> Outcome:
-        """A chunk that was reserved is all there, or never will be."""
+        """A chunk that was reserved has been written, or never will be."""
         space = chunk.space
         chunk.uses -= 1
         self.stamp += 1
@@ -210,7 +199,7 @@ class Stock:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def acquire(self, space: Space, ref: ChunkRef) -> Chunk | Outcome:
-        """A chunk, in use from now on: if it is not whole, it must be read from disk first. Or why there is none."""
+        """A chunk, in use from now on, which must be read from disk if it is not whole; or why there is none."""
         chunk = space.chunks.get(ref)
         if chunk is None:
             return Outcome.MISS
@@ -227,7 +216,7 @@ class Stock:
         return chunk
 
     def note_read(self, chunk: Chunk) -> None:
-        """Somebody was given a chunk to read."""
+        """Count a chunk that a client was granted."""
         chunk.space.counters.read_chunks += 1
         chunk.space.counters.read_bytes += chunk.num_bytes
 
@@ -238,7 +227,7 @@ class Stock:
             self._unmap(chunk)
 
     def loaded(self, chunk: Chunk, outcome: Outcome) -> None:
-        """A read from disk has ended; uses are released separately."""
+        """A read from disk has ended. Its uses are released separately."""
         if outcome is Outcome.HIT:
             chunk.is_whole = True
         elif outcome in {Outcome.MISS, Outcome.CORRUPT} and not chunk.is_gone:
@@ -247,17 +236,17 @@ class Stock:
     # -- the disk ----------------------------------------------------------------------------------------------------
 
     def found_on_disk(self, space: Space, ref: ChunkRef, size_bytes: int) -> None:
-        """A chunk of an earlier life of the server."""
+        """Take in a chunk that an earlier server has left."""
         chunk = Chunk(space, ref)
         chunk.disk_bytes = size_bytes
         space.used_bytes += chunk.size_bytes
         self._admit(chunk)
 
     def prepare_write(self, chunk: Chunk, size_bytes: int) -> bool:
-        """Make room on disk for a chunk that is in memory; False if it is not worth it. In use, if True."""
+        """Make room on disk for a chunk in memory. True: it is in use until ``written``; False: do not write it."""
         if chunk.disk_bytes or chunk.is_gone or not chunk.is_whole:
             return False
-        missing = self._disk.used_bytes + size_bytes - self._options.disk_bytes
+        missing = self._disk.used_bytes + size_bytes - self._disk_bytes
         if missing > 0:
             victims = self._disk.make_room(missing, self._may_leave_disk, chunk.key)
             if victims is None:
@@ -270,7 +259,7 @@ class Stock:
         return True
 
     def written(self, chunk: Chunk, size_bytes: int | None) -> None:
-        """A write to disk has ended: with that size, or (None) without success."""
+        """A write to disk has ended with a file of that size, or (None) has failed."""
         if not chunk.is_gone:  # otherwise its removal follows
             if size_bytes is None:
                 self._disk.remove(chunk.key)
@@ -280,7 +269,7 @@ class Stock:
         self.release(chunk)
 
     def take_removals(self) -> list[tuple[Space, ChunkRef]]:
-        """Chunks whose files must go, before any that is written from now on under the same name."""
+        """Chunks whose files must be deleted, before any that is written from now on under the same name."""
         removals, self._removals = self._removals, []
         return removals
 
@@ -311,20 +300,20 @@ class Stock:
         return self.remove(space, list(space.chunks))
 
     def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
-        """Keep chunks from eviction until then; of how many that was said. At most half of the memory is pinned."""
+        """Pin chunks until then; how many. At most half of the memory is pinned."""
         count = 0
         for ref in refs:
             chunk = space.chunks.get(ref)
             if chunk is None:
                 continue
-            if not chunk.is_pinned and self.pinned_bytes + chunk.size_bytes > self._options.pool_bytes // 2:
+            if not chunk.is_pinned and self.pins.used_bytes + chunk.size_bytes > self._max_pinned_bytes:
                 break
             self.pins.set(chunk, end_s)
             count += 1
         return count
 
     def unpin(self, chunks: Iterable[Chunk]) -> int:
-        """Keep chunks no longer; how many were pinned."""
+        """Unpin chunks; how many were pinned."""
         pinned = [chunk for chunk in chunks if chunk.is_pinned]
         for chunk in pinned:
             self.pins.drop(chunk)
@@ -366,7 +355,7 @@ class Stock:
             self._memory.evict(chunk.key)
 
     def _take(self, size_bytes: int, newcomer: bytes | None, keep: Chunk | None = None) -> tuple[Run, ...] | None:
-        """Pages, after others have gone if need be; None if none may."""
+        """Pages, after evictions if need be; None if too little may be evicted."""
 
         def may_go(key: bytes) -> bool:
             chunk = self._chunks[key]
@@ -387,8 +376,8 @@ class Stock:
             self._drop(chunk, MissReason.EVICTED)
 
     def _shrink(self, space: Space, limit_bytes: int, keep: ChunkRef | None) -> bool:
-        """Let the longest untouched chunks of a namespace go until it holds no more than that; none, if it cannot."""
-        victims, is_enough = self._longest_untouched(space, space.used_bytes - limit_bytes, keep)
+        """Evict the least recently used chunks of a namespace until it is within a limit; none if that cannot be."""
+        victims, is_enough = self._least_recent(space, space.used_bytes - limit_bytes, keep)
         if is_enough:
             self._evict(victims)
         return is_enough
@@ -399,8 +388,8 @@ class Stock:
             self._drop(chunk, MissReason.EVICTED)
 
     @staticmethod
-    def _longest_untouched(space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
-        """Chunks of a namespace that may go and have so many bytes, or all of them; whether they have."""
+    def _least_recent(space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
+        """Chunks of a namespace that may be evicted and have so many bytes, or all of them; whether they have."""
         found: list[Chunk] = []
         for chunk in space.chunks.values() if num_bytes > 0 else ():
             if not (chunk.is_pinned or chunk.uses) and chunk.ref != keep:

@@ -1,7 +1,7 @@
-"""In which order files are worked on.
+"""The order in which files are written and deleted.
 
-Of one chunk's file, what was begun first ends first: an older version would otherwise come to stand in the place of a
-newer one. Some work has a namespace for itself.
+Work on one chunk's file ends in the order in which it was begun: otherwise an older version could replace a newer one.
+Some work, such as a clear, has a whole namespace to itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Work(NamedTuple):
     """Something to do.
 
     Attributes:
-        run: does it, on a thread. It is given what to call when it has ended, which may be later than it returns.
-        give_up: called instead of the rest of it, if it raised what nobody foresaw.
+        run: does it, on a thread. Its argument is to be called when the work has ended, maybe after ``run`` returns.
+        give_up: called if ``run`` raised something unforeseen.
     """
 
     run: Callable[[Callable[[], None]], None]
@@ -27,32 +27,32 @@ class Work(NamedTuple):
 
 
 class Once:
-    """Calls something the first time that it is called itself, from whatever thread."""
+    """Forwards the first call of it, from whatever thread, and ignores the others."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
+    def __init__(self, action: Callable[..., None]) -> None:
         self._left = deque([action])
 
-    def __call__(self) -> None:
-        """Call it, unless that was done."""
+    def __call__(self, *args: object) -> None:
+        """Call the action, unless that was done."""
         try:
             action = self._left.pop()
         except IndexError:
             return
-        action()
+        action(*args)
 
 
 class _Held(NamedTuple):
-    key: bytes | None  # of the chunk; None for what wants to be alone
+    key: bytes | None  # of the chunk; None for work that needs the namespace to itself
     work: Work
 
 
 @dataclass
 class _Traffic:
-    """What is done in one namespace.
+    """The work in one namespace.
 
     Attributes:
-        active: works under way, or waiting for their file.
-        alone: the one that wants to be alone, or is; None without one.
+        active: how much is under way, or waiting for its file.
+        alone: the work that needs the namespace to itself and is next, or under way; None without any.
         held: what came after that, in order.
     """
 
@@ -65,7 +65,7 @@ class Turns:
     """Thread-safe.
 
     Args:
-        start: begins something on another thread, and calls the second if that raised.
+        start: runs its first argument on another thread, and calls its second one if that raised.
     """
 
     def __init__(self, start: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
@@ -80,15 +80,15 @@ class Turns:
         return bool(self._traffic)
 
     def take(self, space_id: bytes, key: bytes, work: Work) -> None:
-        """Do something to the file of a chunk once nothing else is done to it, and nothing wants to be alone."""
+        """Work on the file of a chunk, after what was begun before on it or on the whole namespace."""
         self._take(space_id, _Held(key, work))
 
     def take_all(self, space_id: bytes, work: Work) -> None:
-        """Do something to a namespace: what was begun before ends first, and what comes later waits."""
+        """Work on a whole namespace: what was begun before ends first, and what comes later waits."""
         self._take(space_id, _Held(None, work))
 
     def take_next(self, space_id: bytes, works: Sequence[tuple[bytes, Work]]) -> None:
-        """Do something to files before what waits. For what is alone, to be called before it says that it has ended."""
+        """Work on files before anything that waits. For work on the whole namespace, to be called before it ends."""
         with self._lock:
             self._traffic[space_id].held.extendleft(_Held(key, work) for key, work in reversed(works))
 
@@ -101,7 +101,7 @@ class Turns:
             begin()
 
     def _admit(self, space_id: bytes, traffic: _Traffic) -> list[Callable[[], None]]:
-        """Let in what waits, in order, as far as it may; what is to be begun without the lock. Needs the lock."""
+        """Take what waits, in order, as far as it may begin; returns what to call without the lock. Needs the lock."""
         ready: list[Callable[[], None]] = []
         while traffic.held and traffic.alone is None:
             key, work = traffic.held.popleft()

@@ -1,8 +1,8 @@
-"""Connections that send bytes of which no message comes.
+"""Cuts off connections that send bytes without ever completing a message.
 
-ZeroMQ bounds the length of a frame but not their number, and hands over only messages that have ended. So one that
-never ends would fill the memory unseen. The kernel counts the bytes that came through a connection: if they grow and
-grow while no message comes, the connection is cut off, and ZeroMQ lets go of what it has of it.
+ZeroMQ bounds the length of a frame but not the number of frames, and hands over only complete messages. So a message
+that never ends would fill the memory unseen. The kernel counts the bytes that a connection has received: if they grow
+while no message comes, the connection is cut off, and ZeroMQ frees what it has received of the message.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RECEIVED_OFFSET: Final = 128  # of tcpi_bytes_received in struct tcp_info
 
 @dataclass
 class _Connection:
-    """One that is there.
+    """An open connection.
 
     Attributes:
-        own: a descriptor of ours, so that the number cannot come to stand for another one.
-        heard_bytes: that had come when it was looked at after the last message.
-        is_heard: a message came since it was looked at last.
+        own: a duplicate of its descriptor, so that the number cannot come to stand for another connection.
+        heard_bytes: the bytes received until the first look after the last message.
+        is_heard: a message came since the last look.
     """
 
     own: socket.socket
@@ -49,7 +49,7 @@ class _Connection:
         return int(_RECEIVED.unpack_from(info, _RECEIVED_OFFSET)[0]) if len(info) > _RECEIVED_OFFSET else 0
 
     def unheard_bytes(self) -> int:
-        """Bytes since the last message."""
+        """Bytes received since the last message."""
         received_bytes = self.received_bytes
         if self.is_heard:
             self.is_heard, self.heard_bytes = False, received_bytes
@@ -99,7 +99,7 @@ class Watch:
             connection.cut()
 
     def look(self, known: Container[int]) -> int:
-        """Cut off those that send without end, ``known`` being those of clients that said hello; how many."""
+        """Cut off connections that send without end; how many. ``known`` are those of clients that said hello."""
         strangers: list[tuple[int, int]] = []
         guilty: list[int] = []
         for fd, connection in self._connections.items():
@@ -122,13 +122,13 @@ class Watch:
         return len(guilty)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all duplicates of descriptors."""
         for fd in list(self._connections):
             self.go(fd)
 
 
 def _duplicate(fd: int, port: int) -> socket.socket | None:
-    """A descriptor of our own for a connection to a port; None if it has ended, and the number is another's by now."""
+    """A duplicate of the descriptor of a connection to a port; None if the number stands for something else by now."""
     own_fd = -1
     try:
         own_fd = os.dup(fd)

@@ -14,8 +14,8 @@ from support.redis_server import wait_for
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.server.options import ServerOptions, TcpDoor
-from kvstore.server.rack import ShelfOptions
+from kvstore.server.disk_tiers import DiskOptions
+from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, BoundedTierConformance, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
@@ -23,7 +23,6 @@ from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.guards import GuardOptions, guarded, layers
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.links import Home
 from kvstore.tiers.server.tier import Body, ServerTier
 
 HANG_GUARD_S = 60.0
@@ -71,9 +70,9 @@ class Served(TierConformance):
         tier, ref = self.server_tier(), make_ref(1)
         put_all = tier._put_all
 
-        def overtaken(link: Link, home: Home, batch: Sequence[Body]) -> list[Outcome]:
+        def overtaken(link: Link, batch: Sequence[Body]) -> list[Outcome]:
             tier.reset(MINE.at_epoch("next"))
-            return put_all(link, home, batch)
+            return put_all(link, batch)
 
         monkeypatch.setattr(tier, "_put_all", overtaken)
         assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.FAILED]
@@ -83,7 +82,7 @@ class Served(TierConformance):
 
     def raw_used_bytes(self) -> int:
         """Of the namespace that the tier is in: after a reset that is another one."""
-        here = (self.server_tier()._links.home.namespace.id, self.layout)
+        here = (self.server_tier()._links.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
@@ -127,8 +126,8 @@ class TestRestarted(ServedAlone):
 
     def open_tier(self, setup: TierSetup) -> Tier:
         self._stop_server()
-        disk = ShelfOptions(self.folder / "disk", 64 << 20)
-        type(self).server = ServerThread(ServerOptions(POOL_BYTES, tcp=TcpDoor("127.0.0.1", 0), disk=disk))
+        disk = DiskOptions(self.folder / "disk", 64 << 20)
+        type(self).server = ServerThread(ServerOptions(POOL_BYTES, tcp=TcpAddress("127.0.0.1", 0), disk=disk))
         self.running.append(self.server)
         return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
@@ -153,7 +152,7 @@ class TestRestarted(ServedAlone):
         return b"there" if found else None
 
     def raw_used_bytes(self) -> int:
-        here = (self.server_tier()._links.home.namespace.id, self.layout)
+        here = (self.server_tier()._links.namespace.id, self.layout)
         chunks = [c for s in self._spaces() if (s.namespace.id, s.layout) == here for c in s.chunks.values()]
         return sum(chunk.size_bytes for chunk in chunks)
 

@@ -15,7 +15,7 @@ from support.redis_server import wait_for
 
 from kvstore.chunks import Outcome
 from kvstore.protocol.keyfiles import make_keys, read_list, read_pair
-from kvstore.server.options import TcpDoor
+from kvstore.server.options import TcpAddress
 from kvstore.testing.harness import EVEN, MINE, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
@@ -65,7 +65,7 @@ def test_only_who_is_listed_comes_in_from_another_network(
     elsewhere: OtherHost, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     locked: dict[str, Any] = {"keys": read_pair(keys / "server/server.key"), "listed": read_list(keys / "clients")}
-    door = TcpDoor(elsewhere.near, 0)
+    door = TcpAddress(elsewhere.near, 0)
     with caplog.at_level(logging.WARNING), serving_tcp(tcp=door, **locked) as server:
 
         def ask(**options: Any) -> list[Any]:
@@ -91,7 +91,7 @@ def test_only_who_is_listed_comes_in_from_another_network(
         payload = make_payload(EVEN, B)
         assert transfer.buffer[: len(payload)].tobytes() == payload
         tier.close()
-        locks = server.hub._locks
+        locks = server.hub._client_keys
         assert locks is not None
         wait_for("every try was noticed", lambda: locks.refused >= TRIES and server.hub.num_strangers >= 2 * TRIES)
     lines = [record.getMessage() for record in caplog.records]

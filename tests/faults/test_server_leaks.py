@@ -12,7 +12,7 @@ from support.redis_server import wait_for
 
 from kvstore.chunks import Outcome
 from kvstore.keys import Namespace
-from kvstore.server.rack import MAX_OPEN
+from kvstore.server.disk_tiers import MAX_OPEN
 from kvstore.testing.harness import EVEN, MINE, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.operator import Operator

@@ -65,7 +65,7 @@ def test_ping(server: ServerThread, tmp_path: Path) -> None:
     assert run(server, "ping") == "ok\n"
     assert RUNNER.invoke(app, ["ping", "--url", f"kvs+ipc://{tmp_path}"]).exit_code == 1
     assert RUNNER.invoke(app, ["ping", "--url", "redis://x"]).exit_code == 2
-    server.hub.service.is_closing = True
+    server.hub.core.is_closing = True
     assert run(server, "ping", code=1) == "closing\n"
 
 
@@ -99,16 +99,16 @@ def test_pinned_chunks_stay(server: ServerThread, tier: ServerTier, prompt: list
     assert all(server.hub.stock._chunks[key].is_pinned for key in list(server.hub.stock._chunks))
     assert run(server, "pin", *prompt, "--for", "60") == "3 chunks pinned\n"
     (pins,) = json.loads(run(server, "pins", "--json"))["pins"]
-    assert (pins["chunks"], pins["bytes"]) == (3, server.hub.stock.pinned_bytes)
+    assert (pins["chunks"], pins["bytes"]) == (3, server.hub.stock.pins.used_bytes)
     assert pins["ends_in_s"] <= 60
     assert "3 chunks, 0 MiB, for" in run(server, "pins")
     assert run(server, "unpin", *prompt) == "3 chunks unpinned\n"
-    assert server.hub.stock.pinned_bytes == 0
+    assert server.hub.stock.pins.used_bytes == 0
     assert run(server, "pins") == "nothing is pinned\n"
     run(server, "unpin", *prompt, code=1)
     run(server, "pin", *prompt)
     assert run(server, "unpin", "--all") == "3 chunks unpinned\n"
-    assert server.hub.stock.pinned_bytes == 0
+    assert server.hub.stock.pins.used_bytes == 0
 
 
 def test_stats_and_clear(server: ServerThread, tier: ServerTier, prompt: list[str]) -> None:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvstore.server.doors import is_alive
 from kvstore.server.hub import Hub
-from kvstore.server.options import ServerOptions, TcpDoor
+from kvstore.server.options import ServerOptions, TcpAddress
+from kvstore.server.unix_socket import is_alive
 from support.redis_server import wait_for
 
 POOL_BYTES = 64 << 20
@@ -83,7 +83,7 @@ def serving_ipc(**options: object) -> Iterator[ServerThread]:
 
 @contextmanager
 def serving_tcp(**options: object) -> Iterator[ServerThread]:
-    given = replace(ServerOptions(POOL_BYTES, tcp=TcpDoor("127.0.0.1", 0)), **options)  # type: ignore[arg-type]
+    given = replace(ServerOptions(POOL_BYTES, tcp=TcpAddress("127.0.0.1", 0)), **options)  # type: ignore[arg-type]
     with serving(given) as server:
         yield server
 

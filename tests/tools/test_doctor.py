@@ -19,7 +19,7 @@ from support.redis_server import RedisServer, free_port, running
 from kvstore.config import StoreConfig
 from kvstore.format.pack import PackWriter, Shard
 from kvstore.memory.limits import MemoryLimit
-from kvstore.server.options import ServerOptions, TcpDoor
+from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tools.doctor import machine
 from kvstore.tools.doctor.findings import Finding
@@ -129,7 +129,7 @@ def test_cache_servers(tmp_path: Path, required: bool) -> None:
     with serving_ipc() as server:
         (found,) = look({**config, "remote_url": server.url})["cache server"]
         assert (found.state, found.found.split(" in ")[0]) == ("ok", "answers")
-        server.hub.service.is_closing = True
+        server.hub.core.is_closing = True
         assert states(look({**config, "remote_url": server.url})["cache server"]) == {down}
     for url in (f"kvs+ipc://{tmp_path}/nowhere", f"kvs://127.0.0.1:{free_port()}"):
         (found,) = look({**config, "remote_url": url})["cache server"]
@@ -139,7 +139,7 @@ def test_cache_servers(tmp_path: Path, required: bool) -> None:
 
 
 def test_peers() -> None:
-    with short_folder() as folder, serving(ServerOptions(POOL_BYTES, folder, TcpDoor("127.0.0.1", 0))) as server:
+    with short_folder() as folder, serving(ServerOptions(POOL_BYTES, folder, TcpAddress("127.0.0.1", 0))) as server:
         there, gone = f"kvs://127.0.0.1:{server.hub.tcp_port}", f"kvs://127.0.0.1:{free_port()}"
         config = {"max_local_cpu_size": 0.1, "peers": (there, gone), "blocking_timeout_secs": 0.5}
         found = look(config)

@@ -18,7 +18,7 @@ from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.chunkfile import Damage
 from kvstore.keys import Namespace
-from kvstore.server.rack import ShelfOptions
+from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.spaces import Space
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
@@ -46,7 +46,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def served(tmp_path: Path) -> Path:
     """The disk folder of a server that has ended: 15 chunks of one namespace, and 2 of another."""
     folder = tmp_path / "server"
-    with serving_ipc(disk=ShelfOptions(folder, 64 * CHUNK_BYTES)) as server:
+    with serving_ipc(disk=DiskOptions(folder, 64 * CHUNK_BYTES)) as server:
         for namespace, refs in ((MINE, REFS), (OTHER, REFS[:2])):
             tier = open_tier("server", TierSetup(namespace, EVEN, UNBOUNDED_BYTES, {"url": server.url}))
             assert tier.put([make_transfer(ref) for ref in refs]) == [Outcome.STORED] * len(refs)
@@ -82,7 +82,7 @@ def test_a_damaged_chunk_of_a_server(served: Path, remove: bool) -> None:
     assert list(gone) == [str(bad.relative_to(served))]
     aside = {name: content for name, content in after.items() if name not in before}
     assert list(aside.values()) == ([] if remove else list(gone.values()))
-    with serving_ipc(disk=ShelfOptions(served, 64 * CHUNK_BYTES)) as server:
+    with serving_ipc(disk=DiskOptions(served, 64 * CHUNK_BYTES)) as server:
         assert server.hub.stock.num_on_disk == 16
 
 
@@ -101,7 +101,7 @@ def test_a_servers_folder_is_counted(served: Path, run_json: Any) -> None:
 def test_a_server_that_runs_keeps_its_folder(tmp_path: Path) -> None:
     """Also where only the folder of one of its namespaces is named: that one's own lock may be free."""
     folder = tmp_path / "server"
-    with serving_ipc(disk=ShelfOptions(folder, 64 * CHUNK_BYTES)) as server:
+    with serving_ipc(disk=DiskOptions(folder, 64 * CHUNK_BYTES)) as server:
         tier = open_tier("server", TierSetup(MINE, EVEN, UNBOUNDED_BYTES, {"url": server.url}))
         assert tier.put([make_transfer(ref) for ref in REFS]) == [Outcome.STORED] * 15
         tier.close()
@@ -134,7 +134,7 @@ def test_a_servers_folder_is_no_engines(served: Path, fill: Fill, tmp_path: Path
         import_pack(tmp_path / "a.kvpack", Target((served,)), anyway=True)
     assert files_of(served) == before
     before = files_of(cache)
-    with pytest.raises(ConfigError, match="holds chunks of an engine"), serving_ipc(disk=ShelfOptions(cache, 1 << 30)):
+    with pytest.raises(ConfigError, match="holds chunks of an engine"), serving_ipc(disk=DiskOptions(cache, 1 << 30)):
         pass
     assert files_of(cache) == before
 

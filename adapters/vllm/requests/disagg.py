@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from kvstore.errors import InvalidCallError
-from kvstore.handover.pusher import Receiver
+from kvstore.handover.transport import Receiver
 
 _MAX_NAME: Final = 512
 _MAX_RANKS: Final = 1024

@@ -21,9 +21,9 @@ from kvstore.assembly import open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
-from kvstore.handover.pusher import PushCounters, Pusher, Receiver, StepPush
+from kvstore.handover.pusher import PushCounters, Pusher, StepPush
 from kvstore.handover.tcp import open_transport
-from kvstore.handover.transport import Transport
+from kvstore.handover.transport import Receiver, Transport
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.ops import metrics

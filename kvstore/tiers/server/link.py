@@ -1,25 +1,24 @@
-"""One connection to a cache server: says hello, asks, and waits for answers within a deadline.
+"""One connection to a cache server: says hello, sends requests, and waits for answers within a deadline.
 
-A connection that failed in any way is closed and never used again: an answer that comes late would be taken for
-another. On the same host it consists of two: the socket that carries messages, and the unix socket that stands for this
-process's hold of the pool. The second is closed last, when nothing here can touch the pool for it any more.
+A connection that failed in any way is closed and never used again: a late answer could be taken for another one. On
+the same host it consists of two sockets: one carries messages, and a unix socket stands for this process's hold on the
+pool. The unix socket is closed last, when nothing here can touch the pool through this connection any more.
 """
 
 from __future__ import annotations
 
-import array
 import itertools
 import os
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
 from kvstore.errors import ProtocolError, TierError, TierSetupError
+from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.protocol.messages import Refusal
@@ -35,15 +34,21 @@ SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 
 _CONNECT_TIMEOUT_S = 2.0
 _SEND_QUEUE = 64
-_DOOR_NAME = "pool"
+_POOL_SOCKET = "pool"
 
 
 class NoSessionError(TierError):
-    """The server was started anew, or has forgotten this connection: another one will do."""
+    """The server was restarted, or has forgotten this connection: a new connection will do."""
 
 
 class Link:
     """A connection. Belongs to one thread at a time.
+
+    Attributes:
+        namespace: what ``hello`` was said for.
+        token: what the unix socket handed out; empty without one.
+        pool_fd: the same; -1 without one.
+        memory: the server's pool, once it is mapped.
 
     Args:
         context: of all connections of a tier.
@@ -56,11 +61,10 @@ class Link:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], target: ServerTarget) -> None:
         self._target = target
         self._serials = itertools.count(1)
-        self.pool_fd = -1
-        self.memory: ByteArray | None = None  # the server's pool, once it is mapped
-        self.token = b""
-        door = None if target.folder is None else self._open_door(str(target.folder / _DOOR_NAME))
-        self._door = door
+        self.namespace = Namespace({})
+        self.token, self.pool_fd = b"", -1
+        self.memory: ByteArray | None = None
+        self._unix_socket = None if target.folder is None else self._open_pool(str(target.folder / _POOL_SOCKET))
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.immediate = True  # what cannot be sent now is an error, not a message for the next server
@@ -73,8 +77,8 @@ class Link:
         self._socket.connect(target.address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        if door is not None:
-            self._poller.register(door, zmq.POLLIN)
+        if self._unix_socket is not None:
+            self._poller.register(self._unix_socket, zmq.POLLIN)
             _links.add(self)
         if not self._socket.poll(int(min(_CONNECT_TIMEOUT_S, target.timeout_s) * 1000), zmq.POLLOUT):
             self.close()
@@ -83,17 +87,18 @@ class Link:
     @property
     def is_alive(self) -> bool:
         """Whether, as far as is known, the server still has this connection."""
-        return self._door is None or not _is_over(self._door)
+        return self._unix_socket is None or not _is_over(self._unix_socket)
 
-    def hello(self, fields: dict[str, str | int], geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
-        """Say who is there.
+    def hello(self, namespace: Namespace, geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
+        """Introduce this client, and the namespace that its requests are about.
 
         Raises:
             TierSetupError: the server does not speak this protocol, or has no room for more clients.
             TierError: it does not answer.
         """
-        serial = next(self._serials)
-        message = messages.Hello(serial, messages.PROTOCOL_VERSION, fields, geometry, capacity_bytes, self.token)
+        self.namespace = namespace
+        version, fields = messages.PROTOCOL_VERSION, dict(namespace.fields)
+        message = messages.Hello(self.new_serial(), version, fields, geometry, capacity_bytes, self.token)
         return self.ask(message, messages.Welcome)
 
     def new_serial(self) -> int:
@@ -121,15 +126,13 @@ class Link:
         """
         try:
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
-                self._wait_for_room()
-            self._socket.send(messages.encode(request), zmq.SNDMORE if frames else 0)
-            for number, frame in enumerate(frames, start=1):
-                self._socket.send(frame, zmq.SNDMORE if number < len(frames) else 0, copy=False)
+                self._wait_until_writable()
+            self._socket.send_multipart([messages.encode(request), *frames], copy=not frames)
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
 
     def tell(self, request: messages.Request) -> bool:
-        """Send a request that has no answer, without waiting; False if the server has gone or does not take it."""
+        """Send a request that has no answer, without waiting; False if the server has gone or its queue is full."""
         if not self.is_alive or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
             return False
         try:
@@ -147,10 +150,10 @@ class Link:
         return self.receive_into(lambda _: None)[0]
 
     def receive_into(self, place: Callable[[messages.Data], ByteArray | None]) -> tuple[messages.Answer, bool]:
-        """Wait for the next answer, and bring the payload behind it to its place; whether all of it arrived as it was.
+        """Wait for the next answer, and receive its payload into ``place(answer)``; whether the checksum is right.
 
         Raises:
-            NoSessionError, TierError: as ``ask``; or no place is named for the payload, or one of another size.
+            NoSessionError, TierError: as ``ask``; or ``place`` returns None, or an array of another size.
         """
         self._wait()
         is_sound = False
@@ -160,7 +163,7 @@ class Link:
                 raise _refused(answer, self._target.address)
             if self._socket.rcvmore:
                 if not isinstance(answer, messages.Data) or (target := place(answer)) is None:
-                    raise TierError("the cache server sent payload that nobody wanted")
+                    raise TierError("the cache server sent payload that was not asked for")
                 is_sound = self._fill(target) == answer.checksum
         except zmq.ZMQError as error:
             raise TierError(f"the cache server at {self._target.address}: {error.strerror}") from error
@@ -175,14 +178,14 @@ class Link:
         self.drop()
 
     def drop(self) -> None:
-        """In a child of the process that has the connection: or the child would keep it, and what is its, alive."""
-        if self._door is not None:
-            self._door.close()
+        """Close descriptors only. In a forked child, which would otherwise keep the connection and its leases alive."""
+        if self._unix_socket is not None:
+            self._unix_socket.close()
         if self.pool_fd >= 0:
             os.close(self.pool_fd)
             self.pool_fd = -1
 
-    def _wait_for_room(self) -> None:
+    def _wait_until_writable(self) -> None:
         if not self._socket.poll(int(self._target.timeout_s * 1000), zmq.POLLOUT):
             raise TierError(f"the cache server at {self._target.address} does not take a request")
 
@@ -198,30 +201,31 @@ class Link:
                 raise TierError(f"no answer of the cache server at {self._target.address}{self._why()}")
 
     def _fill(self, target: ByteArray) -> bytes:
-        """Put the frames that have come, one after the other, to a place they must fill; the checksum of it."""
+        """Copy the frames that have arrived, which must fill ``target``; returns the checksum of what is there then."""
         placing = Placing()
         begin = 0
         while self._socket.rcvmore:
             arrived = self._socket.recv(copy=False).buffer
             end = begin + len(arrived)
             if end > len(target):
-                raise TierError("the cache server sent more than was wanted")
+                raise TierError(f"the cache server sent more than the {len(target)} bytes that were asked for")
             placing.copy(arrived, target[begin:end])
             begin = end
         if begin != len(target):
-            raise TierError("the cache server sent less than was wanted")
+            raise TierError(f"the cache server sent {begin} of the {len(target)} bytes that were asked for")
         return placing.checksum
 
-    def _open_door(self, path: str) -> socket.socket:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.settimeout(min(_CONNECT_TIMEOUT_S, self._target.timeout_s))
+    def _open_pool(self, path: str) -> socket.socket:
+        unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix_socket.settimeout(min(_CONNECT_TIMEOUT_S, self._target.timeout_s))
         try:
-            door.connect(path)
-            self.token, self.pool_fd = _receive_pool(door)
+            unix_socket.connect(path)
+            self.token, self.pool_fd = _receive_pool(unix_socket)
+            unix_socket.setblocking(False)
         except OSError as error:
-            door.close()
+            unix_socket.close()
             raise TierError(f"the cache server at {path} cannot be reached: {error.strerror or error}") from error
-        return door
+        return unix_socket
 
     def _why(self) -> str:
         return " (or does not know this client's key)" if self._target.keys is not None else ""
@@ -238,17 +242,13 @@ def _drop_links_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_links_in_child)
 
 
-def _receive_pool(door: socket.socket) -> tuple[bytes, int]:
+def _receive_pool(unix_socket: socket.socket) -> tuple[bytes, int]:
     """The token and the memfd that the server hands out.
 
     Raises:
         OSError: it does not.
     """
-    fds = array.array("i")
-    token, ancillary, _, _ = door.recvmsg(messages.TOKEN_BYTES, socket.CMSG_SPACE(fds.itemsize))
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    token, fds, _, _ = socket.recv_fds(unix_socket, messages.TOKEN_BYTES, 1)
     if len(token) != messages.TOKEN_BYTES or len(fds) != 1:
         for fd in fds:
             os.close(fd)
@@ -257,15 +257,14 @@ def _receive_pool(door: socket.socket) -> tuple[bytes, int]:
     return token, fds[0]
 
 
-def _is_over(door: socket.socket) -> bool:
+def _is_over(unix_socket: socket.socket) -> bool:
     """Whether the other end has closed."""
-    door.setblocking(False)
-    with suppress(BlockingIOError):
-        try:
-            return not door.recv(1)
-        except ConnectionError:
-            return True
-    return False
+    try:
+        return not unix_socket.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def _refused(answer: messages.Refused, address: str) -> TierError:

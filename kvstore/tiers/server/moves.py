@@ -1,7 +1,7 @@
 """How payload gets to a cache server and back: through pages that both have mapped, or in messages.
 
-The first is a copy each way. In messages a payload goes in pieces of 2 MiB, a few of them under way at once, each with
-its checksum, straight from the caller's memory and straight to it.
+The first takes one copy each way. In messages, a payload goes in pieces of 2 MiB, a few of them under way at once, each
+with its checksum, straight from the caller's memory and straight to it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol import messages
-from kvstore.protocol.pieces import checksum
-from kvstore.protocol.runs import Extent, extents
+from kvstore.protocol.pieces import checksum, scatter
+from kvstore.protocol.runs import extents
 from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.links import Home
 
-_READ_WINDOW: Final = 4  # pieces; with more, the C library gives memory back and takes fresh pages for the next ones
+_READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
 class Move(NamedTuple):
-    """One payload, and its place at the server."""
+    """One payload, and its pages at the server."""
 
     payload: ByteArray
     grant: messages.Grant
@@ -39,7 +38,7 @@ class Mover(ABC):
 
     @abstractmethod
     def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Bring payloads to their places; for each, whether all of it is there.
+        """Write payloads to their pages; for each, whether all of it is there.
 
         Raises:
             TierError: the server failed.
@@ -47,22 +46,17 @@ class Mover(ABC):
 
     @abstractmethod
     def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Fetch payloads from their places; for each, whether all of it is here.
+        """Read payloads from their pages; for each, whether all of it is here.
 
         Raises:
             TierError: the server failed.
         """
 
-    @property
-    def lends(self) -> bool:
-        """Whether payloads can be read from where they are."""
-        return False
-
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:  # noqa: ARG002 - see above
-        """A payload in its place, read-only; a copy of one that lies in several.
+        """A read-only view of a payload in its pages; a copy if these are several runs.
 
         Raises:
-            InvalidCallError: there is no way to it.
+            InvalidCallError: the pages are not mapped here.
             TierError: the server failed.
         """
         raise InvalidCallError("a cache server on another host does not lend its memory")
@@ -72,7 +66,7 @@ class Mover(ABC):
 
 
 class Mapped(Mover):
-    """Through the server's memory, which is mapped here too. A server started anew has another one."""
+    """Through the server's memory, which is mapped here too. A restarted server has another one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,37 +80,25 @@ class Mapped(Mover):
         """Copy."""
         memory = self._memory_of(link)
         for payload, grant in moves:
-            begin = 0
-            for part in self._parts(memory, len(payload), grant):
-                memory[part.begin : part.begin + part.num_bytes] = payload[begin : begin + part.num_bytes]
-                begin += part.num_bytes
+            scatter(payload, _views(memory, grant, len(payload)))
         return [True] * len(moves)
 
     def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
         """Copy."""
         memory = self._memory_of(link)
         for payload, grant in moves:
-            begin = 0
-            for part in self._parts(memory, len(payload), grant):
-                payload[begin : begin + part.num_bytes] = memory[part.begin : part.begin + part.num_bytes]
-                begin += part.num_bytes
+            np.concatenate(_views(memory, grant, len(payload)), out=payload)
         return [True] * len(moves)
-
-    @property
-    def lends(self) -> bool:
-        """As its pages are mapped here."""
-        return True
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
         """A view."""
-        memory = self._memory_of(link)
-        parts = [memory[part.begin : part.begin + part.num_bytes] for part in self._parts(memory, num_bytes, grant)]
+        parts = _views(self._memory_of(link), grant, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
         return payload
 
     def close(self) -> None:
-        """Stop touching pages, and let go of the memory."""
+        """Stop touching pages, and unmap the memory."""
         with self._lock:
             self._is_closed = True
             self._stop_populating()
@@ -143,8 +125,8 @@ class Mapped(Mover):
         return self._memory
 
     def _populate(self, memory: ByteArray) -> None:
-        """Let this process's page tables be filled before they are needed."""
-        self._stop_populating()  # that server is gone
+        """Fill this process's page tables before they are needed."""
+        self._stop_populating()  # of an earlier server
         self._stopping.clear()
         work = (memory, 0, len(memory), self._stopping.is_set)
         self._thread = threading.Thread(target=populate, args=work, name="kvstore-populate-server", daemon=True)
@@ -155,15 +137,20 @@ class Mapped(Mover):
         if self._thread is not None:
             self._thread.join()
 
-    @staticmethod
-    def _parts(memory: ByteArray, num_bytes: int, grant: messages.Grant) -> list[Extent]:
-        try:
-            parts = extents(grant.runs, 0, num_bytes)
-        except ProtocolError as error:
-            raise TierError(str(error)) from error
-        if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
-            raise TierError("the cache server named pages that it does not have")
-        return parts
+
+def _views(memory: ByteArray, grant: messages.Grant, num_bytes: int) -> list[ByteArray]:
+    """The parts of the mapped memory that a grant names, for a payload of so many bytes.
+
+    Raises:
+        TierError: they do not hold it, or lie outside the memory.
+    """
+    try:
+        parts = extents(grant.runs, 0, num_bytes)
+    except ProtocolError as error:
+        raise TierError(str(error)) from error
+    if any(part.begin < 0 or part.begin + part.num_bytes > len(memory) for part in parts):
+        raise TierError("the cache server granted pages outside its memory")
+    return [memory[part.begin : part.begin + part.num_bytes] for part in parts]
 
 
 class Framed(Mover):
@@ -193,7 +180,7 @@ class Framed(Mover):
             )
             found = under_way.pop(answer.serial, None)
             if found is None:
-                raise TierError("the cache server answered what was not asked")
+                raise TierError(f"the cache server answered {answer.serial}, which was not asked")
             arrived[found[0]] = arrived[found[0]] and is_sound
         return arrived
 
@@ -218,7 +205,7 @@ class PieceSender:
         self._failed: set[int] = set()
 
     def send(self, number: int, lease: int, payload: ByteArray, part: range) -> None:
-        """Send some bytes of a payload, which goes by a number, to a place. They must not change before ``finish``."""
+        """Send some bytes of a payload, which goes by a number. They must not change before ``finish``."""
         for offset in range(part.start, part.stop, messages.PIECE_BYTES):
             if len(self._under_way) >= messages.WINDOW:
                 self._confirm()
@@ -228,7 +215,7 @@ class PieceSender:
             self._under_way[serial] = number
 
     def finish(self) -> set[int]:
-        """Wait until all has arrived; tells the payloads of which something has not."""
+        """Wait for all confirmations; returns the numbers of the payloads of which a piece was not taken."""
         while self._under_way:
             self._confirm()
         return self._failed
@@ -237,23 +224,6 @@ class PieceSender:
         answer = self._link.receive()
         number = self._under_way.pop(answer.serial, None)
         if number is None or not isinstance(answer, messages.Done):
-            raise TierError("the cache server answered what was not asked")
+            raise TierError(f"the cache server answered {answer.serial}, which was not asked")
         if answer.outcomes != bytes([messages.number_of(Outcome.STORED)]):
             self._failed.add(number)
-
-
-def commit(link: Link, home: Home, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
-    """Tell the server that what was written to places is whole, or will never be; what became of each.
-
-    Raises:
-        TierError: the server failed.
-    """
-    outcomes = []
-    for begin in range(0, len(leases), messages.MAX_MOVES):
-        batch = list(leases[begin : begin + messages.MAX_MOVES])
-        done = link.ask(messages.Commit(link.new_serial(), batch, is_whole), messages.Done)
-        if len(done.outcomes) != len(batch):
-            raise TierError("the cache server did not answer about every chunk")
-        home.note(done.usage)
-        outcomes += [messages.outcome_of(outcome) for outcome in done.outcomes]
-    return outcomes

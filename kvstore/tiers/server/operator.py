@@ -1,4 +1,4 @@
-"""Questions and orders of people to a cache server, for the ``kvstore`` command."""
+"""An operator's connection to a cache server, for the ``kvstore`` command."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Found:
     """What one namespace has of a prompt.
 
     Attributes:
-        space_id: names the namespace.
-        fields: of it.
+        space_id: the name of the namespace.
+        fields: of the namespace.
         num_tokens: found, from the first on.
-        chunks: where each chunk is, or why it is not there: the ones found, and the first that is missing.
+        chunks: where each chunk is that was found, and why the next one is missing.
         refs: the chunks found.
     """
 
@@ -39,7 +39,7 @@ class Found:
 
 
 class Operator:
-    """A connection for people. Belongs to one thread.
+    """Sends questions and orders. Belongs to one thread.
 
     Raises:
         TierError: the server cannot be reached.
@@ -58,7 +58,7 @@ class Operator:
         return str(self._ask(messages.Ping(self._link.new_serial()))["status"])
 
     def stats(self) -> dict[str, Any]:
-        """Everything counted; ``docs/server.md`` has the names."""
+        """All counters; ``docs/server.md`` has their names."""
         return self._ask(messages.Stats(self._link.new_serial()))
 
     def clear(self, space_id: str = "") -> int:
@@ -66,20 +66,20 @@ class Operator:
         return int(self._ask(messages.ClearSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
 
     def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
-        """Keep what was found of a prompt from eviction, or no longer; of how many chunks that was said.
+        """Pin what was found of a prompt, or unpin it; how many chunks.
 
-        After so many seconds, or the server's longest time, that is over; 0 stands for the longest time.
+        A pin ends after ``seconds``, but at the latest after the server's longest time, which 0 stands for.
         """
         packed = messages.pack_refs(found.refs[: messages.MAX_REFS])
         request = messages.Pin(self._link.new_serial(), bytes.fromhex(found.space_id), packed, is_wanted, seconds)
         return int(self._ask(request)["chunks"])
 
     def pins(self) -> dict[str, Any]:
-        """What is pinned: ``pins``, a list, those first that end first, and how many are ``left_out``."""
+        """What is pinned: ``pins``, a list in the order in which they end, and how many are ``left_out``."""
         return self._ask(messages.Pins(self._link.new_serial()))
 
     def unpin(self, space_id: str = "") -> int:
-        """Keep no chunk of a namespace, or of all, from eviction any longer; how many were."""
+        """Unpin all chunks of a namespace, or of all; how many were pinned."""
         return int(self._ask(messages.UnpinSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
 
     def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
@@ -89,7 +89,7 @@ class Operator:
         return [self._find(space, tokens, extras) for space in wanted]
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._link.close()
         close_context(self._context)
 

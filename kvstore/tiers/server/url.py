@@ -1,4 +1,4 @@
-"""Where a cache server is, from a URL, and from options for what should not stand in one.
+"""The address of a cache server, from a URL, and from options for what does not belong into one.
 
 kvs+ipc:///run/kvstore      on this host: the folder of its sockets
 kvs://host:port             anywhere
@@ -22,12 +22,12 @@ class ServerTarget:
     """A cache server, and how to reach it.
 
     Attributes:
-        folder: of its sockets, on this host; None for one that is reached over the network.
-        address: for people, and for ZeroMQ.
-        connections: at the same time.
+        folder: of its sockets, if it is on this host; None if it is reached over the network.
+        address: in messages, and for ZeroMQ.
+        connections: how many may be open at once.
         timeout_s: how long an answer may take.
         keys: of this client; None for no encryption.
-        server_key: the server's public key, without which these are of no use.
+        server_key: the server's public key; needed with ``keys``.
     """
 
     folder: Path | None
@@ -39,10 +39,10 @@ class ServerTarget:
 
 
 def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:
-    """Understand a URL. Options that are None are as if they were not there.
+    """Parse a URL, with options that add to it. Options that are None are ignored.
 
     Raises:
-        ConfigError: says what is wrong.
+        ConfigError: names the part that is wrong.
     """
     if not isinstance(url, str):
         raise ConfigError("the server tier needs the option 'url', such as kvs+ipc:///run/kvstore")

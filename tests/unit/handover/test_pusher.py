@@ -17,13 +17,11 @@ from kvstore.handover.pusher import (
     PushCounters,
     Pusher,
     PushJob,
-    Receiver,
     StepPush,
-    _Delivery,
     _Room,
-    _Sender,
 )
-from kvstore.handover.transport import Parcel, Transport
+from kvstore.handover.sender import Delivery, Sender
+from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
 from kvstore.transfer.mover import as_block_ids
 
@@ -199,7 +197,7 @@ def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
     room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
     assert room.take(1) == [0]
     step = StepPush(rig.paged, room, pool, refused.append)
-    step.add([job(number) for number in range(5)], cast("_Sender", None))
+    step.add([job(number) for number in range(5)], cast("Sender", None))
     step.finish(trusted=True)
     pool.close()
     assert waits.seconds == [STALL_S / 2, STALL_S / 4, STALL_S / 4]
@@ -240,8 +238,8 @@ def test_a_receiver_that_fails_is_left_alone_for_a_while(
     assert pusher.counters.failed == 1
     assert pusher.counters.sent == 5
     (line,) = [record.message for record in caplog.records if "dtype" in record.message]
-    assert line.startswith("KV cannot be handed over to here:1, which computes it then: it is of another kind: dtype")
-    monkeypatch.setattr("kvstore.handover.pusher.PROBE_INTERVAL_S", 0.0)
+    assert line.startswith("KV cannot be handed over to here:1, which has to compute it: it is of another kind: dtype")
+    monkeypatch.setattr("kvstore.handover.sender.PROBE_INTERVAL_S", 0.0)
     pusher._senders[HERE]._broken_until_s = 0.0
     inboxes[HERE].error = None
     pusher.begin([(HERE, [job(0)])]).finish(trusted=True)
@@ -281,10 +279,10 @@ def test_the_buffer_is_not_used_again_while_it_is_gathered_into(
     """A receiver that fails at once must not free places that the model's thread still fills."""
     inboxes[HERE].error = TierError("gone")
     pusher, settled, finished = open_pusher(), threading.Event(), threading.Event()
-    real_wait, real_note = _Delivery.wait, pusher._note
+    real_wait, real_note = Delivery.wait, pusher._note
     noted: list[bool] = []
 
-    def wait(delivery: _Delivery) -> None:
+    def wait(delivery: Delivery) -> None:
         settled.set()
         real_wait(delivery)
 
@@ -293,7 +291,7 @@ def test_the_buffer_is_not_used_again_while_it_is_gathered_into(
         real_note(*arguments)
         settled.set()
 
-    monkeypatch.setattr(_Delivery, "wait", wait)
+    monkeypatch.setattr(Delivery, "wait", wait)
     monkeypatch.setattr(pusher, "_note", note)
     step = pusher.begin([(HERE, [job(0)])])
     assert settled.wait(10)

@@ -11,7 +11,7 @@ from kvstore.layout import KVLayout
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Space
-from kvstore.server.stock import Stock, StockOptions
+from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
 SMALL = KVLayout((3 * PAGE_BYTES,), 1, 16, 64)
@@ -29,7 +29,7 @@ def enter(stock: Stock, model: str, layout: KVLayout) -> Space:
 def test_a_large_chunk_displaces_no_more_than_it_needs(policy: str) -> None:
     """Among small ones whose age has nothing to do with their place."""
     free = FreePages(POOL_PAGES)
-    stock = Stock(StockOptions(POOL_PAGES * PAGE_BYTES, policy=policy), free)
+    stock = Stock(POOL_PAGES * PAGE_BYTES, free, policy=policy)
     small, large = enter(stock, "small", SMALL), enter(stock, "large", LARGE)
     refs = [make_ref(number, 1) for number in range(POOL_PAGES // 3)]
     for ref in refs:
@@ -49,7 +49,7 @@ def test_a_large_chunk_displaces_no_more_than_it_needs(policy: str) -> None:
 
 
 def test_nothing_goes_for_a_quota_that_cannot_be_kept() -> None:
-    stock = Stock(StockOptions(POOL_PAGES * PAGE_BYTES, policy="LRU", quotas={"*": 12 * PAGE_BYTES}), FreePages(100))
+    stock = Stock(POOL_PAGES * PAGE_BYTES, FreePages(100), policy="LRU", quotas={"*": 12 * PAGE_BYTES})
     space = enter(stock, "small", SMALL)
     for number in range(4):
         chunk = stock.reserve(space, make_ref(number, 1), NO_QUOTA)

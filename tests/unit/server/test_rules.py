@@ -1,36 +1,32 @@
-"""The rules of the cache server, one by one and without sockets: stock, leases, requests, pieces, its disk."""
+"""The rules of the cache server, one by one and without sockets: stock, leases, requests, pieces, keys."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zmq
 from zmq.utils import z85
 
 from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import ConfigError, ProtocolError, TierTimeoutError
-from kvstore.keys import EPOCH_FIELD, Namespace
+from kvstore.errors import ConfigError, ProtocolError
+from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.server.doors import Doors, make_private
-from kvstore.server.freight import Ways
-from kvstore.server.locks import Locks
+from kvstore.server.client_keys import ClientKeys
+from kvstore.server.core import Core
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
-from kvstore.server.rack import Shelf, ShelfOptions
 from kvstore.server.service import Service
 from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer, Session, Sessions
-from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk, Space
-from kvstore.server.stock import Stock, StockOptions
+from kvstore.server.stock import Stock
+from kvstore.server.unix_socket import UnixSocket, make_private
 from kvstore.testing.harness import make_ref
 
 LAYOUT = KVLayout((PAGE_BYTES // 2,), 1, 16, 64)  # a chunk of four blocks takes two pages
@@ -47,7 +43,9 @@ class Shop:
         self.free = FreePages(2 * chunks)
         quotas = {} if quota_bytes is None else {"mine": quota_bytes}
         pool_bytes = chunks * CHUNK_BYTES
-        self.stock = Stock(StockOptions(pool_bytes, disk_chunks * CHUNK_BYTES, "LRU", "LRU", quotas), self.free)
+        self.stock = Stock(
+            pool_bytes, self.free, disk_bytes=disk_chunks * CHUNK_BYTES, policy="LRU", disk_policy="LRU", quotas=quotas
+        )
         self.space = self._enter()
         self.sessions = Sessions(self.stock, pool_bytes)
 
@@ -137,9 +135,9 @@ def test_a_pin_ends_with_its_chunk() -> None:
     shop = Shop()
     shop.store(ONE)
     assert shop.stock.pin(shop.space, [ONE], LATER_S) == 1
-    assert shop.stock.pinned_bytes == CHUNK_BYTES
+    assert shop.stock.pins.used_bytes == CHUNK_BYTES
     shop.stock.remove(shop.space, [ONE])
-    assert shop.stock.pinned_bytes == 0
+    assert shop.stock.pins.used_bytes == 0
 
 
 def test_what_leaves_the_disk_for_others_loses_its_file() -> None:
@@ -237,13 +235,17 @@ class Desk:
 
     def __init__(self, owner: Owner | None = None) -> None:
         self.pool = Pool(8 * CHUNK_BYTES)
-        self.stock = Stock(StockOptions(self.pool.num_bytes), self.pool.free)
+        self.stock = Stock(self.pool.num_bytes, self.pool.free)
         self.sessions = Sessions(self.stock, self.pool.num_bytes)
         self.sent: list[messages.Answer] = []
         self.reports: list[Callable[[], None]] = []
         self.reported = threading.Semaphore(0)
         self.open_tokens: set[bytes] = set()
-        ways = Ways(
+        core = Core(
+            self.pool,
+            self.stock,
+            self.sessions,
+            None,
             send=lambda _peer, answer, _frames: self.sent.append(answer),
             report=self._report,
             is_open=self._is_open,
@@ -251,9 +253,7 @@ class Desk:
             may_order=lambda _peer: True,
             now=lambda: 0.0,
         )
-        self.service = Service(
-            self.pool, self.stock, self.sessions, None, ways, max_writes=1, pin_max_s=LATER_S, owner=owner
-        )
+        self.service = Service(core, max_writes=1, pin_max_s=LATER_S, owner=owner)
         self.peer = Peer(0, b"one")
 
     def _report(self, work: Callable[[], None]) -> None:
@@ -409,11 +409,11 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
 
 def test_one_server_to_a_folder(tmp_path: Path) -> None:
     pool = Pool(CHUNK_BYTES)
-    doors = Doors(tmp_path / "pool", pool.fd)
+    unix_socket = UnixSocket(tmp_path / "pool", pool.fd)
     with pytest.raises(ConfigError, match="another cache server runs"):
-        Doors(tmp_path / "pool", pool.fd)
-    doors.close()
-    Doors(tmp_path / "pool", pool.fd).close()
+        UnixSocket(tmp_path / "pool", pool.fd)
+    unix_socket.close()
+    UnixSocket(tmp_path / "pool", pool.fd).close()
     pool.close()
 
 
@@ -424,136 +424,9 @@ def test_one_server_to_a_folder(tmp_path: Path) -> None:
 )
 def test_whose_key_is_listed_comes_in(mechanism: bytes, key: bytes, status: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    locks = Locks(context, {z85.encode(b"k" * 32): "engine 1"})
+    client_keys = ClientKeys(context, {z85.encode(b"k" * 32): "engine 1"})
     question = [b"1.0", b"7", b"", b"10.0.0.1", b"", mechanism, key]
-    assert locks._judge(question)[1:3] == [b"7", status]
-    assert locks._judge(question[:5])[2] == b"400"
-    locks.close()
+    assert client_keys._judge(question)[1:3] == [b"7", status]
+    assert client_keys._judge(question[:5])[2] == b"400"
+    client_keys.close()
     context.term()
-
-
-# The disk
-
-
-@pytest.fixture
-def shelves(tmp_path: Path) -> Iterator[Shelves]:
-    shelves = open_shelves(tmp_path / "disk")
-    yield shelves
-    shelves.close(HANG_GUARD_S)
-
-
-def open_shelves(folder: Path) -> Shelves:
-    """One thread for each kind of work; what is reported happens at once."""
-    return Shelves(ShelfOptions(folder, 64 << 20, read_threads=1), lambda work: work())
-
-
-def chunk_of(ref: ChunkRef, namespace: Namespace | None = None) -> Chunk:
-    return Chunk(Space(namespace or Namespace({"model": "mine"}), LAYOUT), ref)
-
-
-def written(shelves: Shelves, chunk: Chunk, parts: Sequence[np.ndarray]) -> int | None:
-    sizes: Future[int | None] = Future()
-    shelves.write(chunk, parts, sizes.set_result)
-    return sizes.result(HANG_GUARD_S)
-
-
-def read(shelves: Shelves, chunk: Chunk, parts: Sequence[np.ndarray]) -> Outcome:
-    outcomes: Future[Outcome] = Future()
-    freed = threading.Event()
-    shelves.read(chunk, parts, outcomes.set_result, freed.set)
-    outcome = outcomes.result(HANG_GUARD_S)
-    assert freed.wait(HANG_GUARD_S)
-    return outcome
-
-
-def shelf_of(shelves: Shelves, chunk: Chunk) -> Shelf:
-    shelf = shelves._rack._places[chunk.space.id].shelf
-    assert shelf is not None
-    return shelf
-
-
-def payload(parts: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, 256, CHUNK_BYTES // parts, np.uint8) for _ in range(parts)]
-
-
-@pytest.mark.parametrize(("there", "back"), [(1, 2), (2, 1), (2, 2)])
-def test_a_chunk_in_several_runs_comes_back(shelves: Shelves, there: int, back: int) -> None:
-    chunk, sent = chunk_of(ONE), payload(there)
-    assert written(shelves, chunk, sent) is not None
-    found = [np.zeros(CHUNK_BYTES // back, np.uint8) for _ in range(back)]
-    assert read(shelves, chunk, found) is Outcome.HIT
-    assert np.array_equal(np.concatenate(found), np.concatenate(sent))
-
-
-def test_what_went_while_it_waited_for_the_disk_is_not_written(shelves: Shelves) -> None:
-    chunk = chunk_of(ONE)
-    chunk.is_gone = True
-    assert written(shelves, chunk, payload(1)) is None
-    assert read(shelves, chunk_of(ONE), payload(1)) is Outcome.MISS
-
-
-def test_works_on_one_file_end_in_their_order(shelves: Shelves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The removal of an older version, behind the write of a newer one, would delete that."""
-    chunk, order = chunk_of(ONE), []
-    assert written(shelves, chunk, payload(1)) is not None
-    shelf = shelf_of(shelves, chunk)
-    began, goes_on, removed = threading.Event(), threading.Event(), threading.Event()
-    real_put, real_remove = shelf.raw.put, shelf.raw.remove
-
-    def put(transfers: Any) -> Any:
-        began.set()
-        assert goes_on.wait(HANG_GUARD_S)
-        order.append("put")
-        return real_put(transfers)
-
-    def remove(refs: Any) -> None:
-        order.append("remove")
-        real_remove(refs)
-        removed.set()
-
-    monkeypatch.setattr(shelf.raw, "put", put)
-    monkeypatch.setattr(shelf.raw, "remove", remove)
-    shelves.write(chunk, payload(1), lambda _: None)
-    assert began.wait(HANG_GUARD_S)
-    shelves.remove([(chunk.space, chunk.ref)])
-    threads = shelves._writers.submit(lambda: None)  # behind the removal, were that not to wait
-    threads.result(HANG_GUARD_S)
-    goes_on.set()
-    assert removed.wait(HANG_GUARD_S)
-    assert order == ["put", "remove"]
-
-
-def test_a_buffer_that_a_hung_read_may_write_to_is_not_used_again(
-    shelves: Shelves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunk, pending, buffers = chunk_of(ONE), Future[Any](), []
-    assert written(shelves, chunk, payload(1)) is not None
-    shelf = shelf_of(shelves, chunk)
-
-    def get(transfers: Any) -> Any:
-        buffers.append(transfers[0].buffer)
-        raise TierTimeoutError("hangs", pending)
-
-    monkeypatch.setattr(shelf.tier, "get", get)
-    outcomes = [Future[Outcome]() for _ in range(2)]
-    freed: list[int] = []
-    for outcome in outcomes:
-        shelves.read(chunk, [np.zeros(PAGE_BYTES, np.uint8)] * 2, outcome.set_result, lambda: freed.append(1))
-        assert outcome.result(HANG_GUARD_S) is Outcome.FAILED
-    assert not np.shares_memory(*buffers)
-    assert not freed, "nor are the pages given away"
-    pending.set_result(None)
-    assert len(freed) == 2
-
-
-def test_chunks_of_past_epochs_are_not_found_at_start(tmp_path: Path) -> None:
-    spaces = [Namespace({"model": "mine"}), Namespace({"model": "mine", EPOCH_FIELD: "1"})]
-    shelves = open_shelves(tmp_path / "disk")
-    for namespace in spaces:
-        assert written(shelves, chunk_of(ONE, namespace), payload(1)) is not None
-    shelves.close(HANG_GUARD_S)
-    again = open_shelves(tmp_path / "disk")
-    assert [found.namespace for found in again.open_all()] == spaces[:1]
-    again.close(HANG_GUARD_S)
-    assert len([path for path in (tmp_path / "disk").iterdir() if len(path.name) == 16]) == 1

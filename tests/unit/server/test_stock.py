@@ -14,7 +14,7 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.pool import FreePages
 from kvstore.server.sessions import Lease, Peer, Session, Sessions
 from kvstore.server.spaces import Chunk, Space
-from kvstore.server.stock import Stock, StockOptions
+from kvstore.server.stock import Stock
 from kvstore.testing.harness import make_ref
 
 POOL_PAGES = 14
@@ -31,8 +31,14 @@ class StockMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.free = FreePages(POOL_PAGES)
-        options = StockOptions(POOL_PAGES * PAGE_BYTES, DISK_BYTES, "LRU", "LRU", {"2": QUOTA_BYTES})
-        self.stock = Stock(options, self.free)
+        self.stock = Stock(
+            POOL_PAGES * PAGE_BYTES,
+            self.free,
+            disk_bytes=DISK_BYTES,
+            policy="LRU",
+            disk_policy="LRU",
+            quotas={"2": QUOTA_BYTES},
+        )
         self.sessions = Sessions(self.stock, POOL_PAGES * PAGE_BYTES)
         self.clients: list[Session] = []
         for number in range(6):
@@ -191,7 +197,7 @@ class StockMachine(RuleBasedStateMachine):
         assert sum(chunk.disk_bytes for chunk in chunks) <= DISK_BYTES
         assert self.stock.num_on_disk == sum(chunk.disk_bytes > 0 for chunk in chunks)
         assert self.stock.num_in_memory == sum(bool(chunk.runs) for chunk in chunks)
-        assert self.stock.pinned_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.is_pinned)
+        assert self.stock.pins.used_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.is_pinned)
         assert set(self.stock.pins) == {chunk for chunk in chunks if chunk.is_pinned}
         assert all(chunk.runs or chunk.disk_bytes for chunk in chunks)
 

@@ -1,4 +1,8 @@
-"""Who may come in from the network: clients whose public key is on the list (ZeroMQ's ZAP, RFC 27)."""
+"""Lets in only clients from the network whose public key is listed: ZeroMQ's authentication protocol (ZAP, RFC 27).
+
+``zmq.auth.Authenticator`` does the same on an asyncio loop or a thread of its own, does not tell of a refusal, and
+names clients by their keys. Here the thread that decides counts refusals, and clients are named by their files.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ _VERSION: Final = b"1.0"
 _REQUEST_FRAMES: Final = 7  # version, id, domain, address, identity, mechanism, the key
 
 
-class Locks:
-    """Answers ZeroMQ's question whether a client may come in. Belongs to the thread that decides.
+class ClientKeys:
+    """Answers ZeroMQ's question whether a client may connect. Belongs to the thread that decides.
 
     Args:
         context: whose sockets ask.
-        listed: the keys in Z85, and what they are called.
+        listed: the public keys in Z85, and the names of their clients.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, str]) -> None:
@@ -35,12 +39,12 @@ class Locks:
         self.socket.bind(_ADDRESS)
 
     def answer(self) -> None:
-        """Answer the questions that wait."""
+        """Answer all questions that wait."""
         while self.socket.poll(0):
             self.socket.send_multipart(self._judge(self.socket.recv_multipart()))
 
     def close(self) -> None:
-        """Stop answering: nobody comes in any more."""
+        """Stop answering: nobody can connect any more."""
         self.socket.close()
 
     def _judge(self, question: Sequence[bytes]) -> list[bytes]:

@@ -1,13 +1,12 @@
-"""The way in for clients on the same host: a unix socket that hands out the pool, and tells when a client is gone.
+"""The unix socket for clients on the same host: hands out the pool, and tells when a client is gone.
 
-Who connects gets the memfd and a token, with which it says hello through the other socket. After that nothing is said
-here. The connection stands for the client's hold of the pool: its end is the only sign that the client cannot write to
-its pages any more, as only the client closes it, or the kernel after the client's death.
+A client that connects is sent the memfd and a token, with which it says hello through the ZeroMQ socket. After that
+nothing is sent here. The connection stands for the client's hold on the pool: only the client closes it, or the kernel
+after the client's death, so its end is the only sign that the client cannot write to its pages any more.
 """
 
 from __future__ import annotations
 
-import array
 import errno
 import logging
 import os
@@ -25,7 +24,7 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-DOOR_NAME = "pool"
+POOL_SOCKET = "pool"
 FOLDER_MODE = 0o700
 _SOCKET_MODE = 0o600
 _MAX_CONNECTIONS = 2048
@@ -33,19 +32,19 @@ _BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Doors:
+class UnixSocket:
     """A unix socket in a folder of mode 0700. Belongs to the thread that decides.
 
     Args:
-        folder: where; made if missing.
+        folder: where it is; made if missing.
         pool_fd: the memfd to hand out.
 
     Raises:
-        ConfigError: the folder belongs to somebody else or is open to others, or another server lives in it.
+        ConfigError: the folder belongs to somebody else or is open to others, or another server runs in it.
     """
 
     def __init__(self, folder: Path, pool_fd: int) -> None:
-        self._path = folder / DOOR_NAME
+        self._path = folder / POOL_SOCKET
         self._pool_fd = pool_fd
         self._tokens: dict[int, bytes] = {}  # by the connection's file descriptor
         self._connections: dict[bytes, socket.socket] = {}
@@ -56,25 +55,22 @@ class Doors:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when somebody comes or goes."""
+        """Readable when a client connects or disconnects."""
         return self._epoll.fileno()
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def is_open(self, token: bytes) -> bool:
-        """Whether the connection with this token is there."""
+        """Whether the connection with this token is open."""
         return token in self._connections
 
     def turn_out(self, token: bytes) -> None:
-        """Tell a client to go. It is gone when it closes its end."""
+        """Ask a client to close its end. It is gone once it has."""
         connection = self._connections.get(token)
         if connection is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
     def look(self) -> list[bytes]:
-        """Let in who has come; the tokens of those who have gone."""
+        """Accept new clients; returns the tokens of those that are gone."""
         gone = []
         for fd, events in self._epoll.poll(0):
             if fd == self._listener.fileno():
@@ -96,7 +92,7 @@ class Doors:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
-                self._throttle.log("accept", "cannot let a client in: %s", os.strerror(error.errno or 0))
+                self._throttle.log("accept", "cannot accept a client: %s", os.strerror(error.errno or 0))
             return
         connection.setblocking(False)
         uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
@@ -107,9 +103,8 @@ class Doors:
             connection.close()
             return
         token = secrets.token_bytes(TOKEN_BYTES)
-        rights = array.array("i", [self._pool_fd]).tobytes()
         try:
-            connection.sendmsg([token], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            socket.send_fds(connection, [token], [self._pool_fd])
         except OSError:  # gone already
             connection.close()
             return
@@ -118,7 +113,7 @@ class Doors:
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
 
     def _has_gone(self, fd: int, events: int) -> bool:
-        """Whether a connection ended. What is said on it has no meaning, and is thrown away."""
+        """Whether a connection ended. Bytes that come through it mean nothing, and are thrown away."""
         if events & (select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
             return True
         connection = self._connections[self._tokens[fd]]
@@ -137,10 +132,10 @@ class Doors:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for nobody but us, or see that it is.
+    """Make a folder that only our user can enter, or check that it is one.
 
     Raises:
-        ConfigError: it is not, or cannot be made.
+        ConfigError: it is none, or cannot be made.
     """
     try:
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -155,10 +150,10 @@ def make_private(folder: Path) -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen on a path, in the place of a dead server's socket.
+    """Listen on a path, replacing a dead server's socket.
 
     Raises:
-        ConfigError: a server lives there, or the path cannot be used.
+        ConfigError: a server runs there, or the path cannot be used.
     """
     if is_alive(path):
         raise ConfigError(f"another cache server runs in {path.parent}: stop it, or name another folder")

@@ -1,33 +1,22 @@
-"""Which places in the pool clients are given: to write to, or to read from once what is there was read from disk."""
+"""Grants: which pages of the pool a client may write a chunk to, or read it from once it is in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ProtocolError
 from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.server.freight import Ways
-from kvstore.server.pool import Pool, pages_of
-from kvstore.server.sessions import MAX_LATE, Session, Sessions
-from kvstore.server.shelves import Shelves
+from kvstore.server.core import Core
+from kvstore.server.pool import pages_of
+from kvstore.server.sessions import MAX_LATE, Session
 from kvstore.server.spaces import Chunk
-from kvstore.server.stock import Stock
 
-_MAX_DISPLACED: Final = 256  # chunks that make room before somebody else has a turn: some milliseconds
-
-
-class Keeper(Protocol):
-    """What is asked of whom the places are found for."""
-
-    is_closing: bool
-
-    def sweep(self) -> None:
-        """Let the files go of chunks that have gone."""
+_MAX_DISPLACED: Final = 256  # chunks evicted for one request before others have their turn: some milliseconds
 
 
 @dataclass
@@ -38,9 +27,9 @@ class _Batch:
         session: whose.
         serial: of the request.
         refs: the chunks wanted.
-        is_write: what for.
-        grants: of the first ones, so far.
-        num_waiting: of these, for a read from disk.
+        is_write: whether to write them.
+        grants: for the first chunks, so far.
+        num_waiting: of these, the ones being read from disk.
         is_late: the answer does not follow the request at once.
     """
 
@@ -57,34 +46,22 @@ class _Batch:
         return len(self.grants) == len(self.refs) and not self.num_waiting
 
 
-class Places:
+class Grants:
     """Belongs to the thread that decides.
 
     Args:
-        pool: the memory.
-        stock: what is where.
-        sessions: who is there.
-        shelves: the disk, or None.
-        ways: to the outside.
-        keeper: for whom.
+        core: what the parts of the server share.
     """
 
-    def __init__(
-        self, pool: Pool, stock: Stock, sessions: Sessions, shelves: Shelves | None, ways: Ways, *, keeper: Keeper
-    ) -> None:
-        self._pool = pool
-        self._stock = stock
-        self._sessions = sessions
-        self._shelves = shelves
-        self._ways = ways
-        self._keeper = keeper
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._loading: dict[Chunk, list[Callable[[Outcome], None]]] = {}
 
     def find(self, session: Session, request: messages.Reserve | messages.Acquire) -> messages.Granted | None:
-        """The places that a client asks for; None if the answer is sent later.
+        """The grants that a client asks for; None if the answer is sent later.
 
         Raises:
-            ProtocolError: there can be no such chunks, or too many such answers are due to one client.
+            ProtocolError: there can be no such chunks, or too many such requests of this client are unanswered.
         """
         refs = messages.unpack_refs(request.refs)
         if not all(map(session.space.has_size, refs)):
@@ -92,12 +69,13 @@ class Places:
         return self._collect(_Batch(session, request.serial, refs, isinstance(request, messages.Reserve)))
 
     def _collect(self, batch: _Batch) -> messages.Granted | None:
-        """Find places, but not for so long that others wait for it."""
-        most = self._stock.num_displaced + _MAX_DISPLACED
+        """Find pages for the chunks; after some evictions, let others have their turn and go on later."""
+        stock = self._core.stock
+        most = stock.num_displaced + _MAX_DISPLACED
         while len(batch.grants) < len(batch.refs):
-            if self._stock.num_displaced >= most:
+            if stock.num_displaced >= most:
                 self._be_late(batch)
-                self._ways.report(partial(self._resume, batch))
+                self._core.report(partial(self._resume, batch))
                 return None
             ref = batch.refs[len(batch.grants)]
             if batch.is_write:
@@ -110,23 +88,22 @@ class Places:
         return None
 
     def _resume(self, batch: _Batch) -> None:
-        """Go on after others had their turn."""
         granted = None if batch.session.is_over else self._collect(batch)
         if granted is not None:
-            self._ways.send(batch.session.peer, granted, ())
-        self._keeper.sweep()
+            self._core.send(batch.session.peer, granted, ())
+        self._core.sweep()
 
     def _be_late(self, batch: _Batch) -> None:
         if not batch.is_late:
             batch.is_late = True
             batch.session.num_late += 1
             if batch.session.num_late > MAX_LATE:
-                raise ProtocolError(f"more than {MAX_LATE} questions for places at once")
+                raise ProtocolError(f"more than {MAX_LATE} requests for grants at once")
 
     def _reserve(self, session: Session, ref: ChunkRef) -> messages.Grant:
-        if self._keeper.is_closing or not self._may_lease(session, ref):
+        if self._core.is_closing or not self._may_lease(session, ref):
             return _no_grant(Outcome.FAILED)
-        chunk = self._stock.reserve(session.space, ref, session.capacity_bytes)
+        chunk = self._core.stock.reserve(session.space, ref, session.capacity_bytes)
         if chunk is None:
             return _no_grant(Outcome.FULL)
         return self._grant(session, chunk, Outcome.STORED)
@@ -136,7 +113,7 @@ class Places:
         batch.grants.append(_no_grant(Outcome.FAILED))
         if not self._may_lease(session, ref):
             return
-        chunk = self._stock.acquire(session.space, ref)
+        chunk = self._core.stock.acquire(session.space, ref)
         if isinstance(chunk, Outcome):
             batch.grants[number] = _no_grant(chunk)
         elif chunk.is_whole:
@@ -147,47 +124,45 @@ class Places:
 
     def _granted(self, batch: _Batch) -> messages.Granted:
         batch.session.num_late -= batch.is_late
-        usage = messages.Usage(self._stock.stamp, batch.session.space.used_bytes)
-        return messages.Granted(batch.serial, batch.grants, usage)
+        return messages.Granted(batch.serial, batch.grants, self._core.usage(batch.session.space))
 
     def _load(self, chunk: Chunk, arrived: Callable[[Outcome], None]) -> None:
-        """Bring a chunk, which is in use, from disk to its pages."""
-        waiting = self._loading.get(chunk)
-        if waiting is not None:
-            waiting.append(arrived)
+        """Read a chunk, which is in use, from disk to its pages; several requests wait for one read."""
+        waiting = self._loading.setdefault(chunk, [])
+        waiting.append(arrived)
+        if len(waiting) > 1:
             return
-        self._loading[chunk] = [arrived]
-        assert self._shelves is not None
+        core = self._core
+        assert core.disk is not None
         chunk.uses += 1  # the read's own
 
         def done(outcome: Outcome) -> None:
-            self._stock.loaded(chunk, outcome)
+            core.stock.loaded(chunk, outcome)
             for waiter in self._loading.pop(chunk):
                 waiter(outcome)
-            self._keeper.sweep()
+            core.sweep()
 
-        self._shelves.read(
-            chunk, self._pool.parts(chunk.runs, 0, chunk.size_bytes), done, lambda: self._stock.release(chunk)
-        )
+        parts = core.pool.parts(chunk.runs, 0, chunk.size_bytes)
+        core.disk.read(chunk, parts, done, lambda: core.stock.release(chunk))
 
     def _arrived(self, batch: _Batch, number: int, chunk: Chunk, outcome: Outcome) -> None:
         if outcome is Outcome.HIT and not batch.session.is_over:
             batch.grants[number] = self._grant(batch.session, chunk, outcome)
         else:
             batch.grants[number] = _no_grant(outcome)
-            self._stock.release(chunk)
+            self._core.stock.release(chunk)
         batch.num_waiting -= 1
         if batch.is_done and not batch.session.is_over:
-            self._ways.send(batch.session.peer, self._granted(batch), ())
+            self._core.send(batch.session.peer, self._granted(batch), ())
 
     def _may_lease(self, session: Session, ref: ChunkRef) -> bool:
         payload_bytes = session.space.layout.payload_bytes(ref.num_blocks)
-        return self._sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
+        return self._core.sessions.may_lease(session, pages_of(payload_bytes) * PAGE_BYTES)
 
     def _grant(self, session: Session, chunk: Chunk, outcome: Outcome) -> messages.Grant:
-        lease = self._sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
+        lease = self._core.sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
         if outcome is Outcome.HIT:
-            self._stock.note_read(chunk)
+            self._core.stock.note_read(chunk)
         return messages.Grant(messages.number_of(outcome), lease.number, chunk.runs)
 
 

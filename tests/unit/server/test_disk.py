@@ -19,46 +19,46 @@ from support.redis_server import wait_for
 from kvstore.chunks import ByteArray, Outcome
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
-from kvstore.server.rack import ShelfOptions
-from kvstore.server.shelves import Shelves
+from kvstore.server.disk import Disk
+from kvstore.server.disk_tiers import DiskOptions
 from kvstore.server.spaces import Chunk, Space
 from kvstore.tiers.disk import folder as _folder
-from kvstore.tiers.disk import tier as disk
 from kvstore.tiers.disk.chunks import Chunks
+from kvstore.tiers.disk.tier import DiskTier
 
 A_WHILE_S = 0.5
 FULL, READ, WRITTEN = (Space(Namespace({"model": name}), EVEN) for name in ("full", "read", "written"))
 
 
 class Desk:
-    """Calls of shelves, and the thread that decides, which is this one."""
+    """Calls of a disk, and the thread that decides, which is this one."""
 
     def __init__(self, folder: Path, capacity_bytes: int, timeout_s: float = HANG_GUARD_S) -> None:
         self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        options = ShelfOptions(folder, capacity_bytes, timeout_s=timeout_s)
-        self.shelves = Shelves(options, self._reports.put)
+        options = DiskOptions(folder, capacity_bytes, timeout_s=timeout_s)
+        self.disk = Disk(options, self._reports.put)
         with ExitStack() as opened:
-            opened.callback(self.shelves.close, HANG_GUARD_S)
-            self.shelves.open_all()
+            opened.callback(self.disk.close, HANG_GUARD_S)
+            self.disk.open_all()
             opened.pop_all()
 
     def write(self, space: Space, number: int) -> list[int | None]:
         """Begin to write a chunk; the list has its size, or None, once ``wait`` has seen the end."""
         ended: list[int | None] = []
         chunk = Chunk(space, make_ref(number))
-        self.shelves.write(chunk, [payload_of(number)], ended.append)
+        self.disk.write(chunk, [payload_of(number)], ended.append)
         return ended
 
     def read(self, space: Space, number: int) -> list[Outcome]:
         """Begin to read one."""
         ended: list[Outcome] = []
-        self.shelves.read(Chunk(space, make_ref(number)), [make_slot()], ended.append, lambda: None)
+        self.disk.read(Chunk(space, make_ref(number)), [make_slot()], ended.append, lambda: None)
         return ended
 
     def remove(self, space: Space, *numbers: int) -> None:
         """Remove chunks, and wait until their files are spare ones."""
-        self.shelves.remove([(space, make_ref(number)) for number in numbers])
-        wait_for("removals", lambda: not self.shelves.is_busy)
+        self.disk.remove([(space, make_ref(number)) for number in numbers])
+        wait_for("removals", lambda: not self.disk.is_busy)
 
     def wait(self, ended: list[Any]) -> Any:
         """What came of something, as it is reported."""
@@ -87,7 +87,7 @@ def open_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
 
     yield open_
     for desk in opened:
-        desk.shelves.close(HANG_GUARD_S)
+        desk.disk.close(HANG_GUARD_S)
 
 
 def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_spares_of_one_make_room_for_another(open_desk: Callable[..., Desk], tmp
     desk.remove(FULL, 0, 1, 2)
     assert desk.wait(desk.write(WRITTEN, 9)) == CHUNK_BYTES
     assert len(list((tmp_path / "disk" / FULL.id.hex() / _folder.FREE_NAME).iterdir())) == 2
-    assert desk.shelves.used_bytes == 4 * CHUNK_BYTES
+    assert desk.disk.used_bytes == 4 * CHUNK_BYTES
     assert desk.wait(desk.read(FULL, 3)) is Outcome.HIT
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_is_opened_again_keeps_its_name_whatever_happens(
     """Killed while it says whose it is, or on a disk that cannot be read now: the next start must not delete it."""
     desk = open_desk(4 * CHUNK_BYTES)
     assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
-    desk.shelves.close(HANG_GUARD_S)
+    desk.disk.close(HANG_GUARD_S)
     note = tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda _: fail(OSError(errno.EIO, "Input/output error")))
@@ -206,14 +206,14 @@ def test_a_folder_is_not_opened_while_it_is_deleted(
         real(home, **options)
         gate()
 
-    monkeypatch.setattr("kvstore.server.rack.shutil.rmtree", delete)
-    desk.shelves.forget(FULL)
+    monkeypatch.setattr("kvstore.server.disk_tiers.shutil.rmtree", delete)
+    desk.disk.forget(FULL)
     assert gate.reached.wait(HANG_GUARD_S)
     late = desk.read(FULL, 1)
     desk.wait_a_while(late)
     gate.open()
     assert desk.wait(late) is Outcome.MISS
-    wait_for("the folder is forgotten", lambda: not desk.shelves.is_busy)
+    wait_for("the folder is forgotten", lambda: not desk.disk.is_busy)
     assert desk.wait(desk.write(FULL, 2)) == CHUNK_BYTES
     assert desk.wait(desk.read(FULL, 2)) is Outcome.HIT
 
@@ -231,15 +231,15 @@ def test_a_folder_whose_deletion_hangs_takes_nothing_along_that_came_later(
     assert desk.wait(desk.write(FULL, 1)) == CHUNK_BYTES
     desk.remove(FULL, 1)
     gate = Gate()
-    monkeypatch.setattr("kvstore.server.rack.shutil.rmtree", gate.before(shutil.rmtree))
-    monkeypatch.setattr("kvstore.server.rack._SLOW_TIMEOUT_S", 0.1)
-    desk.shelves.forget(FULL)
+    monkeypatch.setattr("kvstore.server.disk_tiers.shutil.rmtree", gate.before(shutil.rmtree))
+    monkeypatch.setattr("kvstore.server.disk_tiers._SLOW_TIMEOUT_S", 0.1)
+    desk.disk.forget(FULL)
     assert gate.reached.wait(HANG_GUARD_S)
     later = desk.write(FULL, 2)
     desk.wait_a_while(later)
     gate.open()
     assert desk.wait(later) == CHUNK_BYTES
-    wait_for("the folder is forgotten", lambda: not desk.shelves.is_busy)
+    wait_for("the folder is forgotten", lambda: not desk.disk.is_busy)
     assert desk.wait(desk.read(FULL, 2)) is Outcome.HIT
     assert (tmp_path / "disk" / FULL.id.hex() / _folder.GEOMETRY_FILE).is_file()
 
@@ -253,19 +253,19 @@ def test_a_clear_that_fails_takes_nothing_along_that_is_stored_later(
         assert desk.wait(desk.write(FULL, number)) == CHUNK_BYTES
     gate = Gate()
 
-    def refuse(_tier: disk.DiskTier) -> NoReturn:
+    def refuse(_tier: DiskTier) -> NoReturn:
         gate()
         fail(TierError("the folder does not let go"))
 
-    monkeypatch.setattr(disk.DiskTier, "clear", refuse)
+    monkeypatch.setattr(DiskTier, "clear", refuse)
     cleared: list[bool] = []
-    desk.shelves.clear(FULL, [make_ref(1), make_ref(2)], cleared.append)
+    desk.disk.clear(FULL, [make_ref(1), make_ref(2)], cleared.append)
     assert gate.reached.wait(HANG_GUARD_S)
     later = desk.write(FULL, 1)
     gate.open()
     assert desk.wait(cleared) is False
     assert desk.wait(later) == CHUNK_BYTES
-    wait_for("removals", lambda: not desk.shelves.is_busy)
+    wait_for("removals", lambda: not desk.disk.is_busy)
     assert desk.wait(desk.read(FULL, 1)) is Outcome.HIT
     assert desk.wait(desk.read(FULL, 2)) is Outcome.MISS
 

@@ -1,0 +1,187 @@
+"""What is on its way to one receiver: deliveries, and the thread that sends them one after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.chunks import Outcome
+from kvstore.errors import KVStoreError
+from kvstore.handover.transport import Parcel, Receiver, Transport
+from kvstore.paged.base import PagedKV
+from kvstore.paged.staging import Moment
+
+PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
+
+
+class Delivery:
+    """Chunks of one step for one receiver, shared by the model's thread, which gathers them, and the sender's."""
+
+    def __init__(self, receiver: Receiver, parcels: Sequence[Parcel], slots: Sequence[int], paged: PagedKV) -> None:
+        self.receiver = receiver
+        self.parcels = parcels
+        self.slots = slots
+        self._num_layers = paged.layout.num_layers
+        self._reach = paged.reach
+        self._changed = threading.Condition()
+        self._done_layers = 0
+        self._moment: Moment = None
+        self._trusted: bool | None = None  # until the step has ended
+        self._ended_s = 0.0
+
+    def advance(self, done_layers: int, moment: Moment) -> None:
+        """The first ``done_layers`` layers are in the buffer, once ``moment`` is reached."""
+        with self._changed:
+            self._done_layers, self._moment = done_layers, moment
+            self._changed.notify_all()
+
+    def end(self, *, trusted: bool) -> None:
+        """The step has ended: all layers are in the buffer, or, if it is not to be ``trusted``, none may be found."""
+        with self._changed:
+            if trusted:
+                self._done_layers, self._moment = self._num_layers, None
+            self._trusted = trusted
+            self._ended_s = time.monotonic()
+            self._changed.notify_all()
+
+    def ready(self) -> Iterator[range]:
+        """The layers as they are gathered; the last one only when the step is known to be right."""
+        sent_layers = 0
+        while sent_layers < self._num_layers:
+            usable_layers, moment = self._wait_beyond(sent_layers)
+            if self._trusted is False:
+                return
+            self._reach(moment)
+            yield range(sent_layers, usable_layers)
+            sent_layers = usable_layers
+
+    def wait(self) -> None:
+        """Wait until the step has ended, and nothing is gathered any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._trusted is not None)
+
+    def seconds_behind(self) -> float:
+        """How long ago its step ended."""
+        return time.monotonic() - self._ended_s
+
+    def _wait_beyond(self, sent_layers: int) -> tuple[int, Moment]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._trusted is not None or self._usable_layers() > sent_layers)
+            return self._usable_layers(), self._moment
+
+    def _usable_layers(self) -> int:
+        return self._done_layers if self._trusted else min(self._done_layers, self._num_layers - 1)
+
+
+class Sender:
+    """The thread for one receiver, which sends deliveries one after the other.
+
+    Args:
+        receiver: where to.
+        connect: opens the way to it, before the first delivery and after a failure.
+        note: told of each delivery that has ended.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        connect: Callable[[Receiver], Transport],
+        note: Callable[[Delivery, Sequence[Outcome], KVStoreError | None], None],
+    ) -> None:
+        self.receiver = receiver
+        self._connect = connect
+        self._note = note
+        self._changed = threading.Condition()
+        self._waiting: deque[Delivery] = deque()
+        self._is_sending = False
+        self._is_stopped = False
+        self._broken_until_s = 0.0
+        self._transport: Transport | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-push", daemon=True)
+        self._thread.start()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has not failed lately."""
+        return time.monotonic() >= self._broken_until_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to send."""
+        with self._changed:
+            return not self._waiting and not self._is_sending
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def send(self, delivery: Delivery) -> None:
+        """Queue a delivery."""
+        with self._changed:
+            self._waiting.append(delivery)
+            self._changed.notify_all()
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until all deliveries are sent or given up; False if time ran out first."""
+        with self._changed:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            return self._changed.wait_for(lambda: not self._waiting and not self._is_sending, left_s)
+
+    def retire(self) -> None:
+        """End the thread once all deliveries are sent or given up; no more will come."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Drop what is queued, and end the thread after the delivery under way."""
+        with self._changed:
+            self._is_stopped = True
+            waiting, self._waiting = list(self._waiting), deque()
+            self._changed.notify_all()
+        for delivery in waiting:
+            delivery.end(trusted=False)
+            self._note(delivery, [Outcome.FAILED] * len(delivery.parcels), None)
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the thread."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while (delivery := self._next()) is not None:
+            outcomes = [Outcome.FAILED] * len(delivery.parcels)
+            error: KVStoreError | None = None
+            try:
+                if self.answers:
+                    outcomes = self._deliver(delivery)
+            except KVStoreError as problem:
+                error = problem
+                self._broken_until_s = time.monotonic() + PROBE_INTERVAL_S
+                self._hang_up()
+            delivery.wait()
+            self._note(delivery, outcomes, error)
+            with self._changed:
+                self._is_sending = False
+                self._changed.notify_all()
+        self._hang_up()
+
+    def _next(self) -> Delivery | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or bool(self._waiting))
+            if not self._waiting:
+                return None
+            self._is_sending = True
+            return self._waiting.popleft()
+
+    def _deliver(self, delivery: Delivery) -> list[Outcome]:
+        if self._transport is None:
+            self._transport = self._connect(self.receiver)
+        return self._transport.deliver(delivery.parcels, delivery.ready())
+
+    def _hang_up(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()

@@ -1,0 +1,60 @@
+"""What the parts of the server share: its state, and the ways to its disk and its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvstore.protocol import messages
+from kvstore.server.disk import Disk
+from kvstore.server.pool import Pool
+from kvstore.server.sessions import Peer, Sessions
+from kvstore.server.spaces import Space
+from kvstore.server.stock import Stock
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass
+class Core:
+    """Belongs to the thread that decides; only ``report`` may be called from others.
+
+    Attributes:
+        pool: the memory.
+        stock: which chunks are where.
+        sessions: the clients and their leases.
+        disk: None for a server without one.
+        send: sends an answer to a client, and frames of payload behind it.
+        report: lets the thread that decides call something.
+        is_open: whether a token belongs to an open connection to the unix socket.
+        stats: all counters, for a report.
+        may_order: whether the sender of the message at hand is an operator.
+        now: the monotonic time in seconds.
+        is_closing: the server is about to end: no new clients, no new chunks.
+    """
+
+    pool: Pool
+    stock: Stock
+    sessions: Sessions
+    disk: Disk | None
+    send: Callable[[Peer, messages.Answer, Sequence[Buffer]], None]
+    report: Callable[[Callable[[], None]], None]
+    is_open: Callable[[bytes], bool]
+    stats: Callable[[], dict[str, Any]]
+    may_order: Callable[[Peer], bool]
+    now: Callable[[], float]
+    is_closing: bool = False
+
+    def usage(self, space: Space) -> messages.Usage:
+        """What a namespace takes now, as clients are told with every answer."""
+        return messages.Usage(self.stock.stamp, space.used_bytes)
+
+    def sweep(self) -> None:
+        """Start to delete the files of evicted and removed chunks."""
+        removals, forgotten = self.stock.take_removals(), self.stock.take_forgotten()
+        if self.disk is not None:
+            self.disk.remove(removals)
+            for space in forgotten:
+                self.disk.forget(space)

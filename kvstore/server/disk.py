@@ -1,0 +1,296 @@
+"""The server's disk: one folder with a disk tier for each namespace, which share one bound.
+
+Beside the chunks of a namespace lies ``geometry.json``, from which a restarted server knows what it has before the
+first client comes. The stock decides what is written and deleted; this module does it, on threads of its own, in the
+order that ``turns.py`` keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import re
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.errors import ConfigError, TierError, TierTimeoutError
+from kvstore.format import chunkfile
+from kvstore.keys import EPOCH_FIELD
+from kvstore.protocol.pieces import scatter
+from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.turns import Once, Turns, Work
+from kvstore.throttle import Throttle
+from kvstore.tiers.base import Transfer
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk import survey
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_HOME_NAME = re.compile("[0-9a-f]{16}")
+
+
+class Disk:
+    """The folder, owned by this process. Thread-safe.
+
+    Args:
+        options: the disk.
+        report: lets the thread that decides call something.
+
+    Raises:
+        ConfigError: the folder cannot be used, is an engine's, or is smaller than the bound.
+        FolderOwnedError: another process uses it.
+    """
+
+    def __init__(self, options: DiskOptions, report: Callable[[Callable[[], None]], None]) -> None:
+        self.capacity_bytes = options.capacity_bytes
+        self._options = options
+        self._report = report
+        self._throttle = Throttle(logger)
+        _folder.make_folder(options.folder)
+        self._owner = _folder.FolderLock(options.folder)
+        try:
+            _refuse_engines(options.folder)
+            survey.check_room([options.folder], options.capacity_bytes)
+        except (OSError, ConfigError):
+            self._owner.release()
+            raise
+        self._tiers = DiskTiers(options)
+        self._readers = ThreadPoolExecutor(options.read_threads, "kvstore-read-disk")
+        self._writers = ThreadPoolExecutor(WRITE_THREADS, "kvstore-write-disk")
+        self._turns = Turns(partial(self._start, self._writers))
+        self._staging = threading.local()
+        self._is_closing = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files of chunks."""
+        return self._tiers.used_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether files are being written or deleted."""
+        return self._turns.is_busy
+
+    def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]]]]:
+        """The namespaces that an earlier server has left, each with its chunks, the least recently used first.
+
+        Namespaces of past epochs, and folders that nobody can read, are deleted.
+
+        Raises:
+            TierError: a folder cannot be read.
+        """
+        found = []
+        for home in sorted(self._options.folder.iterdir()):
+            if not _HOME_NAME.fullmatch(home.name):
+                continue
+            space = read_home(home)
+            if space is None or EPOCH_FIELD in space.namespace.fields or space.id.hex() != home.name:
+                shutil.rmtree(home, ignore_errors=True)
+                continue
+            with self._tiers.use(space) as opened:
+                assert opened is not None
+                found.append((space, opened.tier.scan()))
+        return found
+
+    def size_of(self, space: Space, ref: ChunkRef) -> int:
+        """The most bytes that a chunk takes on disk."""
+        return chunkfile.file_bytes(space.layout, ref.num_blocks, self._options.codec)
+
+    def write(self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[int | None], None]) -> None:
+        """Start to write a chunk; ``done`` is called with the size of its file, or None, by the thread that decides."""
+        work = self._work(partial(self._put, chunk, parts), self._reporting(done), None)
+        self._turns.take(chunk.space.id, chunk.key, work)
+
+    def read(
+        self, chunk: Chunk, parts: Sequence[ByteArray], done: Callable[[Outcome], None], freed: Callable[[], None]
+    ) -> None:
+        """Start to read a chunk.
+
+        Args:
+            chunk: which.
+            parts: where to.
+            done: called with what came of it.
+            freed: called after that, once nothing can write to ``parts`` any more.
+        """
+        free = Once(partial(self._report, freed))
+        read = self._work(partial(self._get, chunk, parts), self._reporting(done), Outcome.FAILED, reports_hang=True)
+
+        def give_up() -> None:
+            read.give_up()
+            free()
+
+        self._start(self._readers, partial(read.run, free), give_up)
+
+    def remove(self, removals: Sequence[tuple[Space, ChunkRef]]) -> None:
+        """Start to delete the files of chunks."""
+        for space, ref in removals:
+            self._turns.take(space.id, space.key_of(ref), self._removal(space, ref))
+
+    def _removal(self, space: Space, ref: ChunkRef) -> Work:
+        return self._work(partial(self._remove, space, ref), lambda _: None, None)
+
+    def clear(self, space: Space, refs: Sequence[ChunkRef], done: Callable[[bool], None]) -> None:
+        """Start to delete all files of a namespace, of which ``refs`` are known.
+
+        What was begun before ends first, and what comes later waits. ``done`` is called by the thread that decides:
+        with True if no file can be found any more, not even after a crash; otherwise they are deleted one by one.
+        """
+        report = self._reporting(done)
+
+        def cleared(is_clear: bool) -> None:
+            report(is_clear)
+            if not is_clear:  # delete what is there now, but nothing that is written from now on
+                self._turns.take_next(space.id, [(space.key_of(ref), self._removal(space, ref)) for ref in refs])
+
+        self._turns.take_all(space.id, self._work(partial(self._clear, space), cleared, failed=False))
+
+    def forget(self, space: Space) -> None:
+        """Start to delete the folder of a namespace that has no chunks, and that nobody uses."""
+        self._turns.take_all(space.id, self._work(partial(self._tiers.forget, space), lambda _: None, None))
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads, and close all tiers; what hangs is left behind."""
+        self._is_closing = True
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        closing = threading.Thread(target=self._close, daemon=True, name="kvstore-close")
+        closing.start()
+        closing.join(timeout_s)
+
+    def _close(self) -> None:
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True)
+        self._tiers.close()
+        self._owner.release()
+
+    def _start(self, pool: ThreadPoolExecutor, action: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """Run an action on a thread; call ``give_up`` if it raises, or whoever waits for it would wait for ever."""
+
+        def look(future: Future[None]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                said = "a thread of the cache server's disk failed"
+                self._throttle.log(type(error).__name__, said, level=logging.ERROR, exc_info=error)
+                give_up()
+
+        if not self._is_closing:
+            with suppress(RuntimeError):  # it is closing now
+                pool.submit(action).add_done_callback(look)
+
+    def _reporting(self, done: Callable[[Result], None]) -> Callable[[Result], None]:
+        """Lets the thread that decides hear of a result: of the first one that there is."""
+        return Once(lambda result: self._report(partial(done, result)))
+
+    def _work(
+        self,
+        call: Callable[[], Result],
+        report: Callable[[Result], None],
+        failed: Result,
+        *,
+        reports_hang: bool = False,
+    ) -> Work:
+        """Work that calls the disk, and ends when no call of it hangs any more.
+
+        Args:
+            call: raises ``TierError`` or ``ConfigError`` if the disk is broken.
+            report: takes what ``call`` returned.
+            failed: what is reported instead if it raised.
+            reports_hang: report a call that hangs at its deadline, and not only when it ends.
+        """
+
+        def run(end: Callable[[], None]) -> None:
+            def finish(result: Result) -> None:
+                report(result)
+                end()
+
+            try:
+                result = call()
+            except TierTimeoutError as error:
+                self._complain(error)
+                self._staging.buffer = None  # the call that hangs still uses it
+                if reports_hang:
+                    report(failed)
+                error.pending.add_done_callback(lambda _: finish(failed))
+            except (TierError, ConfigError) as error:
+                self._complain(error)
+                finish(failed)
+            else:
+                finish(result)
+
+        return Work(run, lambda: report(failed))
+
+    # -- on the threads ----------------------------------------------------------------------------------------------
+
+    def _put(self, chunk: Chunk, parts: Sequence[ByteArray]) -> int | None:
+        """Write a chunk; the size of its file, or None if it is not there."""
+        if chunk.is_gone:  # while it waited: a clear need not wait for it
+            return None
+        most_bytes = self.size_of(chunk.space, chunk.ref)
+        with self._tiers.use(chunk.space) as opened:
+            assert opened is not None
+            buffer = parts[0] if len(parts) == 1 else np.concatenate(parts, out=self._room(chunk))
+            if not self._tiers.claim(chunk.space, most_bytes):
+                return None
+            try:
+                (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer)])
+            finally:
+                self._tiers.unclaim(most_bytes)
+            return opened.raw.size_of(chunk.ref) if outcome is Outcome.STORED else None
+
+    def _get(self, chunk: Chunk, parts: Sequence[ByteArray]) -> Outcome:
+        """Read a chunk into its pages."""
+        if chunk.is_gone:  # and its namespace perhaps with it
+            return Outcome.MISS
+        with self._tiers.use(chunk.space, makes=False) as opened:
+            if opened is None:
+                return Outcome.MISS
+            buffer = parts[0] if len(parts) == 1 else self._room(chunk)
+            (outcome,) = opened.tier.get([Transfer(chunk.ref, buffer)])
+        if outcome is Outcome.HIT and len(parts) > 1:
+            scatter(buffer, parts)
+        return outcome
+
+    def _remove(self, space: Space, ref: ChunkRef) -> None:
+        with self._tiers.use(space, makes=False) as opened:
+            if opened is not None:  # if this fails, the tier's breaker tries again later
+                opened.tier.remove([ref])
+
+    def _clear(self, space: Space) -> bool:
+        with self._tiers.use(space, makes=False) as opened:
+            if opened is not None:
+                opened.tier.clear()
+        return True
+
+    def _room(self, chunk: Chunk) -> ByteArray:
+        """This thread's buffer for chunks that lie in several runs of pages."""
+        room: ByteArray | None = getattr(self._staging, "buffer", None)
+        if room is None or len(room) < chunk.size_bytes:
+            room = np.frombuffer(mmap.mmap(-1, chunk.size_bytes), np.uint8)
+            self._staging.buffer = room
+        return room[: chunk.size_bytes]
+
+    def _complain(self, error: Exception) -> None:
+        self._throttle.log("disk", "the disk of the cache server: %s", error)
+
+
+def _refuse_engines(folder: Path) -> None:
+    """Refuse a folder with chunks that an engine stored: they would be deleted as unreadable.
+
+    Raises:
+        ConfigError: it is such a folder.
+        OSError: it cannot be read.
+    """
+    for home in folder.iterdir():
+        if _HOME_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
+            raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: name another folder")

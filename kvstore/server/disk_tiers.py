@@ -1,0 +1,299 @@
+"""The disk tiers of the server's namespaces, of which only the most recently used are open.
+
+An open tier has a descriptor and a dictionary of its chunks, and namespaces come and go by the thousand: one for each
+epoch of each model's weights. All of them are in one folder on one storage, so their calls share threads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvstore.errors import ClosedError, LayoutError, TierError, TierTimeoutError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.server.spaces import Space
+from kvstore.tiers.base import BoundedTier
+from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.guards import CircuitBreaker, Crew, Deadline, GuardOptions, find, guarded
+
+WRITE_THREADS: Final = 4
+MAX_OPEN: Final = 64  # more if so many are in use
+_SLOW_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """The disk.
+
+    Attributes:
+        folder: used by this server alone.
+        capacity_bytes: of all namespaces together.
+        codec: what chunks are encoded with.
+        direct: whether to bypass the page cache; None finds out.
+        read_threads: reads at once.
+        timeout_s: deadline of each call.
+    """
+
+    folder: Path
+    capacity_bytes: int
+    codec: str = "none"
+    direct: bool | None = None
+    read_threads: int = 4
+    timeout_s: float = 10.0
+
+
+class OpenTier(NamedTuple):
+    """One namespace's tier, bare and guarded."""
+
+    raw: DiskTier
+    tier: BoundedTier
+
+    @property
+    def is_dispensable(self) -> bool:
+        """Whether it can be closed without a loss: no call hangs in it, and no removal is left to be tried again."""
+        deadline, breaker = find(self.tier, Deadline), find(self.tier, CircuitBreaker)
+        assert deadline is not None
+        assert breaker is not None
+        return not deadline.stuck_calls and not breaker.stats().owed_removals
+
+
+@dataclass
+class _Entry:
+    """One namespace's tier, open or not.
+
+    Attributes:
+        opening: held while the tier is opened or closed.
+        opened: the tier, if it is open.
+        users: how many use it, or wait for that.
+        closed_bytes: of its files, if it is not open.
+    """
+
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    opened: OpenTier | None = None
+    users: int = 0
+    closed_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        opened = self.opened
+        return self.closed_bytes if opened is None else opened.raw.used_bytes
+
+
+class DiskTiers:
+    """Opens and closes tiers, and keeps the bound that they share. Thread-safe.
+
+    Args:
+        options: the disk, whose folder exists and is locked.
+    """
+
+    def __init__(self, options: DiskOptions) -> None:
+        self._options = options
+        self._direct = options.direct
+        self._crew = Crew("disk", options.read_threads + WRITE_THREADS + 2)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._lock = threading.Lock()
+        self._claimed_bytes = 0
+        self._is_closed = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files of chunks."""
+        return sum(entry.used_bytes for entry in list(self._entries.values()))
+
+    @property
+    def num_open(self) -> int:
+        """Tiers that are open."""
+        return sum(entry.opened is not None for entry in list(self._entries.values()))
+
+    @contextmanager
+    def use(self, space: Space, *, makes: bool = True) -> Iterator[OpenTier | None]:
+        """A namespace's tier, open for as long as the context; None if there is none and none is to be made.
+
+        Raises:
+            TierError, ConfigError: it cannot be opened.
+        """
+        with self._lock:
+            if not makes and space.id not in self._entries:
+                entry = None
+            else:
+                entry = self._enter(space)
+                self._entries.move_to_end(space.id)
+        if entry is None:
+            yield None
+            return
+        try:
+            with entry.opening:
+                if entry.opened is None:
+                    entry.opened = self._open(space)
+            yield entry.opened
+        finally:
+            self._leave(entry)
+            self._tidy()
+
+    def claim(self, space: Space, num_bytes: int) -> bool:
+        """Whether there are so many bytes for one more file, after spare files of other namespaces if need be."""
+        with self._lock:
+            others = [entry.opened for space_id, entry in self._entries.items() if space_id != space.id]
+            own = self._entries[space.id].opened
+        for opened in [None, *others, own]:
+            if opened is not None and opened.raw.spare_bytes:
+                with suppress(TierError, ClosedError):  # its breaker tells; others may have spares too
+                    opened.tier.drop_spares(self._missing_bytes(num_bytes))
+            if self._claim(num_bytes):
+                return True
+        return False
+
+    def unclaim(self, num_bytes: int) -> None:
+        """Give back what was claimed: the file is counted by now, or never will be."""
+        with self._lock:
+            self._claimed_bytes -= num_bytes
+
+    def forget(self, space: Space) -> None:
+        """Delete a namespace's folder, of which nothing is needed any more. Who uses it meanwhile waits.
+
+        Raises:
+            TierTimeoutError: the disk hangs; until its ``pending`` is done the folder may yet be deleted.
+            TierError: too many calls hang in it.
+        """
+        with self._lock:
+            entry = self._enter(space)
+        try:
+            with entry.opening:
+                if entry.opened is not None:
+                    entry.opened.tier.close()
+                    entry.opened = None
+                entry.closed_bytes = 0
+                self._delete(self._home(space))
+        finally:
+            with self._lock:
+                entry.users -= 1
+                if not entry.users and entry.opened is None:
+                    del self._entries[space.id]
+
+    def _delete(self, home: Path) -> None:
+        deleting = self._crew.submit("forget", partial(shutil.rmtree, home, ignore_errors=True))
+        try:
+            deleting.result(_SLOW_TIMEOUT_S)
+        except TimeoutError as error:
+            self._crew.give_up(deleting)
+            raise TierTimeoutError(
+                f"a folder of the disk is not deleted within {_SLOW_TIMEOUT_S} s", deleting
+            ) from error
+
+    def close(self) -> None:
+        """Close all tiers, and end the threads."""
+        self._is_closed = True
+        for entry in list(self._entries.values()):
+            if (opened := entry.opened) is not None:
+                opened.tier.close()
+        self._crew.close()
+
+    def _enter(self, space: Space) -> _Entry:
+        """A namespace's entry, with one more user. Needs the lock."""
+        entry = self._entries.setdefault(space.id, _Entry())
+        entry.users += 1
+        return entry
+
+    def _leave(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.users -= 1
+
+    def _claim(self, num_bytes: int) -> bool:
+        with self._lock:
+            if self._missing_bytes(num_bytes) > 0:
+                return False
+            self._claimed_bytes += num_bytes
+            return True
+
+    def _missing_bytes(self, num_bytes: int) -> int:
+        return self.used_bytes + self._claimed_bytes + num_bytes - self._options.capacity_bytes
+
+    def _tidy(self) -> None:
+        """Close open tiers beyond ``MAX_OPEN`` that nobody uses, the least recently used first."""
+        while not self._is_closed and self.num_open > MAX_OPEN:
+            with self._lock:
+                idle = (entry for entry in self._entries.values() if not entry.users)
+                entry = next((e for e in idle if e.opened is not None and e.opened.is_dispensable), None)
+                if entry is None:
+                    return
+                entry.users += 1
+            try:
+                self._close_if_idle(entry)
+            finally:
+                self._leave(entry)
+
+    def _close_if_idle(self, entry: _Entry) -> None:
+        with entry.opening:
+            with self._lock:
+                opened = entry.opened if entry.users == 1 else None
+            if opened is not None:  # who comes now waits for its end, and opens it again
+                with suppress(TierError):
+                    opened.tier.drop_spares(opened.raw.spare_bytes)
+                opened.tier.close()
+                entry.closed_bytes = opened.raw.used_bytes
+                entry.opened = None
+
+    def _home(self, space: Space) -> Path:
+        return self._options.folder / space.id.hex()
+
+    def _open(self, space: Space) -> OpenTier:
+        options = self._options
+        home = self._home(space)
+        try:
+            home.mkdir(mode=_folder.FOLDER_MODE, exist_ok=True)
+            _describe(home, space)
+            if self._direct is None:
+                self._direct = _folder.probe_direct(options.folder)
+        except OSError as error:
+            raise _folder.unusable(home, error) from error
+        raw = DiskTier(
+            home,
+            space.namespace,
+            space.layout,
+            options.capacity_bytes,
+            direct=self._direct,
+            codec=options.codec,
+            checks_room=False,
+        )
+        guard = GuardOptions(options.timeout_s, max(options.timeout_s, _SLOW_TIMEOUT_S))
+        return OpenTier(raw, guarded(raw, guard, self._crew))
+
+
+def _describe(home: Path, space: Space) -> None:
+    """Note in a folder which namespace it belongs to, unless it does: the next start would delete it otherwise.
+
+    Raises:
+        OSError: the system refused.
+    """
+    text = json.dumps({"namespace": dict(space.namespace.fields), "geometry": asdict(space.layout)}) + "\n"
+    path = home / _folder.GEOMETRY_FILE
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)  # at once: a crash here leaves the old note or the new one
+
+
+def read_home(home: Path) -> Space | None:
+    """The namespace whose folder this is; None if there is no note that can be understood.
+
+    Raises:
+        TierError: the disk fails to read the note.
+    """
+    try:
+        found = json.loads((home / _folder.GEOMETRY_FILE).read_bytes())
+        return Space(Namespace(found["namespace"]), KVLayout.from_json(json.dumps(found["geometry"])))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, LayoutError):
+        return None
+    except OSError as error:
+        raise TierError(f"cannot read {home / _folder.GEOMETRY_FILE}: {_folder.reason(error)}") from error

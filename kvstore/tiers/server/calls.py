@@ -1,0 +1,84 @@
+"""Requests to a cache server about many chunks, sent in parts, each with a check of its answer.
+
+All raise ``TierError`` if the server fails, or does not answer about every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from kvstore.chunks import ChunkRef, Outcome
+from kvstore.errors import TierError
+from kvstore.protocol import messages
+from kvstore.tiers.server.link import Link
+
+Item = TypeVar("Item")
+
+
+def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
+    """For each chunk, whether the server has it: one round trip for thousands."""
+    found: list[bool] = []
+    for part in _parts(refs, messages.MAX_REFS):
+        answer = link.ask(messages.Lookup(link.new_serial(), messages.pack_refs(part)), messages.Held)
+        found += [byte == 1 for byte in _complete(answer.found, part)]
+    return found
+
+
+def grants(
+    link: Link, kind: type[messages.Reserve | messages.Acquire], refs: Sequence[ChunkRef]
+) -> list[messages.Grant]:
+    """For each chunk, the pages to write it to or to read it from, or why there are none."""
+    granted: list[messages.Grant] = []
+    for part in _parts(refs, messages.MAX_MOVES):
+        answer = link.ask(kind(link.new_serial(), messages.pack_refs(part)), messages.Granted)
+        granted += _complete(answer.grants, part)
+    return granted
+
+
+def commit(link: Link, leases: Sequence[int], *, is_whole: bool) -> list[Outcome]:
+    """End writes: what was written is whole, or never will be. Returns what became of each chunk."""
+    outcomes: list[Outcome] = []
+    for part in _parts(leases, messages.MAX_MOVES):
+        answer = link.ask(messages.Commit(link.new_serial(), list(part), is_whole), messages.Done)
+        outcomes += map(messages.outcome_of, _complete(answer.outcomes, part))
+    return outcomes
+
+
+def remove(link: Link, refs: Sequence[ChunkRef]) -> None:
+    """Forget chunks."""
+    for part in _parts(refs, messages.MAX_REFS):
+        link.ask(messages.Remove(link.new_serial(), messages.pack_refs(part)), messages.Done)
+
+
+def clear(link: Link) -> None:
+    """Forget every chunk of the connection's namespace."""
+    link.ask(messages.Clear(link.new_serial()), messages.Done)
+
+
+def scan(link: Link) -> list[ChunkRef]:
+    """Every chunk of the connection's namespace, the least recently used first."""
+    refs: dict[ChunkRef, None] = {}
+    first = 0
+    while True:
+        listing = link.ask(messages.Scan(link.new_serial(), first), messages.Listing)
+        refs.update(dict.fromkeys(messages.unpack_refs(listing.refs)))
+        first += len(listing.refs) // messages.REF_BYTES
+        if first >= listing.total or not listing.refs:
+            return list(refs)
+
+
+def used_bytes(link: Link) -> int:
+    """What the connection's namespace takes at the server now."""
+    behind_the_last = 1 << 40
+    return link.ask(messages.Scan(link.new_serial(), behind_the_last), messages.Listing).usage.used_bytes
+
+
+def _parts(items: Sequence[Item], at_most: int) -> Iterator[Sequence[Item]]:
+    return (items[begin : begin + at_most] for begin in range(0, len(items), at_most))
+
+
+def _complete(answers: Sequence[Item], asked: Sequence[object]) -> Sequence[Item]:
+    if len(answers) != len(asked):
+        raise TierError(f"the cache server answered about {len(answers)} chunks instead of {len(asked)}")
+    return answers

@@ -1,0 +1,343 @@
+"""Messages that nobody should send to a cache server: what they cost their sender, and nobody else."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+from functools import partial
+
+import psutil
+import pytest
+import zmq
+from support.cache_server import ServerThread, raw_peer, serving_ipc, serving_tcp
+from support.redis_server import wait_for
+from support.served import WAIT_S, A, B, Raw, check_quiet, check_read, open_link, open_tier
+
+from kvstore.chunks import ChunkRef, Outcome
+from kvstore.errors import TierError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.protocol import messages
+from kvstore.protocol.pieces import checksum
+from kvstore.server import sessions, watch
+from kvstore.testing.harness import EVEN, MINE, make_payload, make_transfer
+from kvstore.tiers.server.link import Link, NoSessionError
+from kvstore.tiers.server.url import parse_server
+
+
+class TestMalformed:
+    def test_it_costs_its_sender_the_connection(self, server: ServerThread) -> None:
+        """And nobody else anything."""
+        tier = open_tier(server.url)
+        tier.put([make_transfer(EVEN, A)])
+        context, link = open_link(server.url)
+        link.ask(messages.Acquire(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+        link._socket.send(b"\x93\x01nonsense")
+        wait_for("it is cut off", lambda: server.hub.num_malformed == 1)
+        with pytest.raises(TierError):
+            link.ask(messages.Lookup(link.new_serial(), b""), messages.Held)
+        link.close()
+        check_quiet(server)
+        assert check_read(tier, A) is Outcome.HIT
+        context.term()
+        tier.close()
+
+    @pytest.fixture(autouse=True)
+    def _less_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With clients of which it was not noticed that they have gone: they said hello and went at once."""
+        monkeypatch.setattr(sessions, "SILENCE_S", 5.0)
+
+    def test_fuzz(self, server: ServerThread) -> None:
+        fuzz(server, 3000)
+
+    @pytest.mark.soak
+    def test_fuzz_for_long(self, server: ServerThread) -> None:
+        """100,000 messages; memory stays flat."""
+        fuzz(server, 5000)
+        before = psutil.Process().memory_info().rss
+        fuzz(server, 100_000)
+        assert psutil.Process().memory_info().rss - before < 128 << 20
+
+    def test_messages_that_never_end(self) -> None:
+        """A client that promises more than it sends, and others that send less than ZeroMQ's greeting."""
+        with serving_tcp() as server:
+            tier = open_tier(server.url)
+            tier.put([make_transfer(EVEN, A)])
+            slow = [socket.create_connection(("127.0.0.1", server.hub.tcp_port)) for _ in range(20)]
+            for number, connection in enumerate(slow):
+                connection.sendall((b"\xff" + bytes(8) + b"\x7f\x03" + bytes(64))[: 3 * number])
+            half = raw_peer(server)
+            half.sendall(b"\x02" + messages.MAX_FRAME_BYTES.to_bytes(8, "big") + b"x" * 1000)  # a frame that was begun
+            huge = raw_peer(server)
+            huge.sendall(b"\x02" + (1 << 40).to_bytes(8, "big") + b"x" * 1000)
+            huge.settimeout(WAIT_S)
+            while huge.recv(4096):  # it is cut off for the size it says
+                pass
+            for _ in range(50):
+                assert check_read(tier, A) is Outcome.HIT
+            for connection in (*slow, half, huge):
+                connection.close()
+            tier.close()
+
+    def test_a_piece_that_was_damaged_on_its_way(self) -> None:
+        with serving_tcp() as server:
+            context, link = open_link(server.url)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            lease = granted.grants[0].lease
+            payload = make_payload(EVEN, A)
+            piece = messages.Piece(link.new_serial(), lease, 0, bytes(8))
+            assert link.ask(piece, messages.Done, [payload]).outcomes == messages.pack_outcomes([Outcome.FAILED])
+            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+            link.close()
+            check_quiet(server)
+            context.term()
+
+    def test_a_chunk_of_which_a_part_never_came(self) -> None:
+        with serving_tcp() as server:
+            context, link = open_link(server.url)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            lease = granted.grants[0].lease
+            part = make_payload(EVEN, A)[:4096]
+            link.ask(messages.Piece(link.new_serial(), lease, 0, checksum([part])), messages.Done, [part])
+            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+            link.close()
+            context.term()
+
+    def test_another_version(self, server: ServerThread) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = Link(context, parse_server(server.url, {}))
+        hello = messages.Hello(1, 99, {}, messages.Geometry.of(EVEN), 0, link.token)
+        with pytest.raises(TierError, match="version 1 of the protocol, not 99"):
+            link.ask(hello, messages.Welcome)
+        with pytest.raises(NoSessionError):
+            link.ask(messages.Lookup(2, b""), messages.Held)
+        link.close()
+        context.term()
+
+
+def fuzz(server: ServerThread, count: int) -> None:
+    """Send messages that are cut, changed or made up, by clients that said hello and others; a good one is unharmed."""
+    dice = random.Random(count)
+    tier = open_tier(server.url)
+    tier.put([make_transfer(EVEN, A)])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = None
+    for number in range(count):
+        if link is None:
+            link = Link(context, parse_server(server.url, {}))
+            if dice.random() < 0.7:
+                link.hello(MINE, messages.Geometry.of(EVEN), 0)
+        link._socket.send_multipart(malformed(dice))
+        if number % 2:  # after the first that is malformed nothing more is listened to
+            link._socket.linger = 5000
+            link.close()
+            link = None
+        if number % 500 == 0:
+            assert check_read(tier, A) is Outcome.HIT
+    if link is not None:
+        link.close()
+    context.destroy(linger=5000)
+    check_quiet(server)
+    assert server.hub.num_malformed >= count // 4
+    wait_for("the good client is served", lambda: check_read(tier, A) in {Outcome.HIT, Outcome.MISS})
+    tier.close()
+
+
+def malformed(dice: random.Random) -> list[bytes]:
+    """A message that is not quite right, or not at all."""
+    good: list[messages.Request] = [
+        messages.Lookup(1, messages.pack_refs([A, B])),
+        messages.Reserve(1, messages.pack_refs([B])),
+        messages.Acquire(1, messages.pack_refs([A])),
+        messages.Commit(1, [dice.randrange(100)], dice.random() < 0.5),
+        messages.Fetch(1, dice.randrange(100), dice.randrange(1 << 20), 1 + dice.randrange(1 << 20)),
+        messages.Piece(1, dice.randrange(100), dice.randrange(1 << 20), bytes(8)),
+        messages.Scan(1, dice.randrange(1 << 40)),
+        messages.Hello(
+            1, 1, {"model": "fuzz"}, messages.Geometry.of(EVEN), dice.randrange(1 << 40), dice.randbytes(16)
+        ),
+        messages.Explain(1, bytes(8), b""),
+    ]
+    data = bytearray(messages.encode(dice.choice(good)))
+    kind = dice.randrange(5)
+    if kind == 0:
+        del data[dice.randrange(len(data)) :]
+    elif kind == 1:
+        for _ in range(1 + dice.randrange(4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+    elif kind == 2:
+        data = bytearray(dice.randbytes(dice.randrange(200)))
+    elif kind == 3:
+        data += dice.randbytes(1 + dice.randrange(20))
+    frames = [bytes(data)]
+    return frames + [dice.randbytes(dice.randrange(5000)) for _ in range(dice.choice([0, 0, 0, 1, 2, 5]))]
+
+
+def hold(gate: threading.Event) -> None:
+    """Keep a thread busy."""
+    gate.wait(WAIT_S)
+
+
+class TestMessages:
+    def endless(self, peer: socket.socket) -> int:
+        """Send a message without an end; how much could be sent until the connection was cut off."""
+        peer.settimeout(WAIT_S)
+        frame = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+        sent = 0
+        try:
+            while sent < 2 << 30:
+                peer.sendall(frame)
+                sent += len(frame)
+        except ConnectionError:
+            return sent
+        return sent
+
+    def test_a_message_that_never_ends_before_a_hello(self) -> None:
+        with serving_tcp() as server:
+            tier = open_tier(server.url)
+            tier.put([make_transfer(EVEN, A)])
+            peer = raw_peer(server)
+            assert self.endless(peer) < 1 << 30
+            assert server.hub.num_malformed >= 1
+            assert tier.contains([A]) == [True]
+            peer.close()
+            tier.close()
+
+    def test_a_message_that_never_ends_after_a_hello(self) -> None:
+        hello = messages.encode(
+            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), messages.Geometry.of(EVEN), 0, b"")
+        )
+        with serving_tcp() as server:
+            tier = open_tier(server.url)
+            tier.put([make_transfer(EVEN, A)])
+            peer = raw_peer(server)
+            peer.sendall(b"\x02" + len(hello).to_bytes(8, "big") + hello)
+            wait_for("it is a client", lambda: len(server.hub.sessions.by_peer) == 2)
+            assert self.endless(peer) < 2 << 30
+            wait_for("it is no client any more", lambda: len(server.hub.sessions.by_peer) == 1)
+            assert tier.contains([A]) == [True]
+            peer.close()
+            tier.close()
+
+    def test_many_that_send_little_are_cut_off_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Before a hello: each is within its bound, and all together are not."""
+        monkeypatch.setattr(watch, "_ALL_STRANGERS_BYTES", 4 << 20)
+        with serving_tcp() as server:
+            part = b"\x03" + (800 << 10).to_bytes(8, "big") + bytes(800 << 10)
+            peers = [raw_peer(server) for _ in range(12)]
+            for peer in peers:
+                peer.sendall(part)
+            wait_for("some are cut off", lambda: server.hub.num_malformed >= 12 - 5)
+            for peer in peers:
+                peer.close()
+
+    def test_a_client_with_all_pieces_under_way_is_not_cut_off(self) -> None:
+        """Although the server hears nothing of them for a while."""
+        layout = KVLayout((2 << 20,), 1, 16, 128)
+        with serving_tcp() as server:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            link = Link(context, parse_server(server.url, {"timeout_s": 60.0}))
+            link.hello(MINE, messages.Geometry.of(layout), 0)
+            granted = link.ask(
+                messages.Reserve(link.new_serial(), messages.pack_refs([ChunkRef(bytes(16), 8)])), messages.Granted
+            )
+            gate = threading.Event()
+            server.hub._report(partial(hold, gate))
+            piece = bytes(2 << 20)
+            for number in range(8):
+                offset = number * len(piece)
+                link.send(
+                    messages.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([piece])), [piece]
+                )
+            gate.set()
+            outcomes = [link.receive() for _ in range(8)]
+            assert all(isinstance(outcome, messages.Done) for outcome in outcomes)
+            assert server.hub.num_malformed == 0
+            link.close()
+            context.term()
+
+    def test_a_message_of_many_frames_is_thrown_away_unread(self) -> None:
+        with serving_tcp() as server:
+            tier = open_tier(server.url)
+            client = Raw(server)
+            client.link._socket.send_multipart([b"x"] * 20_000)
+            wait_for("it is malformed", lambda: server.hub.num_malformed == 1)
+            assert tier.contains([A]) == [False]
+            assert server.hub.num_malformed == 1
+            client.close()
+            tier.close()
+
+    def test_a_message_of_many_frames_on_this_host(self) -> None:
+        """There is no count of bytes for such a connection, but whoever has one is our own user."""
+        with serving_ipc() as server:
+            tier = open_tier(server.url)
+            client = Raw(server)
+            client.link._socket.send_multipart([b"x"] * 20_000)
+            wait_for("it is malformed", lambda: server.hub.num_malformed == 1)
+            assert tier.contains([A]) == [False]
+            client.close()
+            tier.close()
+
+
+class TestHellos:
+    def test_fields_without_a_bound_are_refused(self) -> None:
+        with serving_tcp() as server:
+            client = Raw(server)
+            with pytest.raises(TierError, match="at most 16384 bytes"):
+                client.hello({f"f{number}": "x" * 1000 for number in range(20)}, messages.Geometry.of(EVEN))
+            assert not server.hub.stock.spaces
+            client.hello({f"f{number}": "x" * 1000 for number in range(15)}, messages.Geometry.of(EVEN))
+            client.close()
+
+    @pytest.mark.parametrize(
+        "geometry",
+        [
+            messages.Geometry((4096,) * 1025, 1, 16, 16, "p", "opaque", None),
+            messages.Geometry((4,) * 1000, 1, 1, 1 << 20, "p", "opaque", None),
+            messages.Geometry((1 << 20,), 64, 16, 256, "p", "opaque", None),
+        ],
+        ids=["layers", "blocks", "bytes"],
+    )
+    def test_a_geometry_that_nobody_could_serve(self, geometry: messages.Geometry) -> None:
+        with serving_tcp() as server:
+            client = Raw(server)
+            with pytest.raises(TierError):
+                client.hello({"model": "x"}, geometry)
+            assert not server.hub.stock.spaces
+            client.close()
+
+    def test_a_report_is_short_whatever_there_is(self) -> None:
+        """And names the namespaces that hold most."""
+        with serving_tcp() as server:
+            server.hub.stop()
+            server.close()
+            layout = KVLayout((4096,), 1, 16, 16)
+            for number in range(1000):
+                fields = {"model": f"model {number}", "more": "x" * 4000}
+                space = server.hub.stock.enter(Namespace(fields), layout)
+                assert space is not None
+                space.used_bytes = number
+            tree = server.hub._stats()
+            assert len(json.dumps(tree)) < 1 << 20
+            assert [space["used_bytes"] for space in tree["namespaces"]] == list(
+                range(999, 999 - len(tree["namespaces"]), -1)
+            )
+            assert tree["namespaces_left_out"] + len(tree["namespaces"]) == 1000
+
+    def test_checksums_of_pieces_that_overlap_take_no_room(self) -> None:
+        with serving_tcp() as server:
+            client = Raw(server)
+            client.hello(dict(MINE.fields), messages.Geometry.of(EVEN))
+            link = client.link
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            for offset in range(400):
+                piece = messages.Piece(link.new_serial(), granted.grants[0].lease, offset, checksum([b"x"]))
+                link.ask(piece, messages.Done, [b"x"])
+            (session,) = server.hub.sessions.by_peer.values()
+            (lease,) = session.leases.values()
+            assert len(lease.chunk.sums) <= 256
+            client.close()

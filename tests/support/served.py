@@ -1,0 +1,79 @@
+"""Short words for tests of a running cache server: tiers, bare connections, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import zmq
+
+from kvstore.chunks import ChunkRef, Outcome
+from kvstore.errors import TierError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.protocol import messages
+from kvstore.testing.harness import EVEN, MINE, make_buffer, make_payload, make_ref, make_transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
+from kvstore.tiers.server.link import Link
+from kvstore.tiers.server.tier import ServerTier
+from kvstore.tiers.server.url import parse_server
+from support.cache_server import ServerThread
+from support.redis_server import wait_for
+
+A, B = make_ref(1), make_ref(2)
+BIG = KVLayout(page_bytes=(1 << 20,), planes=1, block_tokens=16, chunk_tokens=64)
+WAIT_S = 20.0
+
+
+def open_tier(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **options: object) -> ServerTier:
+    return ServerTier.open(TierSetup(namespace, layout, UNBOUNDED_BYTES, {"url": url, "timeout_s": 10.0, **options}))
+
+
+def open_link(url: str, layout: KVLayout = EVEN) -> tuple[zmq.Context[zmq.Socket[bytes]], Link]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = Link(context, parse_server(url, {}))
+    link.hello(MINE, messages.Geometry.of(layout), 0)
+    return context, link
+
+
+def check_read(tier: ServerTier, ref: ChunkRef, layout: KVLayout = EVEN, version: int = 0) -> Outcome:
+    buffer = make_buffer(layout.slot_bytes)
+    (outcome,) = tier.get([Transfer(ref, buffer)])
+    if outcome is Outcome.HIT:
+        payload = make_payload(layout, ref, version)
+        assert buffer[: len(payload)].tobytes() == payload
+    return outcome
+
+
+def works(tier: Tier) -> bool:
+    try:
+        return tier.put([make_transfer(EVEN, A)]) == [Outcome.STORED]
+    except TierError:
+        return False
+
+
+def check_quiet(server: ServerThread) -> None:
+    """Nobody holds anything, and every page belongs to a chunk."""
+    wait_for("leases end", lambda: server.hub.sessions.num_leases == 0)
+    chunks = [chunk for space in server.hub.stock.spaces.values() for chunk in space.chunks.values()]
+    assert server.hub.sessions.leased_bytes == 0
+    assert server.hub.pool.used_bytes == sum(chunk.size_bytes for chunk in chunks if chunk.runs)
+    assert sum(space.used_bytes for space in server.hub.stock.spaces.values()) == sum(c.size_bytes for c in chunks)
+
+
+def settle(server: ServerThread) -> None:
+    """Until the disk has everything."""
+    service = server.hub.service
+    wait_for("nothing is on its way to disk", lambda: not service.is_changing_files)
+
+
+class Raw:
+    """A client that says what it likes."""
+
+    def __init__(self, server: ServerThread) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.link = Link(self.context, parse_server(server.url, {"timeout_s": 10.0}))
+
+    def hello(self, fields: dict[str, str | int], geometry: messages.Geometry) -> messages.Welcome:
+        return self.link.hello(Namespace(fields), geometry, 0)
+
+    def close(self) -> None:
+        self.link.close()
+        self.context.destroy(linger=0)
