@@ -24,9 +24,7 @@ SCHEME_GROUP = "kvstore.schemes"
 
 # Names, not imports: a tier is imported when it is opened.
 BUILT_IN = (
-    EntryPoint("cpu", "kvstore.tiers.cpu:CpuTier.open", GROUP),
     EntryPoint("disk", "kvstore.tiers.disk.tier:DiskTier.open", GROUP),
-    EntryPoint("gpu", "kvstore.tiers.gpu.tier:GpuTier.open", GROUP),
     EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis.tier:RedisTier.open", GROUP),
     EntryPoint("server", "kvstore.tiers.server.tier:ServerTier.open", GROUP),

@@ -23,7 +23,7 @@ from kvstore.protocol import messages
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import disk_tiers
 from kvstore.server.disk_tiers import DiskOptions
-from kvstore.server.spaces import NO_QUOTA, Space
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
@@ -197,20 +197,24 @@ class TestGrants:
             client.hello({"model": "large"}, messages.Geometry.of(large))
             other.hello({"model": "small"}, messages.Geometry.of(small))
             seen: list[int] = []
-            lookup = server.hub.stock.lookup
+            lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
+
+            def slowly(space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+                time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
+                return reserve(space, ref, capacity_bytes)
 
             def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
                 seen.append(server.hub.stock.num_displaced)
                 return lookup(space, refs)
 
             server.hub.stock.lookup = watched  # type: ignore[method-assign]
+            server.hub.stock.reserve = slowly  # type: ignore[method-assign]
             gate = threading.Event()
             server.hub._report(partial(hold, gate))
             refs = [make_ref(number, 1) for number in range(5)]
             client.link.send(messages.Reserve(1, messages.pack_refs(refs)))
             for _ in range(3):
                 other.link.send(messages.Lookup(other.link.new_serial(), messages.pack_refs([A])))
-            time.sleep(0.3)  # until ZeroMQ's threads have brought the lookups to the server, too
             gate.set()
             granted = client.link.receive()
             assert isinstance(granted, messages.Granted)

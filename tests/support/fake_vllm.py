@@ -35,10 +35,11 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
 from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
-from kvstore.assembly import EngineOptions, RemoteOptions
+from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.remote import REMOTE, FakeServer
@@ -821,7 +822,7 @@ class FakeVllm:
         """The files of the chunks on one rank's disk."""
         assert self.setup.folder is not None
         home = self.setup.folder / f"rank-{rank}"
-        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._closed
+        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._pool._closing.is_set()
         return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
 
     def assert_nothing_leaked(self) -> None:
@@ -836,7 +837,7 @@ class FakeVllm:
         assert not +scheduler._loads._fetched_keys
         assert not scheduler._trackers
         chunks = self.index._chunks.values()
-        slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
+        slots = [chunk.slot for chunk in chunks if chunk.memory is not NO_SLOT]
         assert len(slots) == len(set(slots)) == self.index.slots_in_use
         assert not self.deferred_frees
         assert not any(self.uses.values())

@@ -13,8 +13,9 @@ import torch
 
 from kvstore import assembly
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.base import Tier, TierCounters, Transfer
 

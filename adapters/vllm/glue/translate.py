@@ -27,12 +27,12 @@ from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
 from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
 from kvstore.adapters.vllm.worker.worker import PushOptions, WorkerOptions
-from kvstore.assembly import EngineOptions, RemoteOptions
 from kvstore.config.schema import PD_ROLES
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.format.chunkfile import FORMAT_VERSION
 from kvstore.keys import Feature, KeyExtras, Namespace
 from kvstore.ops.admin_http import AdminServer
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers import READ_ONLY, tier_behind
 

@@ -32,17 +32,19 @@ from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
 from kvstore.adapters.vllm.scheduler.saves import SavePlanner
 from kvstore.adapters.vllm.telemetry.accounts import NO_HIT, Accounts, HitSplit
 from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
-from kvstore.assembly import RemoteOptions, open_directory
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.assembly import open_directory
+from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import LeaseView
+from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView
+from kvstore.catalog.sequence import all_refs, pin_name
 from kvstore.chunks import ChunkRef
-from kvstore.engine import all_refs, new_epoch, pin_name
 from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally, Totals
+from kvstore.options import RemoteOptions
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import TraceRecorder
 from kvstore.transfer.mover import LoadJob

@@ -17,7 +17,7 @@ from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepRepor
 from kvstore.adapters.vllm.requests.disagg import server_url
 from kvstore.adapters.vllm.worker.background import Courier, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayeredStore
-from kvstore.assembly import EngineOptions, open_tiers
+from kvstore.assembly import open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
@@ -29,6 +29,7 @@ from kvstore.layout import KVLayout
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter, push_totals
 from kvstore.ops.metrics import Meter, Metric
+from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.throttle import Throttle

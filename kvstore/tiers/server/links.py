@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-import zmq
-
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.url import ServerTarget
 
@@ -36,7 +35,7 @@ class Links:
         self._target = target
         self._geometry = geometry
         self._bound_bytes = bound_bytes
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = open_context()
         self._changed = threading.Condition()
         self._idle: list[Link] = []
         self._in_use = 0
@@ -114,7 +113,7 @@ class Links:
             is_quiet = self._changed.wait_for(lambda: not self._in_use, self._target.timeout_s + _CLOSE_WAIT_S)
         self._hang_up_idle()
         if is_quiet:  # or it would wait for sockets that are in use
-            self._context.term()
+            close_context(self._context)
 
     def is_home(self, link: Link) -> bool:
         """Whether a connection belongs to the namespace that is used now, since the last ``move``."""

@@ -12,8 +12,8 @@ from support.remote import REMOTE, FakeServer, install
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, Rig, tokens_of
 
 from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.catalog.sequence import all_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import all_refs
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher
 from kvstore.transfer.flushed import Flushed
@@ -270,8 +270,8 @@ def test_after_changed_weights_what_was_stored_since_is_asked_for(rig: Rig, serv
         assert engine.flush(HANG_GUARD_S)
         rig.store(engine, tokens_of(2, 48))  # takes the pool's place
         assert engine.flush(HANG_GUARD_S), "or its slots would be in use"
-        assert engine._view is not None
-        engine._view.clear()
+        assert engine._planner.view is not None
+        engine._planner.view.clear()
         assert engine.lookup(TOKENS) == 40
         assert rig.retrieve(engine, TOKENS) == 40
 

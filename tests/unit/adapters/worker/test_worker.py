@@ -19,11 +19,11 @@ from kvstore.adapters.vllm.requests.disagg import DisaggSpec
 from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
-from kvstore.engine import EngineOptions
 from kvstore.errors import TierError
 from kvstore.handover.pusher import PushJob
 from kvstore.handover.transport import Transport
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids

@@ -25,7 +25,7 @@ from support.diskwork import (
     put,
 )
 
-from kvstore.chunks import Outcome
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.testing.faults import Fault, FaultInjector, FaultKind
 from kvstore.tiers.base import Tier, Transfer
@@ -89,20 +89,18 @@ def test_a_batch_is_answered_in_its_order(open_tier: Open) -> None:
         assert (transfer.buffer == make_transfer(transfer.ref).buffer).all()
 
 
-def test_the_folders_of_a_batch_are_served_at_once(
-    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folders_are_scanned_at_once(open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier()
     put(tier, *REFS)
     everyone = threading.Barrier(len(folders))
-    original = DiskTier.get
+    original = DiskTier.scan
 
-    def meet(self: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+    def meet(self: DiskTier) -> list[tuple[ChunkRef, int]]:
         everyone.wait(30)  # breaks unless all folders are inside
-        return original(self, transfers)
+        return original(self)
 
-    monkeypatch.setattr(DiskTier, "get", meet)
-    assert set(tier.get([Transfer(ref, make_slot()) for ref in REFS])) == {Outcome.HIT}
+    monkeypatch.setattr(DiskTier, "scan", meet)
+    assert {ref for ref, _ in tier.scan()} == set(REFS)
 
 
 def test_a_broken_folder_fails_only_its_own_chunks(
