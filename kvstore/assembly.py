@@ -20,7 +20,7 @@ from kvstore.memory.slabs import SlabPool
 from kvstore.options import EngineOptions, RemoteOptions, Shard
 from kvstore.paged.base import PagedKV
 from kvstore.tiers import open_tier, tier_behind
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
@@ -50,7 +50,7 @@ class OpenTiers:
     """
 
     cpu: LabelledPool
-    disk: Tier | None = None
+    disk: BoundedTier | None = None
     remote: Tier | None = None
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)

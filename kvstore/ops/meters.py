@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvstore.catalog.index import ChunkIndex
     from kvstore.handover.pusher import PushCounters
     from kvstore.tiers.base import Tier
-    from kvstore.tiers.guards import LatencyHistogram
     from kvstore.transfer.mover import MoverCounters
 
 _MEMORY: Final = Place.MEMORY.value
@@ -28,7 +27,7 @@ _DIRECTIONS: Final = {"load": "get", "store": "put"}
 
 
 class IndexMeter:
-    """What an index decided and holds. To be used by the index's thread."""
+    """What an index decided and holds. For the index's thread only."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -75,7 +74,7 @@ def _index_levels(index: ChunkIndex) -> dict[str, float]:
 
 
 class _Observed:
-    """A tier with those of its wrappers that know something."""
+    """A tier, and those of its wrappers that have counters."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -83,19 +82,19 @@ class _Observed:
         self.statistics = [statistics for part in counted if (statistics := find(part, Statistics))]
 
     def breakers(self) -> list[CircuitBreaker]:
-        """Those of all its parts, of which there may be more or fewer the next time."""
+        """The breakers of its parts, which may be more or fewer the next time."""
         return [breaker for part in self.tier.parts if (breaker := find(part, CircuitBreaker))]
 
 
 class WorkerMeter:
-    """What a worker moved, and how its tiers do. To be used by the worker's thread."""
+    """What a worker moved, and how its tiers do. For the worker's thread only."""
 
     def __init__(self, tiers: OpenTiers, moved: Callable[[], MoverCounters]) -> None:
         self._moved = moved
+        self._disk = tiers.disk
         self._tiers = {place: _Observed(tier) for place, tier in ((_DISK, tiers.disk), (_REMOTE, tiers.remote)) if tier}
-        self._source = secrets.token_hex(8)  # tells this worker's gauges from those of others
+        self._source = secrets.token_hex(8)  # distinguishes this worker's gauges from others'
         self._meter = Meter()
-        self._latencies: dict[tuple[str, int], LatencyHistogram] = {}
         self._levels: dict[str, float] = {}
 
     def read(self, tally: Tally) -> None:
@@ -106,9 +105,9 @@ class WorkerMeter:
             self._read_tier(place, observed, totals, tally)
             states = [_SEVERITY[breaker.stats().state] for breaker in observed.breakers()]
             levels[metrics.BREAKER_STATE.key(place)] = max(states, default=0)
-        if _DISK in self._tiers:
-            levels[metrics.DISK_USED_BYTES.key()] = self._tiers[_DISK].tier.used_bytes
-            levels[metrics.DISK_CAPACITY_BYTES.key()] = self._tiers[_DISK].tier.usable_bytes
+        if self._disk is not None:
+            levels[metrics.DISK_USED_BYTES.key()] = self._disk.used_bytes
+            levels[metrics.DISK_CAPACITY_BYTES.key()] = self._disk.usable_bytes
         self._meter.advance(totals, tally)
         for key, value in levels.items():
             if self._levels.get(key) != value:
@@ -120,24 +119,15 @@ class WorkerMeter:
         totals[moved.key(place, "load")] = observed.tier.counters.bytes_read
         totals[moved.key(place, "store")] = observed.tier.counters.bytes_written
         totals[metrics.CORRUPT_CHUNKS.key(place)] = observed.tier.counters.corrupt
-        errors = timeouts = 0
-        for number, statistics in enumerate(observed.statistics):
-            stats = statistics.snapshot()
-            operations = (stats.contains, stats.get, stats.put, stats.remove, stats.clear, stats.reset)
-            errors += sum(operation.errors for operation in operations)
-            timeouts += sum(operation.timeouts for operation in operations)
-            for direction, operation in (("load", stats.get), ("store", stats.put)):
-                where = (f"{place} {direction}", number)
-                tally.observe(
-                    metrics.TIER_CALL_SECONDS.key(place, direction), operation.latency.since(self._latencies.get(where))
-                )
-                self._latencies[where] = operation.latency
-        totals[metrics.TIER_ERRORS.key(place)] = errors
-        totals[metrics.TIER_TIMEOUTS.key(place)] = timeouts
+        for statistics in observed.statistics:
+            for direction, operation in _DIRECTIONS.items():
+                tally.observe(metrics.TIER_CALL_SECONDS.key(place, direction), statistics.take_times_s(operation))
+        totals[metrics.TIER_ERRORS.key(place)] = sum(statistics.errors for statistics in observed.statistics)
+        totals[metrics.TIER_TIMEOUTS.key(place)] = sum(statistics.timeouts for statistics in observed.statistics)
 
 
 def push_totals(pushed: PushCounters) -> dict[str, float]:
-    """What was handed over to other engines, as totals of the metrics."""
+    """What was handed over to other engines, as totals of metrics."""
     chunks = metrics.PUSHED_CHUNKS
     return {
         chunks.key("sent"): pushed.sent,

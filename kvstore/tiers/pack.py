@@ -22,7 +22,7 @@ from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
 from kvstore.keys import ChunkKey
-from kvstore.tiers.base import GIVEN_BY_URL, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import GIVEN_BY_URL, BoundedTier, TierCounters, TierSetup, Transfer, payload_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SCHEME = "pack"
 
 
-class PackTier(Tier):
+class PackTier(BoundedTier):
     """The chunks of one namespace in a pack.
 
     Args:

@@ -22,7 +22,7 @@ from kvstore.format import chunkfile
 from kvstore.format.pack import PackWriter, Shard, open_pack
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import Tier, TierSetup, Transfer
+from kvstore.tiers.base import BoundedTier, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import GuardOptions, guarded
@@ -115,6 +115,7 @@ def test_headers_that_a_codec_makes_longer(tmp_path: Path) -> None:
 def test_files_have_the_sizes_that_are_counted(tmp_path: Path, codec: str, direct: bool | None) -> None:
     options = {"folder": tmp_path, "direct": direct, "codec": codec}
     tier = open_tier("disk", TierSetup(MINE, LAYOUT, CAPACITY_BYTES, options))
+    assert isinstance(tier, BoundedTier)
     tier.codec_name = codec  # type: ignore[attr-defined]
     refs = [make_ref(number, 1 + number % 4) for number in range(8)]
     assert put(tier, *refs) == [Outcome.STORED] * 8
@@ -214,7 +215,7 @@ def test_chunks_of_another_codec_are_none(tmp_path: Path, writer: str, reader: s
     tier.close()
 
 
-def guard(tier: Tier) -> Tier:
+def guard(tier: BoundedTier) -> BoundedTier:
     return guarded(tier, GuardOptions(timeout_s=60.0))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
+from support.faults import Fault, FaultInjector, FaultKind
 from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
 
@@ -20,8 +21,7 @@ from kvstore.catalog.plans import Place
 from kvstore.chunks import Outcome
 from kvstore.engine import CacheEngine
 from kvstore.errors import FolderOwnedError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
-from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
@@ -49,11 +49,11 @@ def _until(condition: Callable[[], bool]) -> bool:
 class Broken:
     """Three folders, of which the second can be broken."""
 
-    def __init__(self, tmp_path: Path, around: Callable[[Tier], Tier] = lambda tier: tier) -> None:
+    def __init__(self, tmp_path: Path, around: Callable[[BoundedTier], BoundedTier] = lambda tier: tier) -> None:
         self.folders = [tmp_path / f"disk{number}" for number in range(3)]
         self.injectors: list[FaultInjector] = []
 
-        def wrap(disk: DiskTier) -> Tier:
+        def wrap(disk: DiskTier) -> BoundedTier:
             self.injectors.append(FaultInjector(disk))
             return around(self.injectors[-1])
 
@@ -217,7 +217,7 @@ def test_folders_disappear_while_running(tmp_path: Path) -> None:
             assert disk_of(engine).used_bytes == bytes_on_disk(*folders)
 
 
-def disk_of(engine: CacheEngine) -> Tier:
+def disk_of(engine: CacheEngine) -> BoundedTier:
     assert engine._tiers.disk is not None
     return engine._tiers.disk
 

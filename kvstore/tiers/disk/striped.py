@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import Tier, TierCounters, Transfer, check_layers, payload_view
+from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Wrap = Callable[[DiskTier], Tier]
+Wrap = Callable[[DiskTier], BoundedTier]
 
 
 def open_folders(
@@ -47,7 +47,7 @@ def open_folders(
     direct: bool | None = None,
     codec: str = "none",
     wrap: Wrap | None = None,
-) -> Tier:
+) -> BoundedTier:
     """Open a disk tier over one or more folders.
 
     Args:
@@ -75,7 +75,7 @@ def open_folders(
             )
             opened.callback(disks[-1].close)
         _check_shared_room(folders, share_bytes)
-        tiers: list[Tier] = []
+        tiers: list[BoundedTier] = []
         for disk in disks:
             tiers.append(wrap(disk) if wrap else disk)
             opened.callback(tiers[-1].close)
@@ -116,7 +116,7 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
             raise unusable(neighbours[0], error) from error
 
 
-class StripedTier(Tier):
+class StripedTier(BoundedTier):
     """Disk tiers side by side. A batch is served one chunk after the other; callers on several threads overlap.
 
     The first chunk whose folder times out ends its batch: ``pending`` tells the outcome of that chunk alone.
@@ -129,7 +129,7 @@ class StripedTier(Tier):
 
     name = "disk"
 
-    def __init__(self, disks: Sequence[DiskTier], tiers: Sequence[Tier], layout: KVLayout) -> None:
+    def __init__(self, disks: Sequence[DiskTier], tiers: Sequence[BoundedTier], layout: KVLayout) -> None:
         self.capacity_bytes = sum(disk.capacity_bytes for disk in disks)
         self.counters = TierCounters()
         self._layout = layout
@@ -144,7 +144,7 @@ class StripedTier(Tier):
         self._throttle = Throttle(logger)
 
     @property
-    def parts(self) -> tuple[Tier, ...]:
+    def parts(self) -> tuple[BoundedTier, ...]:
         """The tiers of the folders, guards included."""
         return self._tiers
 
@@ -279,7 +279,7 @@ class StripedTier(Tier):
         """
         self._forget_all(lambda tier: tier.reset(namespace))
 
-    def _forget_all(self, action: Callable[[Tier], None]) -> None:
+    def _forget_all(self, action: Callable[[BoundedTier], None]) -> None:
         with self._lock:
             self._clears += 1
             self._strays.clear()
@@ -334,7 +334,7 @@ class StripedTier(Tier):
             payload_view(self._layout, transfer)
         return [move(transfer) for transfer in transfers]
 
-    def _ask(self, place: int, call: Callable[[Tier], list[Outcome]]) -> Outcome:
+    def _ask(self, place: int, call: Callable[[BoundedTier], list[Outcome]]) -> Outcome:
         """Let a folder move one chunk; FAILED if the folder is broken.
 
         Raises:

@@ -30,7 +30,7 @@ from kvstore.format.codecs import open_codec
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, check_layers
+from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, check_layers
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
@@ -47,7 +47,7 @@ _CLOSE_WAIT_S = 30.0
 _GIB = 1 << 30
 
 
-class DiskTier(Tier):
+class DiskTier(BoundedTier):
     """Chunks as files in a folder, for one namespace and one owner at a time.
 
     A file's mtime is its chunk's last use, so a restart finds the order of use. The lock file, the notes beside the

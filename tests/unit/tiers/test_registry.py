@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from kvstore.format.pack import PackWriter, Shard
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers import BUILT_IN, BUILT_IN_SCHEMES, known_schemes, known_tiers, leads_to, open_tier, tier_behind
-from kvstore.tiers.base import TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 
 LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=64)
 
@@ -48,7 +49,8 @@ def test_our_tiers_can_be_opened(tmp_path: Path) -> None:
         pack.finish()
     assert {entry.name for entry in BUILT_IN} == set(options)
     for name, own in options.items():
-        tier = open_tier(name, make_setup(**own))
+        setup = make_setup(**own)
+        tier = open_tier(name, setup if name != "redis" else replace(setup, capacity_bytes=UNBOUNDED_BYTES))
         assert tier.name == name
         tier.close()
 
@@ -65,6 +67,7 @@ def test_a_tier_of_another_package(site: Path, tmp_path: Path, monkeypatch: pyte
 
 _USE_BY_CONFIG = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import torch
 from kvstore import CacheEngine, EngineOptions, Namespace, RemoteOptions, bind_paged_kv

@@ -304,7 +304,7 @@ def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mover, "beside", no_room)
+        patch.setattr(Mover, "for_thread", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             StoreWorker(paged, Namespace({"model": "one"}), options)
     StoreWorker(paged, Namespace({"model": "one"}), options).close()
