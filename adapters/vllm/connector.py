@@ -288,7 +288,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         if not self._arrivals.is_admitted(request.request_id):
             return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens) and self._scheduling.loads_beside(request.request_id)
+        return num_tokens, bool(num_tokens) and self._scheduling.is_async_load(request.request_id)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load that vLLM decided on."""

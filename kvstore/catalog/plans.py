@@ -45,7 +45,7 @@ class MissReason(Enum):
     TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
     NO_ROOM = "no_room"  # it is there, but no slot is free for its way
     TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
-    DEARER = "dearer"  # it would have taken longer to load than to compute
+    RECOMPUTE_FASTER = "recompute_faster"  # it would have taken longer to load than to compute
     NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
     VERIFIED = "verified"  # it was computed all the same, to compare
     SWITCHED_OFF = "switched_off"  # loads are switched off, or not part of the engine's role

@@ -74,11 +74,11 @@ def test_layers_are_followed_if_asked_for_and_there_is_no_draft_model(*, drafts:
     config = StoreConfig(chunk_size=4 * BLOCK, use_layerwise=True)
     vllm_config = configured(transfer, drafts=drafts)
     rules = translate.scheduler_options(vllm_config, cache_config(), config).load_rules
-    assert (rules.beside, rules.runs_ahead, rules.layerwise) == (None, True, not drafts)
+    assert (rules.async_load, rules.runs_ahead, rules.layerwise) == (None, True, not drafts)
     options = translate.worker_options(vllm_config, cache_config(), config)
     assert options.layerwise is not drafts
     assert options.layer_names == ("layer.0",)
-    assert options.saves_beside is not vllm.platforms.current_platform.is_cpu()
+    assert options.async_save is not vllm.platforms.current_platform.is_cpu()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -131,9 +131,9 @@ def windowed() -> KVCacheConfig:
 def test_with_a_window_loads_go_beside_the_steps() -> None:
     """One within a step could not be computed anew where it fails: the blocks before are gone."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
-    for groups, beside in ((windowed(), True), (cache_config(), None)):
-        assert translate.frees_blocks(groups) is (beside is True)
-        assert translate.scheduler_options(configured(transfer), groups, CONFIG).load_rules.beside is beside
+    for groups, async_load in ((windowed(), True), (cache_config(), None)):
+        assert translate.frees_blocks(groups) is (async_load is True)
+        assert translate.scheduler_options(configured(transfer), groups, CONFIG).load_rules.async_load is async_load
     translate.check_supported(vllm_config(), windowed(), CONFIG)
     within = StoreConfig(chunk_size=4 * BLOCK, enable_async_loading=False)
     translate.check_supported(vllm_config(), cache_config(), within)

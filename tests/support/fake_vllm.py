@@ -189,8 +189,8 @@ class Setup:
     budget: int = 64
     max_running: int = 8
     defer_stores: bool = False  # a draft model: the report leaves before the stores are done
-    beside: bool | None = False  # loads; None lets the adapter choose
-    saves_beside: bool = False
+    async_load: bool | None = False  # loads; None lets the adapter choose
+    async_save: bool = False
     layerwise: bool = False
     seed: int = 0
     server: FakeServer | None = None  # a remote tier, shared with others
@@ -239,8 +239,8 @@ class FakeVllm:
                 max_tokens_per_load=setup.max_tokens_per_load,
                 max_write_queue=setup.max_write_queue,
                 remote=self._remote,
-                load_rules=LoadRules(setup.beside, setup.run_ahead > 0, setup.layerwise),
-                saves_beside=setup.saves_beside,
+                load_rules=LoadRules(setup.async_load, setup.run_ahead > 0, setup.layerwise),
+                async_save=setup.async_save,
                 announces=True,
                 verify_fraction=setup.verify_fraction,
                 handover=setup.handover,
@@ -298,7 +298,7 @@ class FakeVllm:
         push = None
         if setup.receiver is not None:
             push = PushOptions(rank, setup.push_slots * CHUNK_SLOT_BYTES, connect=setup.receiver.connect)
-        how = WorkerOptions(tuple(layers), setup.layerwise, setup.saves_beside, push)
+        how = WorkerOptions(tuple(layers), setup.layerwise, setup.async_save, push)
         server = None
         if setup.port is not None:
             where = EmbeddedOptions(_SERVER_BYTES, "127.0.0.1", setup.port + rank)
@@ -477,12 +477,12 @@ class FakeVllm:
             external = self.take(external)
             known = len(local) * BLOCK + external
             assert known < request.num_tokens
-            beside = external > 0 and self.scheduler.loads_beside(request.request_id)
-            count = 0 if beside else min(request.num_tokens - known, budget)
+            async_load = external > 0 and self.scheduler.is_async_load(request.request_id)
+            count = 0 if async_load else min(request.num_tokens - known, budget)
             request.blocks = list(local)
             for block in local:
                 self._use(block)
-            if (beside and not self._fits_wholly(request)) or not self._grow(request, known + count):
+            if (async_load and not self._fits_wholly(request)) or not self._grow(request, known + count):
                 self._free_request(request)
                 self.waiting.appendleft(request)
                 break
@@ -491,7 +491,7 @@ class FakeVllm:
             assert sum(split) == external
             assert min(split) >= 0
             self.loaded_tokens[request.request_id] = external
-            if beside:
+            if async_load:
                 request.state, request.loaded = "loading", False
                 request.num_computed_tokens = request.on_gpu = known
                 self.loading[request.request_id] = (request, len(self.workers))

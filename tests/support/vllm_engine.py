@@ -49,7 +49,7 @@ class StoreSetup:
     role: str = "kv_both"
     policy: str = "recompute"
     by_module_path: bool = False
-    beside: dict[str, Any] | None = None  # another connector, which stands behind ours in a MultiConnector
+    behind: dict[str, Any] | None = None  # another connector, which stands behind ours in a MultiConnector
     extra: dict[str, Any] = field(default_factory=dict)
 
     def transfer_config(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class StoreSetup:
         }
         if self.by_module_path:
             config["kv_connector_module_path"] = "kvstore.adapters.vllm.connector"
-        if self.beside is not None:
-            both = {"connectors": [config, self.beside]}
+        if self.behind is not None:
+            both = {"connectors": [config, self.behind]}
             config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
         return config
 

@@ -197,12 +197,12 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         disk_policy=config.disk_cache_policy,
         record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
         load_rules=LoadRules(
-            beside=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
+            async_load=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
             layerwise=_goes_layerwise(vllm_config, config),
             only_if_faster=config.load_only_if_faster,
         ),
-        saves_beside=_saves_beside(config),
+        async_save=_async_save(config),
         verify_fraction=config.verify_fraction,
         handover=handover_options(vllm_config, config),
         pin_max_s=config.pin_max_secs,
@@ -215,7 +215,7 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
     return WorkerOptions(
         layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names),
         layerwise=_goes_layerwise(vllm_config, config),
-        saves_beside=_saves_beside(config),
+        async_save=_async_save(config),
         push=_push_options(vllm_config, config),
     )
 
@@ -259,7 +259,7 @@ def _goes_layerwise(vllm_config: VllmConfig, config: StoreConfig) -> bool:
     return config.use_layerwise and vllm_config.speculative_config is None
 
 
-def _saves_beside(config: StoreConfig) -> bool:
+def _async_save(config: StoreConfig) -> bool:
     on_device = not vllm.platforms.current_platform.is_cpu()
     return on_device if config.enable_async_saving is None else config.enable_async_saving
 

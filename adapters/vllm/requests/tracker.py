@@ -32,14 +32,14 @@ class RequestView(Described, Protocol):
 class LoadSpec:
     """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
 
-    The request waits for a load ``beside`` the steps; otherwise the step waits. ``told``: of a remote tier.
+    With ``async_load`` the request waits for its load, and otherwise the step. ``told``: by the remote tier.
     """
 
     match: Match
     num_local_tokens: int
     num_external_tokens: int
     told: Told = NOTHING_TOLD
-    beside: bool = False
+    async_load: bool = False
 
 
 @dataclass(frozen=True)

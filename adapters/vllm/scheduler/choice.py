@@ -23,14 +23,14 @@ class LoadRules:
     """What the configuration says about loads.
 
     Attributes:
-        beside: whether requests wait for their loads while others compute; None to choose for each.
+        async_load: whether requests wait for their loads while others compute; None to choose for each.
         runs_ahead: vLLM plans a step before it knows what the one before has failed to load, so that only a load
             which cannot fail may happen within a step.
         layerwise: loads within a step go layer by layer.
         only_if_faster: what would take longer to load than to compute is computed.
     """
 
-    beside: bool | None = None
+    async_load: bool | None = None
     runs_ahead: bool = False
     layerwise: bool = False
     only_if_faster: bool = True
@@ -61,10 +61,10 @@ class LoadChoice:
         self._declined += 1
         return self._declined % RETRY_EVERY != 0
 
-    def goes_beside(self, tokens: Mapping[Place, int], *, others_run: bool) -> bool:
+    def is_async(self, tokens: Mapping[Place, int], *, others_run: bool) -> bool:
         """Whether the request waits for its load, and not the step."""
-        if self._rules.beside is not None:
-            return self._rules.beside
+        if self._rules.async_load is not None:
+            return self._rules.async_load
         if _slowest(tokens) is not Place.MEMORY:
             return self._rules.runs_ahead or others_run or not self._rules.layerwise
         return others_run and (self._load_s(tokens) or 0.0) > BRIEF_S

@@ -120,10 +120,10 @@ class LoadPlanner:
         )
         return next(begins, end_block) * self._rules.block_tokens
 
-    def must_wait(self, match: Match, *, beside: bool) -> bool:
+    def must_wait(self, match: Match, *, async_load: bool) -> bool:
         """Whether a chunk is on its way for another request, in such a way that it cannot be relied on yet."""
         for ref in match.refs:
-            if self._fetched_keys[ref.prefix_key] or (beside and self._index.is_loading(ref.prefix_key)):
+            if self._fetched_keys[ref.prefix_key] or (async_load and self._index.is_loading(ref.prefix_key)):
                 return True
         return False
 
@@ -165,7 +165,7 @@ class LoadPlanner:
             self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
         lost_block_ids = blocks.present(block_ids[loaded_end:end_block])
         request_id = tracker.request.request_id
-        if spec.beside:
+        if spec.async_load:
             has_gaps = blocks.NULL_BLOCK in block_ids[:end_block]
             self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
         else:

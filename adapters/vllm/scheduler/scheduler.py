@@ -68,7 +68,7 @@ class SchedulerOptions:
     disk_policy: str | None = None
     record_trace: Path | None = None
     load_rules: LoadRules = field(default_factory=LoadRules)
-    saves_beside: bool = False
+    async_save: bool = False
     announces: bool = False
     verify_fraction: float = 0.0
     handover: HandoverOptions | None = None
@@ -87,7 +87,7 @@ class SchedulerOptions:
         by the time the scheduler has heard of it cannot be taken back, so then nothing is computed before all ranks
         have what they were to load.
         """
-        return replace(self.load_rules, beside=True) if num_ranks > 1 and self.lets_out else self.load_rules
+        return replace(self.load_rules, async_load=True) if num_ranks > 1 and self.lets_out else self.load_rules
 
 
 @dataclass
@@ -318,10 +318,10 @@ class StoreScheduler:
         self._accounts.answered(request.request_id, match, spec.num_external_tokens)
         return self._promise(self._loads, tracker, spec) if spec.num_external_tokens else 0
 
-    def loads_beside(self, request_id: str) -> bool:
+    def is_async_load(self, request_id: str) -> bool:
         """Whether the request is to wait for what was just promised to it, and no step."""
         tracker = self._trackers.get(request_id)
-        return tracker is not None and tracker.load is not None and tracker.load.beside
+        return tracker is not None and tracker.load is not None and tracker.load.async_load
 
     def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:
         """What of a match is to be loaded."""
@@ -349,13 +349,13 @@ class StoreScheduler:
         """Choose how to load, if at all; None while others are bringing what is needed."""
         tokens = loads.sources(spec)
         others_run = not self._running <= {tracker.request.request_id}
-        beside = self._choice.goes_beside(tokens, others_run=others_run)
-        if loads.must_wait(spec.match, beside=beside):
+        async_load = self._choice.is_async(tokens, others_run=others_run)
+        if loads.must_wait(spec.match, async_load=async_load):
             return None
         if self._choice.declines(tokens):
             self._accounts.declined(tracker.request.request_id)
             return 0
-        tracker.load = replace(spec, beside=beside)
+        tracker.load = replace(spec, async_load=async_load)
         return spec.num_external_tokens
 
     def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
@@ -463,7 +463,7 @@ class StoreScheduler:
             return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
         if self._enabled and (save := tracker.take_final_save()):
             self._plan_save(request_id, tracker, save, block_ids)
-        if not saves.is_coming(request_id) and not (self._options.saves_beside and saves.is_storing(request_id)):
+        if not saves.is_coming(request_id) and not (self._options.async_save and saves.is_storing(request_id)):
             return False
         saves.end_with(request_id)
         return True

@@ -142,7 +142,7 @@ class Accounts:
         if not account.asks:
             return MissReason.SWITCHED_OFF
         if account.is_declined:
-            return MissReason.DEARER
+            return MissReason.RECOMPUTE_FASTER
         if account.is_verified:
             return MissReason.VERIFIED
         if got_tokens < account.offered_tokens:

@@ -47,13 +47,13 @@ class WorkerOptions:
     Attributes:
         layer_names: the model's layers, in the order of the layout.
         layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
-        saves_beside: stores go on while the next step runs; else a step ends when they have been gathered.
+        async_save: stores go on while the next step runs; else a step ends when they have been gathered.
         push: how KV is handed over to other engines; None if it is not.
     """
 
     layer_names: tuple[str, ...] = ()
     layerwise: bool = False
-    saves_beside: bool = False
+    async_save: bool = False
     push: PushOptions | None = None
 
 
@@ -97,7 +97,7 @@ class StoreWorker:
         self._engine = engine
         self._server = server
         options = options or WorkerOptions()
-        self._saves_beside = options.saves_beside
+        self._async_save = options.async_save
         self._layerwise = options.layerwise
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
@@ -212,7 +212,7 @@ class StoreWorker:
         self._begin_pushes(plan)
         if self._step_push is not None:
             self._step_push.reach(layer)
-        if self._layered_store is None and self._layerwise and not self._saves_beside:
+        if self._layered_store is None and self._layerwise and not self._async_save:
             jobs = [job for meta in plan.requests for job in meta.stores]
             self._layered_store = LayeredStore(self._mover, jobs) if jobs else None
         if self._layered_store is not None:
@@ -312,7 +312,7 @@ class StoreWorker:
             if meta.verifies:
                 self._verify_request(plan, meta, trusted=trusted)
         self._finish_pushes(plan, trusted=trusted)
-        if self._saves_beside:
+        if self._async_save:
             self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
             self._courier.save(plan.number, jobs if trusted else [], ended)
         else:

@@ -503,12 +503,12 @@ def filled(build: Callable[..., FakeVllm]) -> FakeServer:
     return server
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("async_load", [False, True])
 @pytest.mark.parametrize("hold_s", [0.0, 60.0])
 def test_an_answer_that_nobody_else_may_use_is_enough_to_load(
-    build: Callable[..., FakeVllm], hold_s: float, *, beside: bool
+    build: Callable[..., FakeVllm], hold_s: float, *, async_load: bool
 ) -> None:
-    vllm = build(server=filled(build), hold_s=hold_s, beside=beside)
+    vllm = build(server=filled(build), hold_s=hold_s, async_load=async_load)
     for number in range(2):
         vllm.forget_local()
         vllm.scheduler.clear()

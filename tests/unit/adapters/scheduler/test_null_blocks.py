@@ -33,7 +33,7 @@ HERE = "127.0.0.1"
 
 def make(**options: object) -> StoreScheduler:
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
-    given = SchedulerOptions(rules, load_rules=LoadRules(beside=True, only_if_faster=False), **options)  # type: ignore[arg-type]
+    given = SchedulerOptions(rules, load_rules=LoadRules(async_load=True, only_if_faster=False), **options)  # type: ignore[arg-type]
     scheduler = StoreScheduler(given)
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
     scheduler.connect([WorkerFacts(16, 4096, 0, (0,) * 4, [], Namespace({}), layout)])

@@ -59,10 +59,10 @@ def filled(build: Build, **setup: object) -> FakeVllm:
 
 
 @pytest.mark.parametrize("setup", [{}, {"ranks": 3}, {"ranks": 2, "replicas": True}, {"stages": (2, 40)}])
-@pytest.mark.parametrize("beside", [False, True])
-def test_each_rank_reads_its_part_from_the_same_rank(build: Build, setup: dict[str, object], *, beside: bool) -> None:
+@pytest.mark.parametrize("async_load", [False, True])
+def test_each_rank_reads_its_part_from_the_same_rank(build: Build, setup: dict[str, object], *, async_load: bool) -> None:
     engine = filled(build, **setup)
-    reader = build(peers=(url_of(engine),), beside=beside, **setup)
+    reader = build(peers=(url_of(engine),), async_load=async_load, **setup)
     assert loaded(reader, "first") == WHOLE
     for worker in reader.workers:
         assert worker._counters().chunks_loaded_from_remote == 4
@@ -121,11 +121,11 @@ def allowing(*engines: FakeVllm) -> dict[str, object]:
 
 
 class TestNamedByRequests:
-    @pytest.mark.parametrize("beside", [False, True])
+    @pytest.mark.parametrize("async_load", [False, True])
     @pytest.mark.parametrize("layerwise", [False, True])
-    def test_it_is_read_for_the_request_that_names_it(self, build: Build, *, beside: bool, layerwise: bool) -> None:
+    def test_it_is_read_for_the_request_that_names_it(self, build: Build, *, async_load: bool, layerwise: bool) -> None:
         engine = filled(build, ranks=2)
-        reader = build(ranks=2, beside=beside, layerwise=layerwise, **allowing(engine))
+        reader = build(ranks=2, async_load=async_load, layerwise=layerwise, **allowing(engine))
         reader.ask("plain", PROMPT)
         assert reader.loaded_tokens["plain"] == 0, "a request that names nobody"
         reader.settle()
@@ -240,7 +240,7 @@ def test_two_engines_that_read_each_other(build: Build, seed: int) -> None:
     """With pools that hold a part of it only, random prefixes, aborts and a change of weights."""
     random, ports = Random(seed), (free_port(), free_port())
     engines = [
-        build(port=mine, peers=(f"kvs://127.0.0.1:{other}",), slots=8, seed=seed, beside=None, run_ahead=seed)
+        build(port=mine, peers=(f"kvs://127.0.0.1:{other}",), slots=8, seed=seed, async_load=None, run_ahead=seed)
         for mine, other in (ports, ports[::-1])
     ]
     prompts = [[kind] * CHUNK + [kind * 7 + number for number in range(3 * CHUNK)] for kind in range(1, 6)]

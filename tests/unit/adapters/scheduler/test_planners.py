@@ -84,12 +84,12 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1)
     match = index.lookup(tracker.hasher)
     assert len(match.refs) == 2
-    assert not planner.must_wait(match, beside=False)
-    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, beside=True), list(range(8)), 2 * CHUNK)
-    assert planner.must_wait(match, beside=False)
+    assert not planner.must_wait(match, async_load=False)
+    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, async_load=True), list(range(8)), 2 * CHUNK)
+    assert planner.must_wait(match, async_load=False)
     (fetch,) = planner.take_fetches()
     planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-    assert not planner.must_wait(match, beside=False)
+    assert not planner.must_wait(match, async_load=False)
     assert planner.is_idle
 
 

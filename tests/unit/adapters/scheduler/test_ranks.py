@@ -167,7 +167,7 @@ def test_nothing_is_handed_over_that_rests_on_what_another_rank_could_not_load(
 ) -> None:
     outbox = FakeServer()
     sends = HandoverOptions(sends=True, receives=False, allows_host=lambda _: True)
-    setup = Setup(ranks=2, folder=tmp_path, local_cpu=False, handover=sends, receiver=outbox, beside=False)
+    setup = Setup(ranks=2, folder=tmp_path, local_cpu=False, handover=sends, receiver=outbox, async_load=False)
     vllm = build(replace(setup, layerwise=layerwise, run_ahead=run_ahead))
     vllm.ask("first", PROMPT[: 2 * CHUNK])
     vllm.settle()
@@ -189,7 +189,7 @@ def test_nothing_is_sent_that_rests_on_what_another_rank_could_not_load(
 ) -> None:
     """It would stay there: who finds a chunk at a shared tier does not send it again."""
     server = FakeServer()
-    setup = Setup(ranks=2, replicas=replicas, folder=tmp_path, local_cpu=False, beside=False, max_write_queue=64)
+    setup = Setup(ranks=2, replicas=replicas, folder=tmp_path, local_cpu=False, async_load=False, max_write_queue=64)
     vllm = build(setup)
     vllm.ask("first", PROMPT[: 2 * CHUNK])
     vllm.settle()
@@ -206,7 +206,7 @@ def test_nothing_is_sent_that_rests_on_what_another_rank_could_not_load(
 def test_the_step_waits_for_a_load_where_nobody_else_can_be_misled(
     build: Build, ranks: int, server: bool, beside: int
 ) -> None:
-    vllm = build(Setup(ranks=ranks, server=FakeServer() if server else None, beside=False, max_write_queue=64))
+    vllm = build(Setup(ranks=ranks, server=FakeServer() if server else None, async_load=False, max_write_queue=64))
     vllm.ask("first", PROMPT)
     vllm.settle()
     assert loaded_again(vllm) == WHOLE

@@ -103,7 +103,7 @@ def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
     """vLLM tells nothing of most of them. Taken for steps that compute, they made computing look like no work."""
     computed: list[int] = []
     monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
-    vllm = build(on_disk, beside=True)
+    vllm = build(on_disk, async_load=True)
     vllm.ask("first", PROMPT)
     vllm.settle()
     assert {again(vllm) for _ in range(20)} == {len(PROMPT) - 1}
@@ -111,8 +111,8 @@ def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
     assert computed == [len(PROMPT), *[1] * 20, len(OTHER)]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.MonkeyPatch, *, beside: bool) -> None:
+@pytest.mark.parametrize("async_load", [True, False])
+def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.MonkeyPatch, *, async_load: bool) -> None:
     """Also if vLLM has it, it is loaded, or others come in between: or policies would see hits that were none."""
     uses: Counter[PrefixKey] = Counter()
     on_touch = Adaptive._on_touch
@@ -122,7 +122,7 @@ def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.Mo
         on_touch(policy, chain, used)
 
     monkeypatch.setattr(Adaptive, "_on_touch", note)
-    vllm = build(beside=beside, budget=10)
+    vllm = build(async_load=async_load, budget=10)
 
     def uses_by(ask: Callable[[], object]) -> set[int]:
         uses.clear()

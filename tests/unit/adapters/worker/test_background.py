@@ -29,7 +29,7 @@ Build = Callable[..., FakeVllm]
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
     """Makes engines over one folder, whose hits all come from disk and beside the steps."""
-    plain = Setup(folder=tmp_path, local_cpu=False, beside=True, saves_beside=True)
+    plain = Setup(folder=tmp_path, local_cpu=False, async_load=True, async_save=True)
     with one_after_the_other(plain) as build:
         yield build
 
@@ -224,7 +224,7 @@ def test_computing_what_is_dear_to_load(build: Build) -> None:
     vllm.ask("again", PROMPT)
     assert vllm.loaded_tokens["again"] == 0
     vllm.scheduler.take_tally()
-    assert vllm.scheduler.totals[metrics.MISSES.key(MissReason.DEARER.value)] == 1
+    assert vllm.scheduler.totals[metrics.MISSES.key(MissReason.RECOMPUTE_FASTER.value)] == 1
     assert_idle(vllm)
 
 
@@ -247,7 +247,7 @@ def test_a_fault_of_the_program_reaches_vllm(build: Build, monkeypatch: pytest.M
 def test_those_that_have_ended_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chat, turn after turn: nobody would gain from a load beside the steps, so none goes there."""
     monkeypatch.setattr(choice, "BRIEF_S", 0.0)
-    with one_after_the_other(Setup(gpu_blocks=200, slots=40, beside=None)) as build:
+    with one_after_the_other(Setup(gpu_blocks=200, slots=40, async_load=None)) as build:
         vllm = build()
         prompt = [number % 50 for number in range(8 * CHUNK)]  # long enough to be measured
         for number in range(6):

@@ -273,7 +273,7 @@ def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, mo
         paged,
         Namespace({"model": "one"}),
         EngineOptions(4 * 4096, remote=REMOTE),
-        WorkerOptions(saves_beside=True),
+        WorkerOptions(async_save=True),
     )
     gate, stores, finish_saves = Gate(), worker._courier._storer, worker._courier.finish_saves
     monkeypatch.setattr(stores, "store", gate.before(stores.store))
@@ -310,16 +310,16 @@ def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
     StoreWorker(paged, Namespace({"model": "one"}), options).close()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("slot", [0, 1])
-def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, beside: bool) -> None:
+def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, async_save: bool) -> None:
     """The scheduler tells of no removal from memory; the chunk is stored again, into the same slot or another."""
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     worker = StoreWorker(
         paged,
         Namespace({"model": "one"}),
         EngineOptions(4 * 4096, max_local_gpu_bytes=4 * 4096),
-        WorkerOptions(saves_beside=beside),
+        WorkerOptions(async_save=async_save),
     )
     numbers = count(1)
 
