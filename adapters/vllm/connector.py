@@ -22,7 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstore.adapters.vllm.glue import logs, translate
+from kvstore.adapters.vllm.glue import logs
+from kvstore.adapters.vllm.glue.binding import hold_nothing, paged_kv_of
+from kvstore.adapters.vllm.glue.namespace import namespace_of
+from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, worker_options
+from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
+from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
@@ -98,8 +104,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
         self._config = loaded.config
-        translate.check_supported(vllm_config, kv_cache_config, self._config)
-        self._frees_blocks = translate.frees_blocks(kv_cache_config)
+        check_supported(vllm_config, kv_cache_config, self._config)
+        self._frees_blocks = frees_blocks(kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle()
         self._gave_up = False
@@ -107,8 +113,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = StoreScheduler(translate.scheduler_options(vllm_config, kv_cache_config, self._config))
-            self._admin = translate.admin_server(vllm_config, self._config, self._scheduler)
+            self._scheduler = StoreScheduler(scheduler_options(vllm_config, kv_cache_config, self._config))
+            self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -123,7 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         Raises:
             KVStoreError: that failed, and the cache is required.
         """
-        if translate.hold_nothing(kv_caches):
+        if hold_nothing(kv_caches):
             return  # a profiling run
         try:
             self._open_worker(kv_caches)
@@ -132,23 +138,23 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def _open_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         config, kv_cache_config = self._vllm_config, self._kv_cache_config
-        workers = translate.total_workers(config)
+        workers = int(config.parallel_config.world_size)
         pool_bytes = self._config.max_local_cpu_bytes
         asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
         if self._config.listens:
             asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
         limits.require_memory(self._config.host_memory_bytes * workers, asked)
-        paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
-        namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
+        paged = paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
+        namespace = namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:
-            server = translate.embedded_server(config, namespace, paged.layout, self._config)
+            server = embedded_server(config, namespace, paged.layout, self._config)
             if server is not None:
                 opened.callback(server.close)
             self._worker = StoreWorker(
                 paged,
                 namespace,
-                translate.engine_options(config, kv_cache_config, self._config),
-                translate.worker_options(config, kv_cache_config, self._config),
+                engine_options(config, kv_cache_config, self._config),
+                worker_options(config, kv_cache_config, self._config),
                 server,
             )
             opened.pop_all()
@@ -256,24 +262,24 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
         handover = None
         try:
-            params = translate.request_params(request, self._config.request_fields)
+            params = request_params(request, self._config.request_fields)
             self._tell_ignored(params.ignored)
-            handover = translate.handover_of(request) if self._config.enable_pd else None
+            handover = handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             if self._throttle.is_due(str(error)):
                 logger.warning("a request is served without the cache: %s; this stays unsaid for a minute", error)
             params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
-        adapter = translate.adapter_of(request)
-        if not translate.is_shareable(request):
+        adapter = adapter_of(request)
+        if not is_shareable(request):
             return
         if adapter is None:
-            self._scheduling.add_request(request, translate.key_extras(request, params), params, handover)
+            self._scheduling.add_request(request, key_extras(request, params), params, handover)
             return
 
         def admit(files: str, may_share: bool) -> None:
             """Not passed by if it may not share, either."""
             wishes, sends = (params, handover) if may_share else (WITHOUT_CACHE, None)
-            self._scheduling.add_request(request, translate.key_extras(request, wishes, files), wishes, sends)
+            self._scheduling.add_request(request, key_extras(request, wishes, files), wishes, sends)
 
         self._arrivals.add(request.request_id, adapter, admit)
 

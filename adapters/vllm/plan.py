@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec
+from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.assembly import RemoteOptions, Shard
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef

@@ -27,14 +27,16 @@ import torch
 
 from kvstore import assembly
 from kvstore.adapters.vllm.plan import StepPlan, StepReport
-from kvstore.adapters.vllm.requests.disagg import Handover
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
-from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
+from kvstore.adapters.vllm.worker.pushes import PushOptions
+from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.assembly import EngineOptions, RemoteOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
@@ -243,7 +245,7 @@ class FakeVllm:
                 async_save=setup.async_save,
                 announces=True,
                 verify_fraction=setup.verify_fraction,
-                handover=setup.handover,
+                handover=setup.handover or HandoverOptions(),
             )
         )
         self.heard = Listener()
@@ -323,8 +325,13 @@ class FakeVllm:
     @property
     def index(self) -> ChunkIndex:
         """The scheduler's catalog."""
-        assert self.scheduler.index is not None
-        return self.scheduler.index
+        return self.connected.index
+
+    @property
+    def connected(self) -> Connected:
+        """What the scheduler plans with."""
+        assert self.scheduler._connected is not None
+        return self.scheduler._connected
 
     def close(self) -> None:
         """End the workers."""
@@ -396,7 +403,7 @@ class FakeVllm:
         self.run()
         for _ in range(2):  # the second takes along removals that the first one's report brought up
             for worker in self.workers:
-                worker._courier.finish_saves()
+                worker._background.finish_saves()
                 assert not worker._mover.flush(10).pending
             self.step()
             self.run()
@@ -828,12 +835,10 @@ class FakeVllm:
         """After `settle`: no lease, plan, write, slot or block is left."""
         scheduler = self.scheduler
         assert self.index.uses == 0
-        assert not scheduler._in_flight
-        assert scheduler._saves is not None
-        assert scheduler._saves.is_idle
-        assert scheduler._loads is not None
-        assert scheduler._loads.is_idle
-        assert not +scheduler._loads._fetched_keys
+        assert not scheduler._steps.in_flight
+        assert self.connected.saves.is_idle
+        assert self.connected.loads.is_idle
+        assert not +self.connected.loads._fetched_keys
         assert not scheduler._trackers
         chunks = self.index._chunks.values()
         slots = [chunk.slot for chunk in chunks if chunk.slot is not None]

@@ -23,7 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
-from kvstore.adapters.vllm.glue import translate
+from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
 from kvstore.assembly import open_directory
 from kvstore.config import load_config
@@ -223,7 +223,7 @@ class OfflineEngine:
         return True
 
     def _open_directory(self) -> RemoteDirectory | None:
-        options = translate.remote_options(self._config)
+        options = remote_options(self._config)
         if options is None:
             return None
         return open_directory(shards_of(self._facts, options))

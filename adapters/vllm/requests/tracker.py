@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.telemetry.accounts import Account
 from kvstore.adapters.vllm.telemetry.announcer import Described
 from kvstore.catalog.plans import Match
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
@@ -87,6 +88,7 @@ class RequestTracker:
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index knows of
+    account: Account = field(default_factory=Account)
     _local_hasher: PrefixHasher | None = None
 
     @classmethod

@@ -31,6 +31,8 @@ class Canary:
 
     def takes(self, request_id: str, chunks: Iterable[tuple[ChunkRef, int]], num_local_tokens: int) -> bool:
         """Whether a request with a hit on ``chunks``, each given with its first block, computes it all the same."""
+        if not self._fraction:
+            return False
         first_block = num_local_tokens // self._block_tokens
         whole = [(ref, begin) for ref, begin in chunks if begin >= first_block]
         if request_id not in self._taken:
@@ -40,6 +42,11 @@ class Canary:
         if self._taken[request_id]:
             self._pending[request_id] = whole
         return self._taken[request_id] and bool(whole)
+
+    @property
+    def waiting(self) -> Iterable[str]:
+        """The requests that have chunks to be compared."""
+        return self._pending.keys()
 
     def take_due(self, request_id: str, written_tokens: int) -> list[tuple[ChunkRef, int]]:
         """The chunks that are complete once a request has computed so many tokens, each once."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstore.adapters.vllm.plan import ReqMeta
 from kvstore.adapters.vllm.requests import blocks
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover, Source
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.adapters.vllm.scheduler.loads import BlocksOf
 from kvstore.handover.pusher import PushJob
@@ -42,8 +42,8 @@ class HandoverOptions:
         answers: let answers say where their KV is, so that the next turn can have it.
     """
 
-    sends: bool
-    receives: bool
+    sends: bool = False
+    receives: bool = False
     own: tuple[str, int] | None = None
     allows_host: Callable[[str], bool] = lambda _: False
     allows_source: Callable[[str, int], bool] = lambda _host, _port: False
@@ -159,6 +159,11 @@ class Handovers:
 
     # -- what goes to others -----------------------------------------------------------------------------------------
 
+    @property
+    def sending(self) -> Iterable[str]:
+        """The requests whose KV goes elsewhere."""
+        return self._sending.keys()
+
     def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, block_ids_of: BlocksOf) -> None:
         """Add to the next plan what the coming step of ``num_scheduled_tokens`` completes of a prompt."""
         request = tracker.request
@@ -228,10 +233,10 @@ class Handovers:
 
     def _is_allowed_source(self, source: Source) -> bool:
         """Whether a request may have KV fetched from an engine."""
-        if self._options.allows_source(source.host, source.port):
+        if self._options.allows_source(source.remote_host, source.remote_port):
             return True
         self._refuse(
-            f"{source.host}:{source.port}",
+            f"{source.remote_host}:{source.remote_port}",
             "does not stand with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set",
         )
         return False

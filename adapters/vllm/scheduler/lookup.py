@@ -40,24 +40,37 @@ class RemoteLookup:
     Args:
         directory: asks; ``close`` closes it.
         view: takes the answers.
-        timeout_s: how long the lookup of one request may take; then what has not been answered is not there, for it.
+        timeout_s: how long the lookup of one request may take. What has not been answered by then counts as missing,
+            for this request.
         sources: the engines that requests may name.
+        namespaces: of the chunks, one for each shard; none without a remote tier.
     """
 
     def __init__(
-        self, directory: RemoteDirectory, view: RemoteView, timeout_s: float, sources: Collection[str] = ()
+        self,
+        directory: RemoteDirectory,
+        view: RemoteView,
+        timeout_s: float,
+        sources: Collection[str] = (),
+        namespaces: Sequence[Namespace] = (),
     ) -> None:
         self.view = view
         self.timeouts = 0  # lookups that ended without an answer
         self._directory = directory
         self._timeout_s = timeout_s
         self._sources = frozenset(sources)
+        self._namespaces = tuple(namespaces)
         self._requests: dict[str, _Asking] = {}
         self._open: dict[ChunkRef, Question] = {}  # by the chunks asked about, but for those asked of a source
         self._answered: deque[Question] = deque()  # handed over by the threads that ask
         self._left_s = PASS_BUDGET_S  # of this pass
         self._took_s = 0.0  # the last answer
         self._slow_sources: set[str] = set()  # for which a pass has waited in vain since they last answered
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a remote tier."""
+        return bool(self._namespaces)
 
     def begin(self, request_id: str, source: str) -> None:
         """Ask an engine that a request names for that request, too, if it may be named."""
@@ -115,12 +128,13 @@ class RemoteLookup:
             return [False] * len(refs)
         return [bool(answer) for answer in question.answers]
 
-    def reset(self, namespaces: Sequence[Namespace]) -> None:
-        """Ask about other namespaces, one for each shard, from now on. What is under way is about the old ones."""
+    def reset(self, epoch: str) -> None:
+        """Ask about the namespaces at another epoch from now on. What is under way is about the old ones."""
         self._requests = {name: _Asking(Told(asking.told.source)) for name, asking in self._requests.items()}
         self._open.clear()
         self._answered = deque()
-        self._directory.reset(namespaces)
+        if self.is_open:
+            self._directory.reset([namespace.at_epoch(epoch) for namespace in self._namespaces])
 
     def close(self) -> None:
         """End the questions."""
@@ -188,7 +202,7 @@ class RemoteLookup:
         self.view.tell(asking.told, answers, now_s, min(question.since for question in questions))
 
 
-def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:
+def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -> Counter[Place]:
     """How many leading tokens of a sequence are known, by the fastest tier that has them; for people and routers.
 
     From any thread: it only looks chunks up, one by one, and asks the remote tier itself.
@@ -209,12 +223,12 @@ def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | 
     return found
 
 
-def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup | None) -> list[Place | None]:
+def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup) -> list[Place | None]:
     """Where each chunk is."""
     local = (Place.MEMORY, Place.DISK)
     places = [next((place for place in local if index.holds(ref.prefix_key, place)), None) for ref in refs]
     missing = [ref for ref, place in zip(refs, places, strict=True) if place is None]
-    if remote is None or not missing:
+    if not (remote.is_open and missing):
         return places
     elsewhere = {ref for ref, is_there in zip(missing, remote.ask(missing), strict=True) if is_there}
     return [place or (Place.REMOTE if ref in elsewhere else None) for ref, place in zip(refs, places, strict=True)]

@@ -43,7 +43,7 @@ class Saved(NamedTuple):
     seconds: float
 
 
-class Courier:
+class Background:
     """Carries out what needs no step to wait for it.
 
     Args:

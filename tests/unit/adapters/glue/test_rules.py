@@ -15,7 +15,8 @@ from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, St
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
@@ -212,7 +213,9 @@ class TestWaiting:
         return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1)
 
     @pytest.mark.parametrize("async_load", [False, True])
-    def test_one_that_comes_beside_the_steps(self, planner: LoadPlanner, refs: list[ChunkRef], *, async_load: bool) -> None:
+    def test_one_that_comes_beside_the_steps(
+        self, planner: LoadPlanner, refs: list[ChunkRef], *, async_load: bool
+    ) -> None:
         """It may fail, and nobody would tell the other request."""
         match, other = Match((refs[0],), CHUNK), Match((refs[1],), CHUNK)
         tracker = RequestTracker.start(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
@@ -256,7 +259,7 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
     worker: StoreWorker, monkeypatch: pytest.MonkeyPatch, *, preempts: bool
 ) -> None:
     goes_on, stored = threading.Event(), []
-    storer = worker._courier._storer
+    storer = worker._background._storer
     store = storer.store
 
     def slow_store(jobs: Sequence[StoreJob]) -> set[PrefixKey]:
@@ -266,13 +269,13 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
         return failed
 
     monkeypatch.setattr(storer, "store", slow_store)
-    finish_saves = worker._courier.finish_saves
+    finish_saves = worker._background.finish_saves
 
     def wait() -> None:
         goes_on.set()
         finish_saves()
 
-    monkeypatch.setattr(worker._courier, "finish_saves", wait)
+    monkeypatch.setattr(worker._background, "finish_saves", wait)
     job = StoreJob(StoreStep(REF, 0, ()), as_block_ids([1, 2]))
     worker.begin_step(StepPlan(1, 0, [ReqMeta("one", stores=[job])]))
     worker.store()
@@ -289,13 +292,13 @@ def test_a_load_that_a_reset_overtakes_has_failed(worker: StoreWorker, monkeypat
         assert goes_on.wait(30)
         return LoadResult(set(), set())
 
-    monkeypatch.setattr(worker._courier._loader, "load", slow_load)
+    monkeypatch.setattr(worker._background._loader, "load", slow_load)
     job = LoadJob(LoadStep(REF, 0, Place.MEMORY), as_block_ids([7, 5]), 0)
     worker.begin_step(StepPlan(1, 0, fetches=[Fetch(1, "one", [job])]))
     worker.store()
     worker.begin_step(StepPlan(2, 1, epoch="2"))
     goes_on.set()
-    worker._courier._fetching[1][1].result(30)
+    worker._background._fetching[1][1].result(30)
     worker.store()
     told = worker.take_report()
     assert told is not None

@@ -17,7 +17,6 @@ from kvstore.adapters.vllm.scheduler.lookup import PASS_BUDGET_S, RemoteLookup
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
-from kvstore.keys import Namespace
 from kvstore.ops import metrics
 from kvstore.testing.harness import EVEN, MINE, make_ref
 from kvstore.tiers import questions
@@ -56,7 +55,7 @@ class World:
 
     def new(self, *, hold_s: float = 60.0, timeout_s: float = HANG_GUARD_S) -> RemoteLookup:
         tiers: list[Tier] = [self.tier]
-        self.lookup = RemoteLookup(RemoteDirectory(tiers), RemoteView(hold_s), timeout_s, [SOURCE])
+        self.lookup = RemoteLookup(RemoteDirectory(tiers), RemoteView(hold_s), timeout_s, [SOURCE], [MINE])
         return self.lookup
 
     def hang(self, tier: Remote) -> Gate:
@@ -326,7 +325,7 @@ def test_after_new_weights_old_answers_count_for_nobody(world: World) -> None:
     world.remote.there = set(refs(1))
     world.lookup.answered("one", refs(1))
     assert gate.reached.wait(HANG_GUARD_S)
-    world.lookup.reset([Namespace({"model": "new"})])
+    world.lookup.reset("new")
     world.remote.there.clear()
     gate.open()
     assert world.ask("one", refs(1)) == [False]
@@ -516,21 +515,19 @@ def test_an_answer_that_nobody_else_may_use_is_enough_to_load(
         assert vllm.loaded_tokens[f"{number}"] == 2 * CHUNK
     vllm.settle()
     vllm.assert_nothing_leaked()
-    assert vllm.scheduler._remote is not None
-    assert not vllm.scheduler._remote._requests
+    assert not vllm.connected.remote._requests
 
 
 def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Callable[..., FakeVllm]) -> None:
     """They share the prompt; that nobody answered the first one says nothing about it."""
     server, gate = filled(build), Gate()
     vllm = build(server=server, lookup_timeout_s=HANG_GUARD_S)
-    assert vllm.scheduler._remote is not None
-    vllm.scheduler._remote._timeout_s = 0.02  # of the request, and not of the tier
+    vllm.connected.remote._timeout_s = 0.02  # of the request, and not of the tier
     server.before_contains = gate
     vllm.ask("late", PROMPT, max_tokens=1)
     assert vllm.loaded_tokens["late"] == 0
     gate.open()
-    vllm.scheduler._remote._timeout_s = HANG_GUARD_S
+    vllm.connected.remote._timeout_s = HANG_GUARD_S
     vllm.forget_local()
     vllm.settle()
     vllm.scheduler.clear()
@@ -542,7 +539,6 @@ def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Call
 
 def test_every_plan_ends_a_pass(build: Callable[..., FakeVllm]) -> None:
     vllm = build(server=FakeServer())
-    assert vllm.scheduler._remote is not None
-    vllm.scheduler._remote._left_s = 0.0
+    vllm.connected.remote._left_s = 0.0
     vllm.scheduler.plan_step({}, lambda _: [])
-    assert vllm.scheduler._remote._left_s == PASS_BUDGET_S
+    assert vllm.connected.remote._left_s == PASS_BUDGET_S

@@ -10,11 +10,12 @@ import torch
 from support.fake_vllm import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
@@ -194,7 +195,7 @@ def carry_out(worker: StoreWorker, plan: StepPlan) -> None:
 def test_a_request_with_gaps_begins_anew_when_its_load_fails(worker: StoreWorker, *, has_gaps: bool) -> None:
     missing = LoadJob(LoadStep(REF, 0, Place.DISK), as_block_ids([7, 5]), 0)
     worker.begin_step(StepPlan(1, 0, fetches=[Fetch(1, "one", [missing], [9], has_gaps)]))
-    worker._courier._fetching[1][1].result(10)
+    worker._background._fetching[1][1].result(10)
     worker.store()
     assert worker.take_fetched_requests() == {"one"}
     assert worker.take_failed_requests() == ({"one"} if has_gaps else set())

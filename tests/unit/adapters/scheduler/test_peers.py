@@ -11,7 +11,7 @@ import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
 from support.redis_server import free_port
 
-from kvstore.adapters.vllm.requests.disagg import Handover, Source
+from kvstore.adapters.vllm.requests.params import Handover, Source
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
@@ -60,7 +60,9 @@ def filled(build: Build, **setup: object) -> FakeVllm:
 
 @pytest.mark.parametrize("setup", [{}, {"ranks": 3}, {"ranks": 2, "replicas": True}, {"stages": (2, 40)}])
 @pytest.mark.parametrize("async_load", [False, True])
-def test_each_rank_reads_its_part_from_the_same_rank(build: Build, setup: dict[str, object], *, async_load: bool) -> None:
+def test_each_rank_reads_its_part_from_the_same_rank(
+    build: Build, setup: dict[str, object], *, async_load: bool
+) -> None:
     engine = filled(build, **setup)
     reader = build(peers=(url_of(engine),), async_load=async_load, **setup)
     assert loaded(reader, "first") == WHOLE
@@ -158,11 +160,10 @@ class TestNamedByRequests:
     def test_what_it_holds_is_not_remembered_for_others(self, build: Build) -> None:
         engine = filled(build)
         reader = build(**allowing(engine))
-        assert reader.scheduler._remote is not None
         reader.ask("names", PROMPT, handover=naming(engine))
-        refs = list(reader.scheduler._remote.view._answers)
+        refs = list(reader.connected.remote.view._answers)
         now_s = time.monotonic()
-        assert not [ref for ref in refs if reader.scheduler._remote.view.holds(ref, now_s)]
+        assert not [ref for ref in refs if reader.connected.remote.view.holds(ref, now_s)]
 
     def test_one_that_is_not_listed_is_never_asked(self, build: Build, caplog: pytest.LogCaptureFixture) -> None:
         engine = filled(build)
@@ -190,8 +191,7 @@ class TestNamedByRequests:
             reader.add(f"names {number}", [*OTHER, number], handover=Handover(None, source))
             reader.add(f"other {number}", prompt)
         reader.run(max_steps=4_000)
-        assert reader.scheduler._remote is not None
-        assert reader.scheduler._remote.timeouts == 0
+        assert reader.connected.remote.timeouts == 0
         assert [reader.loaded_tokens[f"other {number}"] for number in range(len(others))] == [WHOLE] * len(others)
 
     def test_an_engine_that_borrows_from_its_own_server_reads_it(self, build: Build) -> None:

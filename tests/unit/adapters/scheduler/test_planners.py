@@ -11,13 +11,15 @@ from support.fake_vllm import BLOCK, CHUNK, FakeRequest
 from support.gate import HANG_GUARD_S
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepReport, StepResult, WorkerFacts
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler, _Step
-from kvstore.adapters.vllm.worker.background import Courier
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.adapters.vllm.scheduler.steps import Step
+from kvstore.adapters.vllm.worker.background import Background
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Place
 from kvstore.keys import NO_EXTRAS, Namespace
@@ -51,7 +53,7 @@ class FakeMover:
 
 def fetched_by(mover: Any, *, revoked: bool) -> LoadResult:
     """What a courier says of a load of one chunk that came to its end."""
-    courier = Courier(mover)
+    courier = Background(mover)
     step = LoadStep(make_ref(1), 0, Place.DISK)
     courier.fetch(Fetch(1, "one", [LoadJob(step, as_block_ids([1]), 0)]))
     _, loaded = courier._fetching[1]
@@ -106,7 +108,7 @@ def acked(scheduler: StoreScheduler) -> int:
 def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
     """What a rank fails to load poisons the steps planned before that was known, on every rank."""
     scheduler = scheduler_of(2)
-    scheduler._in_flight[1] = _Step(acked=0)
+    scheduler._steps.in_flight[1] = Step(acked=0)
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
     assert acked(scheduler) == 0
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
@@ -121,9 +123,9 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
     (store,) = index.prepare_store([make_ref(1)])
     index.complete_store([store], set())
     key = store.ref.prefix_key
-    scheduler._in_flight = {
-        1: _Step(acked=0),
-        2: _Step(acked=0, verifies=index.prepare_load([store.ref])),
+    scheduler._steps.in_flight = {
+        1: Step(acked=0),
+        2: Step(acked=0, verifies=index.prepare_load([store.ref])),
     }
     scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, ranks_loaded=1, ranks_ended=1)}))
     scheduler.complete(StepReport({2: StepResult(mismatches={key}, ranks_loaded=1, ranks_ended=1)}))

@@ -13,7 +13,7 @@ import pytest
 from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
 from support.remote import FakeServer
 
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
@@ -175,8 +175,8 @@ def test_nothing_is_handed_over_that_rests_on_what_another_rank_could_not_load(
     vllm.ask("again", PROMPT, handover=Handover(DisaggSpec("client", "here", (7000,))))
     vllm.settle()
     for worker in vllm.workers:
-        assert worker._pusher is not None
-        assert worker._pusher.flush(10)
+        assert worker._pushes._pusher is not None
+        assert worker._pushes._pusher.flush(10)
     assert_right(vllm, outbox, PROMPT)
     assert [len(chunks) for chunks in outbox.chunks.values()] == [4, 4]
     vllm.assert_nothing_leaked()
@@ -210,7 +210,7 @@ def test_the_step_waits_for_a_load_where_nobody_else_can_be_misled(
     vllm.ask("first", PROMPT)
     vllm.settle()
     assert loaded_again(vllm) == WHOLE
-    assert vllm.workers[0]._courier.counters().chunks_loaded == beside
+    assert vllm.workers[0]._background.counters().chunks_loaded == beside
 
 
 # -- ranks that hold the same -----------------------------------------------------------------------------------------

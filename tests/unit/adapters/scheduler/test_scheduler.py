@@ -15,7 +15,8 @@ from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.catalog.plans import Place
 from kvstore.chunks import Outcome
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixKey
@@ -630,7 +631,7 @@ def test_a_chunk_counts_when_the_slowest_rank_has_it(*, failed: bool) -> None:
     refused = {job.step.ref.prefix_key} if failed else set()
     scheduler.complete(StepReport({plan.number: StepResult(failed_stores=refused, ranks_loaded=1, ranks_ended=1)}))
     assert scheduler.num_new_matched_tokens(later, 0) == (0 if failed else CHUNK)
-    assert not scheduler._in_flight
+    assert not scheduler._steps.in_flight
 
 
 def test_known_chunks_are_not_moved_again(build: Build) -> None:
@@ -642,7 +643,7 @@ def test_known_chunks_are_not_moved_again(build: Build) -> None:
     assert vllm.workers[0]._mover.counters.chunks_stored == 4
     vllm.forget_local()
     vllm.ask("three", PROMPT)
-    assert not vllm.scheduler._in_flight
+    assert not vllm.scheduler._steps.in_flight
     assert vllm.workers[0]._mover.counters.chunks_stored == 4
 
 
