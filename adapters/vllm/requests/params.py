@@ -32,7 +32,7 @@ _LMCACHES: Final = "lmcache."
 _TAG: Final = "tag."  # before a tag's own name
 _TAGS: Final = "tag"
 _NAMES: Final = tuple(name for name in REQUEST_FIELDS if name != _TAGS)
-_Kind = TypeVar("_Kind", "RequestParams", "DisaggSpec", "Source")
+_Kind = TypeVar("_Kind")
 _DECODE_ADDRESS = re.compile(r"___decode_addr_(\[[0-9a-fA-F:.%]+\]|[^:/\s_][^:/\s]*):(\d{1,5})(?!\d)")
 
 
@@ -239,13 +239,19 @@ def _spec_of_id(request_id: str) -> DisaggSpec | None:
 
 
 def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -> _Kind:
-    """What a mapping says of a kind's fields; None is no value, and what else is in it is not looked at."""
-    fields = kind.__pydantic_fields__
+    """Read a dataclass from a mapping. None is no value; other names in the mapping are not looked at.
+
+    Raises:
+        InvalidCallError: a value is wrong or missing.
+    """
+    build: Any = kind
+    fields = build.__pydantic_fields__
     try:
-        return kind(**{name: given[name] for name in fields if given.get(name) is not None})
+        found: _Kind = build(**{name: given[name] for name in fields if given.get(name) is not None})
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         raise InvalidCallError(f"{prefix}{_SHOWN.get(name, name)} must be {fields[name].description}") from None
+    return found
 
 
 def _fields(sources: tuple[object, ...]) -> dict[str, object]:

@@ -77,10 +77,10 @@ class RequestTracker:
 
     request: RequestView
     extras: KeyExtras
-    hasher: PrefixHasher
     rules: SaveRules
     params: RequestParams = NO_PARAMS
     saves: bool = True
+    hasher: PrefixHasher = field(init=False)
     pin_name: str = ""  # the lease that keeps its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
     load_failed: bool = False  # beside the steps: it does not try again
@@ -91,19 +91,8 @@ class RequestTracker:
     account: Account = field(default_factory=Account)
     _local_hasher: PrefixHasher | None = None
 
-    @classmethod
-    def start(
-        cls,
-        request: RequestView,
-        extras: KeyExtras,
-        rules: SaveRules,
-        params: RequestParams = NO_PARAMS,
-        *,
-        saves: bool = True,
-    ) -> RequestTracker:
-        """Track a new request."""
-        hasher = PrefixHasher(rules.chunk_tokens, rules.block_tokens, extras)
-        return cls(request, extras, hasher, rules, params, saves)
+    def __post_init__(self) -> None:
+        self.hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, self.extras)
 
     def local_hasher(self) -> PrefixHasher:
         """Gives equal keys where vLLM's own prefix cache shares blocks.

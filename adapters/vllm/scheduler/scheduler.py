@@ -154,7 +154,7 @@ class StoreScheduler:
         self._carry_out_actions()
         limit = self._options.priority_limit
         is_wanted = not params.skip_save and (limit is None or request.priority <= limit)
-        tracker = RequestTracker.start(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
+        tracker = RequestTracker(request, extras, self._rules, params, saves=self._options.saves and is_wanted)
         try:
             tracker.hasher.update(request.all_token_ids)
         except InvalidCallError as error:  # clients choose their prompts' token ids, and nobody has checked them yet

@@ -7,7 +7,7 @@ front end, which keeps the metrics.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -25,19 +25,6 @@ _EXTRAS: Final[dict[Kind, dict[str, Any]]] = {
     Kind.GAUGE: {"multiprocess_mode": "mostrecent"},  # of vLLM's front ends one at a time hears of a step
     Kind.HISTOGRAM: {"buckets": BUCKETS_S},
 }
-
-
-class _Series(Protocol):
-    """One time series of any kind."""
-
-    def inc(self, number: float) -> None:
-        """Of a counter."""
-
-    def set(self, value: float) -> None:
-        """Of a gauge."""
-
-    def observe(self, time_s: float) -> None:
-        """Of a histogram."""
 
 
 @dataclass
@@ -118,6 +105,5 @@ class StoreMetrics(KVConnectorPromMetrics):
             for time_s in times_s:
                 series.observe(time_s)
 
-    def _series(self, engine: int, metric: Metric, values: tuple[str, ...]) -> _Series:
-        series: _Series = self._families[metric.name].labels(*self.per_engine_labelvalues[engine], *values)
-        return series
+    def _series(self, engine: int, metric: Metric, values: tuple[str, ...]) -> Any:  # noqa: ANN401 - vLLM may wrap it
+        return self._families[metric.name].labels(*self.per_engine_labelvalues[engine], *values)

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
 from kvstore.adapters.vllm.worker.background import Background, Fetched
-from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayeredStore
+from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
 from kvstore.assembly import EngineOptions, open_tiers
 from kvstore.catalog.plans import Place
@@ -28,6 +28,7 @@ from kvstore.ops.metrics import Metric
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.throttle import Throttle
+from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class StoreWorker:
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
         self._layered_load: LayeredLoad | None = None
-        self._layered_store: LayeredStore | None = None
+        self._layer_store: LayerStore | None = None
+        self._computed = LayerOrder()
         self._pushes = Pushes(paged, namespace, options.push)
 
     def facts(self) -> WorkerFacts:
@@ -138,6 +140,7 @@ class StoreWorker:
     def begin_step(self, plan: StepPlan) -> None:
         """Take in a step's plan; forget what it says is gone, and begin its fetches."""
         self._plan, self._loads_began, self._loads_ended = plan, False, False
+        self._computed = LayerOrder()
         self._report.computed = plan.number if plan.computes else None
         if plan.epoch:
             self._background.revoke_fetches()
@@ -185,12 +188,13 @@ class StoreWorker:
         if layer is None or plan is None or plan.acked < self._poisoned_step:
             return
         self._pushes.begin(plan.requests)
-        self._pushes.reach(layer)
-        if self._layered_store is None and self._layerwise and not self._async_save:
+        if self._layer_store is None and self._layerwise and not self._async_save:
             jobs = [job for meta in plan.requests for job in meta.stores]
-            self._layered_store = LayeredStore(self._mover, jobs) if jobs else None
-        if self._layered_store is not None:
-            self._layered_store.reach(layer)
+            self._layer_store = LayerStore(self._mover, jobs) if jobs else None
+        for number in self._computed.reach(layer):
+            self._pushes.reach(number)
+            if self._layer_store is not None:
+                self._layer_store.move(number)
 
     def end_loads(self) -> None:
         """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
@@ -276,12 +280,14 @@ class StoreWorker:
             self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
 
     def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
-        layered, self._layered_store = self._layered_store, None
+        layer_store, self._layer_store = self._layer_store, None
         if not jobs:
             return set()
         with self._measured("kvstore::store", metrics.STORE_SECONDS):
-            if layered is not None:
-                return layered.finish(trusted=trusted)
+            if layer_store is not None:
+                for number in self._computed.rest(self._layout.num_layers) if trusted else ():
+                    layer_store.move(number)
+                return layer_store.finish(trusted=trusted)
             return self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
 
     def _note_stores(self, step: int, failed: set[PrefixKey], ended: Collection[str]) -> None:

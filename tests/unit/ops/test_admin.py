@@ -13,7 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from typer.testing import CliRunner
 

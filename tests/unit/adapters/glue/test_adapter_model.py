@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
+from support.fake_parts import BLOCK, LAYERS, FakeRequest, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.schedules import schedules
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
@@ -218,7 +218,7 @@ class TestWaiting:
     ) -> None:
         """It may fail, and nobody would tell the other request."""
         match, other = Match((refs[0],), CHUNK), Match((refs[1],), CHUNK)
-        tracker = RequestTracker.start(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
+        tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
         planner.plan(tracker, LoadSpec(match, 0, CHUNK, async_load=True), TABLE, CHUNK)
         assert planner.must_wait(match, async_load=async_load)
         assert not planner.must_wait(other, async_load=async_load)

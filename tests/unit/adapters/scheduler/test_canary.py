@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.scheduler.canary import Canary

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover

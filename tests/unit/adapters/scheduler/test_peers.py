@@ -8,7 +8,8 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
 from support.redis_server import free_port
 
 from kvstore.adapters.vllm.requests.params import Handover, Source

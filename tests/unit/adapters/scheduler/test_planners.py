@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 from support.gate import HANG_GUARD_S
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepReport, StepResult, WorkerFacts
@@ -80,7 +80,7 @@ def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
 def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     """It may fail; a load within a step that shares its slot would be told too late."""
     index = ChunkIndex(4, disk_capacity_bytes=1000, stored_bytes=lambda _: 1)
-    tracker = RequestTracker.start(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
+    tracker = RequestTracker(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
     tracker.hasher.update(PROMPT)
     index.adopt([(make_ref(0)._replace(prefix_key=key), 1) for key in tracker.hasher.chunk_keys()])
     planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1)
@@ -137,7 +137,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     """A request that was ended early: the receiver must not wait for what nobody sends."""
     handovers = Handovers(HandoverOptions(sends=True, receives=False, allows_host=lambda *_: True), RULES)
     request = FakeRequest("one", PROMPT)
-    tracker = RequestTracker.start(request, NO_EXTRAS, RULES)
+    tracker = RequestTracker(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
     handovers.plan(tracker, computed_tokens, lambda _: list(range(1, 10)))
     request.num_computed_tokens = computed_tokens

@@ -10,7 +10,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm, one_after_the_other
 from support.gate import HANG_GUARD_S, Gate
 
 from kvstore.adapters.vllm.plan import Fetch
