@@ -1,23 +1,43 @@
-"""Keeps a fault that comes again and again from flooding the log."""
+"""Keeps a fault that recurs from flooding the log."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
-MAX_CAUSES = 256  # some are made of what strangers choose, such as addresses
+MAX_CAUSES = 256  # some causes contain what strangers choose, such as addresses
 
 
 class Throttle:
-    """Lets one message a cause and minute through, so that a broken tier does not flood the log."""
+    """Logs at most one message per cause and minute. Thread-safe.
 
-    def __init__(self, every_s: float = 60.0) -> None:
+    Args:
+        logger: of the module whose messages these are.
+        every_s: how long further messages of a cause are suppressed.
+    """
+
+    def __init__(self, logger: logging.Logger, every_s: float = 60.0) -> None:
+        self._logger = logger
         self._every_s = every_s
-        self._last_s: dict[str, float] = {}  # the longest ago first
+        self._last_s: dict[str, float] = {}  # oldest first
         self._lock = threading.Lock()
 
+    def log(
+        self,
+        cause: str,
+        message: str,
+        *args: object,
+        level: int = logging.WARNING,
+        exc_info: BaseException | None = None,
+    ) -> None:
+        """Log a message, unless one of the same cause was logged within the last minute."""
+        if self.is_due(cause):
+            message += f"; further messages suppressed for {self._every_s:.0f} s"
+            self._logger.log(level, message, *args, exc_info=exc_info, stacklevel=2)
+
     def is_due(self, cause: str) -> bool:
-        """Whether to speak about ``cause`` now; not about one more, where many are spoken about. Thread-safe."""
+        """Whether to log ``cause`` now; never for more than ``MAX_CAUSES`` causes a minute."""
         now_s = time.monotonic()
         with self._lock:
             while self._last_s and now_s - next(iter(self._last_s.values())) >= self._every_s:

@@ -107,7 +107,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         self._gave_up = False
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
@@ -266,8 +266,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._tell_ignored(params.ignored)
             handover = handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
-            if self._throttle.is_due(str(error)):
-                logger.warning("a request is served without the cache: %s; this stays unsaid for a minute", error)
+            self._throttle.log(str(error), "a request is served without the cache: %s", error)
             params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
         adapter = adapter_of(request)
         if not is_shareable(request):
@@ -285,9 +284,8 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def _tell_ignored(self, fields: Iterable[str]) -> None:
         for name in fields:
-            if self._throttle.is_due(f"ignored {name}"):
-                message = "kvstore.%s of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
-                logger.warning(message, name)
+            said = "kvstore.%s of a request is ignored: request_fields lacks it"
+            self._throttle.log(f"ignored {name}", said, name)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""

@@ -83,7 +83,7 @@ class Pusher:
         self._room = _Room(self._pool.num_slots)
         self._senders: OrderedDict[Receiver, _Sender] = OrderedDict()  # the longest unused first
         self._leaving: list[_Sender] = []  # get nothing more
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         self._seconds: list[float] = []
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
@@ -150,12 +150,12 @@ class Pusher:
         """The buffer stayed full for too long."""
         with self.counters.lock:
             self.counters.refused += 1
-        if self._throttle.is_due("room"):
-            logger.warning(
-                "a chunk of %d blocks is not handed over, as the buffer is full of what others have yet to take: raise "
-                "pd_buffer_size; this stays unsaid for a minute",
-                job.ref.num_blocks,
-            )
+        self._throttle.log(
+            "room",
+            "a chunk of %d blocks is not handed over, as the buffer is full of what others have yet to take: raise "
+            "pd_buffer_size",
+            job.ref.num_blocks,
+        )
 
     def _note(self, delivery: _Delivery, outcomes: Sequence[Outcome], error: KVStoreError | None) -> None:
         """On a sender's thread: a delivery has ended."""
@@ -170,12 +170,9 @@ class Pusher:
             if Outcome.STORED in outcomes:
                 self._seconds.append(delivery.seconds_behind())
         self._room.give_back(delivery.slots)
-        if error is not None and self._throttle.is_due(str(delivery.receiver)):
-            logger.warning(
-                "KV cannot be handed over to %s, which computes it then: %s; this stays unsaid for a minute",
-                delivery.receiver,
-                error,
-            )
+        if error is not None:
+            said = "KV cannot be handed over to %s, which computes it then: %s"
+            self._throttle.log(str(delivery.receiver), said, delivery.receiver, error)
 
 
 class StepPush:

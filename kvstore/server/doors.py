@@ -49,7 +49,7 @@ class Doors:
         self._pool_fd = pool_fd
         self._tokens: dict[int, bytes] = {}  # by the connection's file descriptor
         self._connections: dict[bytes, socket.socket] = {}
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         make_private(folder)
         self._listener = _listen(self._path)
         self._epoll = select.epoll()
@@ -95,14 +95,15 @@ class Doors:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED) and self._throttle.is_due("accept"):
-                logger.warning("cannot let a client in: %s", os.strerror(error.errno or 0))
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                self._throttle.log("accept", "cannot let a client in: %s", os.strerror(error.errno or 0))
             return
         connection.setblocking(False)
         uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
         if uid not in {0, os.geteuid()} or len(self._tokens) >= _MAX_CONNECTIONS:
-            if self._throttle.is_due("turned away"):
-                logger.warning("a client of user %d was turned away; %d are here", uid, len(self._tokens))
+            self._throttle.log(
+                "turned away", "a client of user %d was turned away; %d are here", uid, len(self._tokens)
+            )
             connection.close()
             return
         token = secrets.token_bytes(TOKEN_BYTES)

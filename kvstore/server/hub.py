@@ -80,7 +80,7 @@ class Hub:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._hurry = threading.Event()
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         self._expired_s = 0.0
         self._at_hand: Sequence[zmq.Frame] = ()  # the message that is being handled
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -261,8 +261,9 @@ class Hub:
 
     def _cut_endless(self, count: int) -> None:
         self.num_malformed += count
-        if count and self._throttle.is_due("endless"):
-            logger.warning("%d clients were cut off: they sent, and no message of theirs came to its end", count)
+        if count:
+            said = "%d clients were cut off: they sent, and no message of theirs came to its end"
+            self._throttle.log("endless", said, count)
 
     def _receive(self, number: int, door: zmq.Socket[bytes]) -> None:
         for _ in range(_TURN):
@@ -323,14 +324,12 @@ class Hub:
     def _note_failure(self) -> None:
         """Somebody did not get as far as to show a key."""
         self.num_strangers += 1
-        if self._throttle.is_due("stranger"):
-            logger.warning("refused a client that has no keys, or not the key of this server")
+        self._throttle.log("stranger", "refused a client that has no keys, or not the key of this server")
 
     def _kick(self, peer: Peer, why: str) -> None:
         """End the client that sent a malformed message, and look at nothing more that comes through its connection."""
         self.num_malformed += 1
-        if self._throttle.is_due("kick"):
-            logger.warning("a client was cut off: %s; more of this kind stays unsaid for a minute", why[:200])
+        self._throttle.log("kick", "a client was cut off: %s", why[:200])
         self._send(peer, messages.Refused(0, messages.Refusal.MALFORMED, why[:200]), ())
         self._kicked[peer] = None
         if len(self._kicked) > _MAX_KICKED:

@@ -29,7 +29,7 @@ class Locks:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listed: Mapping[bytes, str]) -> None:
         self.refused = 0
         self._names = {z85.decode(key): name for key, name in listed.items()}
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ADDRESS)
@@ -52,6 +52,5 @@ class Locks:
             return [_VERSION, request_id, b"200", b"OK", self._names[question[6]].encode(), b""]
         self.refused += 1
         address = question[3].decode("ascii", "replace") if len(question) > 3 else "an unknown address"
-        if self._throttle.is_due(address):
-            logger.warning("refused a client from %s: its key is not on the list", address)
+        self._throttle.log(address, "refused a client from %s: its key is not on the list", address)
         return [_VERSION, request_id, b"400", b"not on the list", b"", b""]

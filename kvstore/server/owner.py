@@ -26,7 +26,7 @@ class Owner:
     def __init__(self, namespace: Namespace, layout: KVLayout) -> None:
         self.namespace = namespace
         self._geometry = messages.Geometry.of(layout)
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
 
     def objection(self, hello: messages.Hello) -> str:
         """Why a client cannot come in: the names of the fields in which its KV is another; empty if it may.
@@ -42,6 +42,6 @@ class Owner:
             return ""
         known = differing & {*self.namespace.fields, EPOCH_FIELD, _LAYOUT}
         names = ", ".join([*sorted(known), *(["fields not known here"] if differing - known else [])])
-        if self._throttle.is_due("stranger"):  # and not its fields, which anybody may choose
-            logger.warning("refused an engine whose KV cannot be used here: it differs in %s", names)
+        # The cause does not contain the fields, which anybody may choose.
+        self._throttle.log("stranger", "refused an engine whose KV cannot be used here: it differs in %s", names)
         return f"it belongs to an engine with other KV: they differ in {names}"

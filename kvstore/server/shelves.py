@@ -78,7 +78,7 @@ class Shelves:
         self.capacity_bytes = options.capacity_bytes
         self._options = options
         self._report = report
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         _folder.make_folder(options.folder)
         self._owner = _folder.FolderLock(options.folder)
         try:
@@ -204,8 +204,8 @@ class Shelves:
         def look(future: Future[None]) -> None:
             error = None if future.cancelled() else future.exception()
             if error is not None:
-                if self._throttle.is_due(type(error).__name__):
-                    logger.error("a thread of the cache server's disk failed", exc_info=error)
+                said = "a thread of the cache server's disk failed"
+                self._throttle.log(type(error).__name__, said, level=logging.ERROR, exc_info=error)
                 give_up()
 
         if not self._is_closing:
@@ -361,8 +361,7 @@ class Shelves:
         return room[: chunk.size_bytes]
 
     def _complain(self, error: Exception) -> None:
-        if self._throttle.is_due("disk"):
-            logger.warning("the disk of the cache server: %s; more of this kind stays unsaid for a minute", error)
+        self._throttle.log("disk", "the disk of the cache server: %s", error)
 
 
 def _refuse_engines(folder: Path) -> None:

@@ -100,7 +100,7 @@ class Lane:
         self._writing: set[_Write] = set()
         self._ending = 0  # writes that have ended and are being reported
         self._untold = Flushed()  # since the last flush
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
 
     @property
     def reads_layers(self) -> bool:
@@ -269,5 +269,4 @@ class Lane:
 
     def _log(self, message: str, error: TierError) -> None:
         """Warn at most once a minute: a broken tier fails every chunk in the same way."""
-        if self._throttle.is_due("any"):
-            logger.warning(message, self._tier.name, error)
+        self._throttle.log("any", message, self._tier.name, error)

@@ -57,7 +57,7 @@ class _NothingConnected(KVStoreConnector):
         self._role = KVConnectorRole.SCHEDULER
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
-        self._throttle = Throttle()
+        self._throttle = Throttle(connector.logger)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
@@ -210,7 +210,7 @@ def test_a_field_that_does_not_count_is_told_once_and_the_request_is_served(capl
         params = SamplingParams(extra_args={"kvstore.pin": True, "kvstore.ttl": 5})
         found.on_new_request(Request(f"{number}", [1, 2, 3], params, None))
     assert caplog.messages == [
-        "kvstore.pin of a request is ignored: request_fields lacks it; this stays unsaid for a minute"
+        "kvstore.pin of a request is ignored: request_fields lacks it; further messages suppressed for 60 s"
     ]
     wishes = {(tracker.params.pin, tracker.params.ttl_s) for tracker in found._scheduling._trackers.values()}
     assert wishes == {(None, 5.0)}

@@ -60,7 +60,7 @@ class AdapterFiles:
         self._work: SimpleQueue[Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
 
     def look(self, adapter: Adapter) -> Look:
         """Begin to look at an adapter's files as they are now, or join a look that has yet to begin."""
@@ -86,12 +86,12 @@ class AdapterFiles:
         if adapter.number in self._distrusted:
             return None
         if not look.done():
-            if self._throttle.is_due("late"):
-                logger.warning(
-                    "the files of LoRA adapter %d take too long to read: its requests are served without the cache "
-                    "meanwhile; this stays unsaid for a minute",
-                    adapter.number,
-                )
+            self._throttle.log(
+                "late",
+                "the files of LoRA adapter %d take too long to read: its requests are served without the cache "
+                "meanwhile",
+                adapter.number,
+            )
             return None
         found = look.result()
         if found is None or self._known.setdefault(adapter.number, found) != found:

@@ -88,7 +88,7 @@ class Handovers:
         self._waiting: dict[str, _Waiting] = {}
         self._metas: dict[str, ReqMeta] = {}  # for the next plan
         self._refused: set[str] = set()  # hosts, and sources
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
 
     def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
         """Take up what a request says. Tells who else has some of its KV, if that may be asked."""
@@ -129,13 +129,12 @@ class Handovers:
             return True
         del self._waiting[request_id]
         self.timeouts += 1
-        if self._throttle.is_due("late"):
-            logger.warning(
-                "%d tokens of a request, handed over by another engine, have not come within %s s and are computed; "
-                "this stays unsaid for a minute",
-                waiting.num_tokens - num_tokens,
-                waiting.wait_s,
-            )
+        self._throttle.log(
+            "late",
+            "%d tokens of a request, handed over by another engine, have not come within %s s and are computed",
+            waiting.num_tokens - num_tokens,
+            waiting.wait_s,
+        )
         return False
 
     def asked_just_now(self, request_id: str) -> bool:

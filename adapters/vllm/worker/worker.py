@@ -106,7 +106,7 @@ class StoreWorker:
         self._failed_requests: set[str] = set()  # of these, those that have to begin anew
         self._ended_requests: set[str] = set()
         self._worst_deviation = 0.0
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
@@ -316,13 +316,13 @@ class StoreWorker:
         if is_equal:
             return
         result.mismatches.add(job.step.ref.prefix_key)
-        if self._throttle.is_due("mismatch"):
-            logger.error(
-                "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed; "
-                "this stays unsaid for a minute",
-                found,
-                tolerance(self._layout),
-            )
+        self._throttle.log(
+            "mismatch",
+            "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed",
+            found,
+            tolerance(self._layout),
+            level=logging.ERROR,
+        )
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None

@@ -166,7 +166,7 @@ class StripedTier(Tier):
         self._scanned = False
         self._clears = 0
         self._closed = False
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
 
     @property
     def parts(self) -> tuple[Tier, ...]:
@@ -472,5 +472,5 @@ class StripedTier(Tier):
         return batch.outcomes
 
     def _complain(self, number: int, error: TierError) -> None:
-        if self._throttle.is_due(str(number)):
-            logger.warning("a folder of the disk tier is out of service, its chunks count as missing: %s", error)
+        said = "a folder of the disk tier is out of service, its chunks count as missing: %s"
+        self._throttle.log(str(number), said, error)

@@ -112,7 +112,7 @@ class DiskTier(Tier):
         self._scanned = False
         self._closed = False
         self._finished = threading.Event()
-        self._throttle = Throttle()
+        self._throttle = Throttle(logger)
         self._open(direct, checks_room=checks_room)
 
     @classmethod
@@ -580,5 +580,4 @@ class DiskTier(Tier):
         return self._home / _folder.chunk_name(ref)
 
     def _complain(self, cause: str, what: str) -> None:
-        if self._throttle.is_due(cause):
-            logger.warning("the disk tier in %s %s; more of this kind stays unsaid for a minute", self._folder, what)
+        self._throttle.log(cause, "the disk tier in %s %s", self._folder, what)

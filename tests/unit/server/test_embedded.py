@@ -101,7 +101,8 @@ def test_a_stranger_is_told_which_fields_differ_and_no_values(
             other.put([make_transfer(EVEN, make_ref(1))])
         assert not holds(own, 1)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings == [f"refused an engine whose KV cannot be used here: it differs in {named}"], "once a minute"
+    refused = f"refused an engine whose KV cannot be used here: it differs in {named}"
+    assert warnings == [f"{refused}; further messages suppressed for 60 s"]
 
 
 def test_another_geometry_is_another_engine() -> None:
