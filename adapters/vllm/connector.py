@@ -1,7 +1,7 @@
-"""The connector that vLLM loads: a thin shell around ``scheduler.py`` and ``worker.py``.
+"""The connector that vLLM loads: a thin shell around ``StoreScheduler`` and ``StoreWorker``.
 
-vLLM makes one object per role. A load happens within the step that needs it, at once or layer by layer, or beside the
-steps while its request waits; stores are gathered when a step ends, or beside the next ones.
+vLLM makes one object per role. A load happens within the step that needs it, at once or layer by layer, or
+asynchronously, while its request waits. Stores are gathered when a step ends, or while the next one runs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class FactsMetadata(KVConnectorHandshakeMetadata):
-    """What a worker owns, on its way to the scheduler; None if it does without the cache."""
+    """What a worker owns, on its way to the scheduler; None if it runs without the cache."""
 
     facts: WorkerFacts | None
 
@@ -92,7 +92,7 @@ class KVStoreConnector(KVConnectorBase_V1):
     """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Check everything that can be checked, before vLLM serves.
+        """Check everything that can be checked before vLLM serves.
 
         Raises:
             ConfigError: the configuration, a flag or the version of vLLM cannot be used; the message says what to do.
@@ -160,20 +160,20 @@ class KVStoreConnector(KVConnectorBase_V1):
             opened.pop_all()
 
     def _go_without(self, error: KVStoreError) -> None:
-        """Leave vLLM without the cache, or raise if it is required."""
+        """Let vLLM run without the cache, or raise if it is required."""
         if self._config.required:
             raise error
         self._gave_up = True
         logger.warning("vLLM runs WITHOUT the cache, since required is false: %s", error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler what this worker owns, or that it does without."""
+        """Tell the scheduler what this worker owns, or that it runs without the cache."""
         if self._worker is None:
             return FactsMetadata(None) if self._gave_up else None
         return FactsMetadata(self._worker.facts())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before a step overwrites the blocks of preempted requests: let stores that read them end."""
+        """Wait for stores that read blocks of preempted requests, before a step overwrites them."""
         if self._worker is not None and isinstance(kv_connector_metadata, PlanMetadata):
             self._worker.prepare(kv_connector_metadata.plan)
 
@@ -206,14 +206,14 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker.store()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report requests whose last store is done, and those whose load beside the steps is over."""
+        """Report requests whose last store has ended, and those whose asynchronous load has."""
         if self._worker is None:
             return None, None
         self._worker.end_loads()
         return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, with those requests among them that must begin anew, because their load failed."""
+        """The same, and which of these requests must start over because their load failed."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed_requests()
@@ -229,7 +229,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return ReportMetadata(report) if report else None
 
     def shutdown(self) -> None:
-        """Let writes end within the configured bound, and release memory, threads, port and folder."""
+        """Wait for writes, within the configured bound, and release memory, threads, port and folder."""
         if self._admin is not None:
             self._admin.close()
         if self._worker is not None:
@@ -249,9 +249,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
         facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
-            logger.warning("another connector spoke first, so nothing is cached: make %s the first of them", CONNECTOR)
+            logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
-            logger.warning("nothing is cached: %d of %d workers do without", len(ranks) - len(facts), len(ranks))
+            logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
         elif facts and self._scheduler is not None:
             try:
                 self._scheduler.connect(facts)
@@ -259,7 +259,7 @@ class KVStoreConnector(KVConnectorBase_V1):
                 self._go_without(error)
 
     def on_new_request(self, request: Request) -> None:
-        """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
+        """Track a request, unless its KV must not be shared. Where its fields are wrong, it does not use the cache."""
         handover = None
         try:
             params = request_params(request, self._config.request_fields)
@@ -267,7 +267,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             handover = handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             self._throttle.log(str(error), "a request is served without the cache: %s", error)
-            params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
+            params = WITHOUT_CACHE  # but tracked: it may share blocks whose load fails
         adapter = adapter_of(request)
         if not is_shareable(request):
             return
@@ -276,7 +276,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             return
 
         def admit(files: str, may_share: bool) -> None:
-            """Not passed by if it may not share, either."""
+            """Track it, also if it may not share."""
             wishes, sends = (params, handover) if may_share else (WITHOUT_CACHE, None)
             self._scheduling.add_request(request, key_extras(request, wishes, files), wishes, sends)
 
@@ -288,7 +288,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._throttle.log(f"ignored {name}", said, name)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""
+        """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request waits for them."""
         if not self._arrivals.is_admitted(request.request_id):
             return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
@@ -335,7 +335,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Which blocks came to memory and disk, and left them, for whoever listens to vLLM's KV events."""
+        """Which blocks came to memory and disk, and which left, for listeners to vLLM's KV events."""
         groups = self._kv_cache_config.kv_cache_groups
         return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
 
@@ -367,7 +367,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """What was sent, as an object again."""
+        """Numbers that vLLM has sent, as an object again."""
         return StoreStats(data or {})
 
     @classmethod

@@ -129,7 +129,7 @@ def test_a_rank_without_the_cache_is_none_for_all(caplog: pytest.LogCaptureFixtu
     ranks = {(0, rank): FactsMetadata(FACTS) for rank in range(others)}
     found.set_xfer_handshake_metadata_pp_aware({**ranks, (0, 9): FactsMetadata(None)})
     assert found._scheduling.index is None
-    assert ("1 of 2 workers do without" in caplog.text) == bool(others), "a rank alone has said so itself"
+    assert ("1 of 2 workers run without" in caplog.text) == bool(others), "a rank alone has said so itself"
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -1,6 +1,6 @@
-"""The scheduler side's books: what each request asked, got and left behind, and the sums of everything.
+"""What each request asked, got and stored, and the sums of everything counted.
 
-Kept by the scheduler's thread; ``totals`` may be read by others.
+Kept by the scheduler's thread; other threads may read ``totals``.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Accounts:
     """Counts requests and collects everything else.
 
     Args:
-        block_tokens: a hit shorter by less than that is whole.
-        end_tokens: nothing is stored of a prompt behind the last multiple of this.
+        block_tokens: a hit counts as whole if it lacks fewer tokens than this.
+        end_tokens: nothing is stored of a prompt after the last multiple of this.
     """
 
     def __init__(self, block_tokens: int, end_tokens: int) -> None:
@@ -119,7 +119,7 @@ class Accounts:
             self._tally.count(metrics.MISSES.key(account.reason.value))
 
     def _reason(self, account: Account, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
-        """Why a request did not get all; None if it did."""
+        """Why a request did not get everything; None if it did."""
         got_tokens = sum(account.hit)
         end_tokens = account.num_tokens - account.num_tokens % self._end_tokens
         if end_tokens - account.num_local_tokens < self._block_tokens:

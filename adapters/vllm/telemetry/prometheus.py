@@ -1,7 +1,7 @@
 """Our numbers in vLLM's log and under its ``/metrics``, through vLLM's own hooks for connectors.
 
-The scheduler side has them all, the workers' included, and hands them over after each step. vLLM carries them to its
-front end, which keeps the metrics.
+The scheduler side has them all, the workers' included, and passes them on after each step. vLLM sends them to its front
+end, which keeps the metrics.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StoreMetrics(KVConnectorPromMetrics):
                 **_EXTRAS.get(metric.kind, {}),
             )
             for engine in per_engine_labelvalues if metric.kind is not Kind.GAUGE else ():
-                for values in metric.values or ((),):  # so that they are there, as 0, before anything happens
+                for values in metric.values or ((),):  # so that they exist, as 0, before anything happens
                     self._series(engine, metric, values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -27,7 +27,7 @@ class LayeredLoad:
         self.waited_s += time.perf_counter() - begin_s
 
     def finish(self) -> LoadResult:
-        """End it, after the forward pass: if that did not ask for every layer, it computed on what was not there."""
+        """End it, after the forward pass; all of it fails if the model computed without asking for every layer."""
         result = self._load.finish()
         if self._done_layers < self._num_layers:
             return LoadResult({job.step.ref.prefix_key for job in self.jobs}, result.lost)

@@ -1,4 +1,4 @@
-"""The worker side: owns the memory and the folder, and carries out the scheduler's plans. No policy, no vLLM types."""
+"""The worker side: owns the memory and the disk, and carries out the scheduler's plans. No policy, no vLLM types."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WorkerOptions:
 
 
 class StoreWorker:
-    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers go on beside it."""
+    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers run on others."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class StoreWorker:
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
-        self._failed_requests: set[str] = set()  # of these, those that have to begin anew
+        self._failed_requests: set[str] = set()  # of these, those that must start over
         self._ended_requests: set[str] = set()
         self._worst_deviation = 0.0
         self._throttle = Throttle(logger)
@@ -133,12 +133,12 @@ class StoreWorker:
         )
 
     def prepare(self, plan: StepPlan) -> None:
-        """Before blocks are given to others: see that nobody reads those of requests that lose theirs."""
+        """Before blocks are given to other requests: wait for the stores that still read them."""
         if plan.preempts:
             self._background.finish_saves()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Take in a step's plan; forget what it says is gone, and begin its fetches."""
+        """Take in a step's plan: forget what it removes, and begin its fetches."""
         self._plan, self._loads_began, self._loads_ended = plan, False, False
         self._computed = LayerOrder()
         self._report.computed = plan.number if plan.computes else None
@@ -160,7 +160,7 @@ class StoreWorker:
             self._background.fetch(fetch)
 
     def load(self) -> None:
-        """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""
+        """Load, or begin to if loads go layer by layer. A second call in a step does nothing."""
         plan = self._plan
         if plan is None or self._loads_began:
             return
@@ -197,7 +197,7 @@ class StoreWorker:
                 self._layer_store.move(number)
 
     def end_loads(self) -> None:
-        """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
+        """The forward pass is over: end the step's loads, and collect the asynchronous moves that have ended."""
         plan = self._plan
         if plan is not None and not self._loads_ended:
             self._loads_ended = True
@@ -258,14 +258,14 @@ class StoreWorker:
         plan = self._plan
         if plan is None:
             return
-        self.load()  # should the runner have had no reason to
+        self.load()  # unless the runner has called it
         self.end_loads()
         self._plan = None
         if not plan.requests:
             return
         jobs = [job for meta in plan.requests for job in meta.stores]
         ended = {meta.req_id for meta in plan.requests if meta.finished}
-        # Blocks may hold garbage from a failed load until the scheduler has heard of it and has them computed anew.
+        # Blocks may hold garbage from a failed load until the scheduler knows of it and has them computed again.
         trusted = plan.acked >= self._poisoned_step
         for meta in plan.requests:
             if meta.verifies:
@@ -302,7 +302,7 @@ class StoreWorker:
             unread, lost = self._mover.load([job._replace(block_ids=as_block_ids(())) for job in meta.verifies])
             result.unread |= unread
             result.lost_chunks |= lost
-            for job in meta.verifies if trusted else ():  # or what was computed is what is wrong
+            for job in meta.verifies if trusted else ():  # otherwise what was computed may be wrong
                 found = self._mover.deviation(job)
                 if found is not None:
                     self._note_deviation(job, found, result)
@@ -332,17 +332,17 @@ class StoreWorker:
         return self._report.steps.setdefault(step, StepResult())
 
     def take_fetched_requests(self) -> set[str]:
-        """Requests whose fetch is over; blocks that it failed to bring are among those of ``take_failed_block_ids``."""
+        """Requests whose fetch has ended; ``take_failed_block_ids`` has the blocks that it failed to bring."""
         fetched, self._fetched_requests = self._fetched_requests, set()
         return fetched
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose fetch has failed, and which cannot be computed from a block on, as they lack those before."""
+        """Requests whose fetch failed and that must start over, as they lack blocks before those that failed."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_ended_requests(self) -> set[str]:
-        """Requests whose last store is done, so that vLLM may free their blocks."""
+        """Requests whose last store has ended, so that vLLM may free their blocks."""
         ended, self._ended_requests = self._ended_requests, set()
         return ended
 
@@ -365,14 +365,14 @@ class StoreWorker:
         return report
 
     def close(self) -> None:
-        """Let pending writes reach the disk, within the configured bound, and release everything."""
+        """Wait for pending writes, within the configured bound, and release everything."""
         if self._layered_load is not None:
             self._layered_load.finish()
         self._pushes.close(self._engine.io_timeout_s)
         self._background.close(self._engine.io_timeout_s)
         if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(
-                "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
+                "chunks lost at shutdown: the slower tiers did not take all of them within %s s",
                 self._engine.io_timeout_s,
             )
         if self._server is not None:
@@ -380,7 +380,7 @@ class StoreWorker:
 
 
 def _moved(mover: Mover, background: Background) -> MoverCounters:
-    """What was moved within steps and beside them."""
+    """What was moved, within steps and asynchronously."""
     return MoverCounters.sum([mover.counters, background.counters()])
 
 
