@@ -1,4 +1,4 @@
-"""Chunks as every part of the library names them, and what became of each in a batch."""
+"""How every part of the library names chunks, and the outcomes of moving them."""
 
 from __future__ import annotations
 

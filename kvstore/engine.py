@@ -29,21 +29,23 @@ import numpy as np
 import torch
 
 from kvstore.assembly import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import IndexCounters, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.catalog.sequence import all_refs, chunk_refs, pin_name
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.copiers import copy_threads
-from kvstore.requests import Request, Slots, Tokens, all_refs, check_request, chunk_refs, hash_tokens
+from kvstore.requests import Request, Slots, Tokens, check_request, hash_tokens
 from kvstore.tiers.base import TierCounters
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 
-__all__ = ["CacheEngine", "EngineOptions", "EngineStats", "all_refs", "chunk_refs", "new_epoch", "superseded_tails"]
+__all__ = ["CacheEngine", "EngineOptions", "EngineStats", "new_epoch"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 Result = TypeVar("Result")
@@ -215,7 +217,7 @@ class CacheEngine:
             try:
                 failed = self._mover.store(jobs)
             finally:
-                self._complete_store(request.hasher, jobs, failed)
+                self._complete_store(jobs, failed)
         return self._stored_tokens(jobs, failed)
 
     def store_layer(
@@ -249,7 +251,7 @@ class CacheEngine:
                 try:
                     failed = store.finish(trusted=clears == self._clears)
                 finally:
-                    self._complete_store(request.hasher, jobs, failed)
+                    self._complete_store(jobs, failed)
                 return self._stored_tokens(jobs, failed)
 
             return LayerWork(store.move, end)
@@ -514,11 +516,11 @@ class CacheEngine:
 
     def _plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
         hasher, blocks_per_chunk = request.hasher, self.layout.blocks_per_chunk
-        refs = chunk_refs(hasher, blocks_per_chunk, with_tail=self._options.save_unfull_chunk)
+        refs = chunk_refs(hasher, with_tail=self._options.save_unfull_chunk)
         first = request.begin // self.layout.chunk_tokens
         with self._index_lock:
             self._begin_decision()
-            steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
+            steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
             self._remove_from_disk()
         where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
         begins = [where[step.ref.prefix_key] for step in steps]
@@ -538,32 +540,12 @@ class CacheEngine:
             self._index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
             self._remove_from_disk()
 
-    def _complete_store(self, hasher: PrefixHasher, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
-        steps = [job.step for job in jobs]
-        stored = {step.ref.prefix_key for step in steps} - failed
+    def _complete_store(self, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
         with self._index_lock:
-            self._index.complete_store(steps, failed)
-            for key, tails in superseded_tails(hasher, stored).items():
-                self._index.supersede(key, tails)
+            self._index.complete_store([job.step for job in jobs], failed)
             self._remove_from_disk()
-
-
-def superseded_tails(hasher: PrefixHasher, stored: set[PrefixKey]) -> dict[PrefixKey, list[PrefixKey]]:
-    """For each full chunk just stored, the keys under which tails of it may be known."""
-    return {
-        chunk_key: hasher.block_keys(number)[:-1]
-        for number, chunk_key in enumerate(hasher.chunk_keys())
-        if chunk_key in stored
-    }
 
 
 def new_epoch() -> str:
     """A name for an epoch, never used before."""
     return secrets.token_hex(8)
-
-
-def pin_name(hasher: PrefixHasher) -> str:
-    """The lease that pins the whole blocks of exactly this sequence."""
-    whole = len(hasher.chunk_keys())
-    last = (hasher.block_keys(whole) or hasher.chunk_keys()[-1:] or [b""])[-1]
-    return f"pin {last.hex()}"

@@ -5,9 +5,9 @@ end, taken as running snapshots of one hash. A *namespace* is everything that mu
 between two engines; its 8-byte id stands beside the prefix key. Neither uses Python's ``hash`` nor anything else that
 differs between processes.
 
-What goes into the hash, all little-endian:
+The hash covers, all little-endian:
 
-- the seed: ``kvstore/1``, then per request LoRA, cache salt and tags, each domain-tagged and length-prefixed;
+- the seed: ``kvstore/1``, then the request's LoRA, cache salt and tags, each domain-tagged and length-prefixed;
 - the tokens as uint32;
 - after the tokens of a block, one record for every multimodal feature that overlaps it: the word ``0xFFFFFFFF`` (which
   is no token id), the identifier with its length, and the feature's offset in the prompt.
@@ -42,7 +42,7 @@ PrefixKey = bytes
 
 
 class ChunkKey(NamedTuple):
-    """A chunk's full name: whose KV it is, and which tokens it stands for."""
+    """A chunk's full name: its namespace, and the tokens it stands for."""
 
     namespace_id: bytes
     prefix_key: PrefixKey
@@ -52,8 +52,8 @@ class ChunkKey(NamedTuple):
 class Namespace:
     """What must be equal for two engines to share KV, as named fields.
 
-    The fields are free-form strings and integers, so that a mismatch can be reported by name. Two namespaces are the
-    same exactly when their canonical JSON is.
+    The fields are free-form strings and integers, so that a mismatch can be reported by name. Two namespaces are equal
+    if and only if their canonical JSON is.
     """
 
     fields: Mapping[str, str | int]
@@ -64,15 +64,15 @@ class Namespace:
 
     @property
     def id(self) -> bytes:
-        """8 bytes naming this namespace."""
+        """8 bytes that name this namespace."""
         return hashlib.sha256(b"kvstore/namespace/1\0" + self.to_json().encode()).digest()[:NAMESPACE_ID_BYTES]
 
     def at_epoch(self, epoch: str) -> Namespace:
-        """This namespace after its weights were changed in place; ``epoch`` is a name that was never used before."""
+        """This namespace after its weights were changed in place; ``epoch`` is a name never used before."""
         return Namespace({**self.fields, EPOCH_FIELD: epoch})
 
     def differing_fields(self, other: Namespace) -> list[str]:
-        """Names of the fields in which the two differ, sorted."""
+        """Names of the fields that differ, sorted."""
         names = self.fields.keys() | other.fields.keys()
         return sorted(name for name in names if self.fields.get(name) != other.fields.get(name))
 
@@ -87,7 +87,7 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyExtras:
-    """What besides its tokens decides a request's KV.
+    """What determines a request's KV besides its tokens.
 
     Attributes:
         lora: name of the adapter and a fingerprint of its files, or None for the base model.
@@ -120,7 +120,7 @@ NO_EXTRAS = KeyExtras()
 class PrefixHasher:
     """The prefix keys of one growing token sequence.
 
-    Keeps one hash snapshot a chunk, so that a longer sequence costs only its new tokens and the block ends inside a
+    Keeps one hash snapshot per chunk, so that a longer sequence costs only its new tokens, and the block ends inside a
     chunk can be named later. Not thread-safe: it belongs to one request.
     """
 
@@ -131,12 +131,13 @@ class PrefixHasher:
             )
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
-        self._records: dict[int, list[bytes]] = {}  # of features, by the block that they are hashed with
-        self._features = [_Span.of(feature, block_tokens) for feature in extras.features]  # that go on
+        self.blocks_per_chunk = chunk_tokens // block_tokens
+        self._records: dict[int, list[bytes]] = {}  # of features, by the block they are hashed with
+        self._features = [_Span.of(feature, block_tokens) for feature in extras.features]  # not recorded to their end
         self._recorded_blocks = 0
         self._tokens = array("I")
-        self._seen: list[int] = []  # the same as objects, which a caller's list mostly holds too
-        self._source: Sequence[int] | None = None  # where they came from
+        self._seen: list[int] = []  # the same as Python objects, mostly those of the caller's list
+        self._source: Sequence[int] | None = None  # the caller's sequence
         self._snapshots: list[_Hash] = [hashlib.sha256(extras.seed())]
         self._chunk_keys: list[PrefixKey] = []
 
@@ -146,11 +147,11 @@ class PrefixHasher:
         return len(self._tokens)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Take in the whole sequence from position 0, of which a prefix may be known already.
+        """Hash the whole sequence from position 0, of which a prefix may be known already.
 
-        If known tokens are others now, or fewer, all are hashed again. They are compared one by one, 0.5 ms of 128k,
-        unless it is the same object again with the same number of tokens and the same last one: a caller's sequence
-        may grow between two calls, which come with every step, but must not change where it is.
+        If known tokens have changed, or there are fewer, all are hashed again. They are compared one by one (0.5 ms for
+        128k), unless it is the same object again with the same length and the same last token: a caller's sequence may
+        grow between two calls, but the tokens in it must not change.
 
         Raises:
             InvalidCallError: a token id is negative or does not fit in 32 bits.
@@ -188,13 +189,13 @@ class PrefixHasher:
         self._chunk_keys.clear()
 
     def chunk_keys(self) -> Sequence[PrefixKey]:
-        """The keys at the ends of all whole chunks seen so far; the caller must not change the sequence."""
+        """The keys at the ends of all whole chunks so far. The caller must not change the list."""
         return self._chunk_keys
 
     def block_keys(self, chunk: int) -> list[PrefixKey]:
-        """The keys at the ends of the whole blocks inside chunk number ``chunk``, as far as its tokens are known.
+        """The keys at the ends of the whole blocks in chunk number ``chunk``, as far as its tokens are known.
 
-        For a whole chunk the last of them is the chunk's own key.
+        For a whole chunk the last one is the chunk's own key.
         """
         if chunk >= len(self._snapshots):
             return []
@@ -211,7 +212,7 @@ class PrefixHasher:
     def _absorb_whole_chunks(self) -> None:
         first, last = len(self._chunk_keys), len(self._tokens) // self.chunk_tokens
         size, running = self.chunk_tokens, self._snapshots[-1]
-        with memoryview(self._tokens) as tokens:  # a part of which is no copy
+        with memoryview(self._tokens) as tokens:  # slices of it are no copies
             for begin in range(first * size, last * size, size):
                 running = running.copy()
                 if sys.byteorder == "little" and not self._has_records(begin, begin + size):  # nearly always
@@ -223,7 +224,7 @@ class PrefixHasher:
                 self._chunk_keys.append(running.digest()[:PREFIX_KEY_BYTES])
 
     def _record_features(self) -> None:
-        """Note which features go with the blocks that are whole now, so that each block knows its own."""
+        """Note the records of features that overlap the blocks that are whole now."""
         first, end = self._recorded_blocks, len(self._tokens) // self.block_tokens
         if not self._features or end <= first:
             return
@@ -251,7 +252,7 @@ class PrefixHasher:
 
 
 class _Span(NamedTuple):
-    """The blocks that a feature overlaps, and what is hashed with each of them."""
+    """The blocks that a feature overlaps, and the record hashed with each of them."""
 
     first_block: int
     end_block: int
@@ -265,11 +266,11 @@ class _Span(NamedTuple):
 
 
 def _listed(tokens: Sequence[int]) -> list[int]:
-    """A part of a sequence as a list, which that of a list is already."""
+    """A slice of a sequence as a list; a slice of a list is one already."""
     return tokens if isinstance(tokens, list) else list(tokens)
 
 
 def _tagged(text: str) -> bytes:
-    """A string with its length in front, so that no two lists of strings give the same bytes."""
+    """A string with its length in front, so that different lists of strings give different bytes."""
     raw = text.encode("utf-8", "surrogatepass")
     return struct.pack("<I", len(raw)) + raw

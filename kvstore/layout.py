@@ -1,8 +1,8 @@
 """How a chunk's payload is laid out: the geometry of one worker's KV, in bytes.
 
 A payload is layer-major, ``[layer][plane][block][page bytes]``: each block of each layer is copied as opaque bytes in
-the physical order the attention backend uses. A *plane* is one dense region a block occupies in a layer: one where K
-and V share a block, two where they lie apart. Nothing here knows tensors; ``pages.py`` derives a layout from them.
+the physical order of the attention backend. A *plane* is one dense region that a block occupies in a layer: one where K
+and V share a block, two where they lie apart. Nothing here knows tensors; ``paged`` derives a layout from them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class KVLayout:
     """The geometry of the KV that one worker holds.
 
     Attributes:
-        page_bytes: for each layer, in order, the bytes of one block in one plane.
+        page_bytes: for each layer, in order, bytes of one block in one plane.
         planes: dense regions a block occupies in each layer (1 or 2).
         block_tokens: tokens in a block of the serving engine.
         chunk_tokens: tokens in a full chunk; a multiple of ``block_tokens``.
         physical: describes the order of bytes inside a page; compared, never parsed.
-        element: what all pages consist of: ``bf16``, ``f16``, ``f32``, ``f8``, or ``opaque`` for anything else. For
-            codecs only, as is ``page_axes``: a payload stays opaque bytes, and ``physical`` tells layouts apart.
-        page_axes: the elements of a page as rows of ``[a, tokens, b]``, where a channel is a pair of a and b; None if
-            that is not known.
+        element: element type of all pages: ``bf16``, ``f16``, ``f32``, ``f8``, or ``opaque`` for anything else. Only
+            codecs use it, and ``page_axes``: a payload stays opaque bytes, and ``physical`` tells layouts apart.
+        page_axes: shape of a page as ``[a, tokens, b]`` elements, where each pair of a and b is a channel; None if not
+            known.
     """
 
     page_bytes: tuple[int, ...]
@@ -63,15 +63,15 @@ class KVLayout:
             raise LayoutError(f"the axes of a page are positive, not {self.page_axes}")
 
     def to_json(self) -> str:
-        """All fields, for tools that read chunks without the engine that made them."""
+        """All fields as JSON, for tools that read chunks without the engine that made them."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVLayout:
-        """What ``to_json`` wrote.
+        """The layout that ``to_json`` wrote.
 
         Raises:
-            LayoutError: it is something else.
+            LayoutError: the text is something else.
         """
         try:
             read = json.loads(text).items()

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
-from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 from kvstore.layout import KVLayout, round_up
@@ -56,24 +55,6 @@ def hash_tokens(layout: KVLayout, tokens: Tokens, extras: KeyExtras) -> PrefixHa
     hasher = PrefixHasher(layout.chunk_tokens, layout.block_tokens, extras)
     hasher.update(tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else tokens)
     return hasher
-
-
-def chunk_refs(hasher: PrefixHasher, blocks_per_chunk: int, *, with_tail: bool) -> list[ChunkRef]:
-    """The chunks of a sequence, in order: the whole ones, and the tail's whole blocks if wanted."""
-    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
-    if with_tail and (tail := hasher.block_keys(len(refs))):
-        refs.append(ChunkRef(tail[-1], len(tail)))
-    return refs
-
-
-def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
-    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
-    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
-    refs = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
-    for chunk in range(len(refs) + 1):
-        tails = hasher.block_keys(chunk)[: blocks_per_chunk - 1]
-        refs += [ChunkRef(key, number) for number, key in enumerate(tails, 1)]
-    return refs
 
 
 def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:

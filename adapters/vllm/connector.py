@@ -324,7 +324,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Take in what the workers did."""
         failed_block_ids = connector_output.invalid_block_ids
         if failed_block_ids and self._kv_cache_manager is not None:
-            # vLLM leaves them in its prefix cache to be computed anew; but another request may find them first.
+            # vLLM leaves them in its prefix cache, to be computed again; but another request may find them first.
             self._kv_cache_manager.evict_blocks(self._scheduling.spoilt_blocks(failed_block_ids))
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, ReportMetadata):

@@ -1,7 +1,8 @@
-"""Who keeps which chunks from eviction, and until when. Pure bookkeeping: the index counts the uses that follow."""
+"""Which chunks each lease keeps from eviction, and until when. Pure bookkeeping: the index counts the uses."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -9,7 +10,7 @@ from typing import Final, NamedTuple
 from kvstore.catalog.deadlines import Deadlines
 from kvstore.keys import PrefixKey
 
-HOLDS_PER_SLOT: Final = 16  # chunks that leases share take no room twice, but each hold takes memory here
+HOLDS_PER_SLOT: Final = 16  # a chunk that leases share takes one slot, but each hold takes memory here
 
 
 @dataclass
@@ -23,7 +24,7 @@ class LeaseView(NamedTuple):
 
     Attributes:
         name: of the lease.
-        num_chunks: that it holds.
+        num_chunks: how many it holds.
         expires_s: when it ends, on the index's clock.
     """
 
@@ -33,11 +34,11 @@ class LeaseView(NamedTuple):
 
 
 class Leases:
-    """Named sets of chunks. ``key in leases`` says whether anybody holds one.
+    """Named sets of chunks. ``key in leases`` says whether any lease holds a chunk.
 
     Args:
-        num_slots: of the pool. Different chunks held are at most half as many, and holds at most ``HOLDS_PER_SLOT``
-            times as many, or leases of the same chunks would have no bound.
+        num_slots: slots of the pool. Leases hold at most half as many different chunks. Counting a shared chunk once
+            per lease, they hold at most ``HOLDS_PER_SLOT`` times as many: else leases of the same chunks had no bound.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -70,7 +71,7 @@ class Leases:
         return count
 
     def add(self, name: str, keys: Sequence[PrefixKey], expires_s: float) -> None:
-        """Note a lease; one of that name must have been withdrawn."""
+        """Add a lease; one of that name must have been withdrawn before."""
         for key in keys:
             self._holders.setdefault(key, {})[name] = None
         self._leases[name] = lease = _Lease(dict.fromkeys(keys), expires_s)
@@ -99,7 +100,7 @@ class Leases:
         return len(holders)
 
     def take_expired(self, now_s: float) -> list[str]:
-        """The names of the leases whose time is over, each once; they still hold their chunks."""
+        """The names of the leases that have expired, each once; they still hold their chunks."""
         return self._ends.take_due(now_s)
 
     def _drop_holder(self, key: PrefixKey, name: str) -> None:
@@ -108,3 +109,15 @@ class Leases:
         self._num_holds -= 1
         if not holders:
             del self._holders[key]
+
+    def holders(self) -> Counter[PrefixKey]:
+        """How many leases hold each chunk. For ``check_invariants``."""
+        return Counter(key for lease in self._leases.values() for key in lease.keys)
+
+    def check_invariants(self) -> None:
+        """Assert that holders, holds and ends agree with the leases, and that all are bounded."""
+        holders = self.holders()
+        assert {key: len(names) for key, names in self._holders.items()} == holders, "a lease is lost"
+        assert holders.total() == self._num_holds <= self._max_holds
+        assert len(holders) <= self._max_chunks
+        self._ends.check_invariants({name: lease.expires_s for name, lease in self._leases.items()})

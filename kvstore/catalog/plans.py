@@ -1,4 +1,4 @@
-"""What the index answers: matches, and the plans that movers carry out."""
+"""What the index answers: matches, and plans for the movers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Match(NamedTuple):
 
     Attributes:
         refs: its chunks, in order, from chunk number ``first_chunk`` on.
-        num_tokens: the tokens from position 0 to the end of the last of them.
-        first_chunk: the chunk in which the tokens end that the caller has already.
+        num_tokens: tokens from position 0 to the end of the last chunk.
+        first_chunk: number of the chunk in which the tokens end that the caller already has.
     """
 
     refs: tuple[ChunkRef, ...]
@@ -37,22 +37,22 @@ class Place(Enum):
 class MissReason(Enum):
     """Why the first chunk behind a match was not found."""
 
-    NEVER_STORED = "never_stored"  # or so long ago that nobody remembers
-    EVICTED = "evicted"  # it was here, and made room for others
-    REMOVED = "removed"  # cleared, expired, or a tail whose full chunk has come
+    NEVER_STORED = "never_stored"  # or so long ago that its key has been forgotten
+    EVICTED = "evicted"  # it made room for others
+    REMOVED = "removed"  # cleared, expired, or a tail superseded by its whole chunk
     LOST = "lost"  # its bytes were missing or damaged
-    NOT_YET = "not_yet"  # it is just being stored or loaded
+    NOT_YET = "not_yet"  # it is being stored or loaded
     TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
-    NO_ROOM = "no_room"  # it is there, but no slot is free for its way
+    NO_ROOM = "no_room"  # it is in a slower tier, and no slot is free to load it
     TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
-    RECOMPUTE_FASTER = "recompute_faster"  # it would have taken longer to load than to compute
+    RECOMPUTE_FASTER = "recompute_faster"  # loading it would have taken longer than computing it
     NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
-    VERIFIED = "verified"  # it was computed all the same, to compare
+    VERIFIED = "verified"  # it was computed anyway, for comparison
     SWITCHED_OFF = "switched_off"  # loads are switched off, or not part of the engine's role
 
 
 class LoadStep(NamedTuple):
-    """Bring one chunk from its slot, or from a slower place through that slot, to the paged cache."""
+    """Load one chunk from its slot, or from a slower tier through that slot, into the paged cache."""
 
     ref: ChunkRef
     slot: int
@@ -60,7 +60,7 @@ class LoadStep(NamedTuple):
 
 
 class StoreStep(NamedTuple):
-    """Gather one chunk into its slot unless it is there already, and then write it behind to each of ``targets``."""
+    """Gather one chunk into its slot unless it is there already, then write it behind to each of ``targets``."""
 
     ref: ChunkRef
     slot: int
@@ -70,21 +70,21 @@ class StoreStep(NamedTuple):
 
 @dataclass
 class IndexCounters:
-    """Decisions since the index was made."""
+    """Decisions since the index was created."""
 
     stored: int = 0  # chunks that became readable by a store
-    known: int = 0  # offered, but already here or on their way
+    known: int = 0  # offered, but already here or being stored
     refused: int = 0  # offered, but no slot could be freed
     failed_stores: int = 0
     failed_loads: int = 0
-    lost_chunks: int = 0  # failed loads whose chunk was missing or damaged, and is forgotten
+    lost_chunks: int = 0  # forgotten after a load found them missing or damaged
     expired: int = 0
     evicted_memory: int = 0
     evicted_disk: int = 0
     writes_done: int = 0
     writes_failed: int = 0
     writes_dropped: int = 0  # not queued: the queue or the disk was full
-    writes_retried: int = 0  # planned when a chunk was offered again that had not been written
+    writes_retried: int = 0  # planned when a chunk that had not been written was offered again
     sends_done: int = 0  # to the remote tier
     sends_failed: int = 0
     sends_dropped: int = 0  # not queued: the queue was full

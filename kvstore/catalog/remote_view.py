@@ -1,8 +1,8 @@
 """What a remote tier is known to hold: its recent answers, each for a short time.
 
-Other engines store there, and it evicts by its own rules, so nothing about it is known for long. A "yes" that is stale
-ends in a miss when the chunk is loaded; a "no" that is stale costs computing. Only answers are remembered: that nobody
-answered in time says nothing about a chunk, and counts for nobody but the request that has waited.
+Other engines store there, and it evicts by its own rules, so nothing about it is known for long. A stale "yes" ends in
+a miss when the chunk is loaded; a stale "no" costs computing. Only answers are remembered: a time-out says nothing
+about a chunk, and counts only for the request that has waited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from kvstore.chunks import ChunkRef
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
-MIN_TOLD_S: Final = 1.0  # for who asked
+MIN_TOLD_S: Final = 1.0  # how long an answer counts at least for the request that asked
 
 
 class _Answer(NamedTuple):
@@ -23,7 +23,7 @@ class _Answer(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """Answers to one question, as somebody heard them."""
+    """Answers to one question, as one request heard them."""
 
     answers: Mapping[ChunkRef, bool | None]
     expires_s: float
@@ -31,10 +31,10 @@ class _Heard(NamedTuple):
 
 
 class Told:
-    """What one request, or call, was told: it counts for that one alone, beside what the view knows.
+    """What one request or call was told; counts for that one alone, in addition to what the view knows.
 
     Args:
-        source: an engine that the request names, which is asked for it, too; empty for none.
+        source: an engine that the request names, and that is asked as well; empty for none.
     """
 
     def __init__(self, source: str = "") -> None:
@@ -43,23 +43,23 @@ class Told:
         self._gave_up = False
 
     def note(self, answers: Mapping[ChunkRef, bool | None], now_s: float, expires_s: float, serial: int) -> None:
-        """Take in answers to this request's questions; where nobody could say, a chunk is not there for it."""
+        """Note answers to this request's questions; a chunk whose answer is None counts as missing for it."""
         self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may ask for minutes
         self._heard.append(_Heard(answers, expires_s, serial))
 
     def give_up(self) -> None:
-        """It has waited for too long: what it was not told is not there, whatever is asked from now on."""
+        """The request has waited too long: whatever it was not told counts as missing from now on."""
         self._gave_up = True
 
     def holds(self, ref: ChunkRef, now_s: float, since: int = 0) -> bool | None:
-        """Whether the tier has the chunk, as far as this was told since a serial of the view; None if it must ask."""
+        """Whether the tier has the chunk by answers no older than a serial of the view; None if it must be asked."""
         for answers, expires_s, serial in reversed(self._heard):
             if ref in answers and expires_s > now_s:
                 return answers[ref] is True and serial >= since
         return False if self._gave_up else None
 
     def forget_missing(self) -> None:
-        """Drop the answers that said "no", as those chunks are on their way."""
+        """Drop the answers that said "no": those chunks are on their way."""
         self._gave_up = False
         found = (
             heard._replace(answers={ref: is_there for ref, is_there in heard.answers.items() if is_there})
@@ -68,11 +68,11 @@ class Told:
         self._heard = [heard for heard in found if heard.answers]
 
 
-NOTHING_TOLD: Final = Told()  # for those who do not ask
+NOTHING_TOLD: Final = Told()  # for callers that do not ask
 
 
 class RemoteView:
-    """Answers of a remote tier by chunk. Knows no clock: the caller says what time it is.
+    """Answers of a remote tier by chunk. Has no clock: the caller tells the time.
 
     Args:
         hold_s: how long an answer counts.
@@ -81,24 +81,21 @@ class RemoteView:
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
         self._answers: OrderedDict[ChunkRef, _Answer] = OrderedDict()  # the oldest first
-        self._serial = 0  # counts what makes earlier answers void
-        self._void: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks, since which serial
-        self._void_all = 0
-
-    def __len__(self) -> int:
-        return len(self._answers)
+        self._serial = 0  # counts the events that void earlier answers
+        self._void: OrderedDict[ChunkRef, int] = OrderedDict()  # answers about a chunk from before this serial are void
+        self._void_all = 0  # so are answers about any chunk from before this one
 
     @property
     def serial(self) -> int:
-        """Counts what makes answers void: to be remembered with a question, as its answer is as old as that."""
+        """The age of a question: its answer is void if the serial of its chunk has advanced since."""
         return self._serial
 
     def note(
         self, refs: Iterable[ChunkRef], answers: Iterable[bool | None], now_s: float, since: int | None = None
     ) -> None:
-        """Take in what the tier said, or what its behaviour told; None where it said nothing.
+        """Note what the tier said, or what its behaviour showed; None where it said nothing.
 
-        An answer to a question of a serial, ``since``, counts unless it has been made void meanwhile.
+        An answer to a question asked at serial ``since`` counts unless it has become void meanwhile.
         """
         if not self._hold_s:
             return
@@ -112,23 +109,23 @@ class RemoteView:
             self._answers.popitem(last=False)
 
     def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float, since: int) -> None:
-        """Let answers to a question of a serial, ``since``, count for a request.
+        """Let answers to a question asked at serial ``since`` count for a request.
 
-        For a second at least, as vLLM may ask again until it has blocks.
+        They count for a second at least, as vLLM may ask again until it has blocks.
         """
         told.note(answers, now_s, now_s + max(self._hold_s, MIN_TOLD_S), since)
 
     def is_void(self, ref: ChunkRef, since: int) -> bool:
-        """Whether what was asked at a serial, ``since``, counts no longer for a chunk."""
+        """Whether an answer about a chunk, asked for at serial ``since``, no longer counts."""
         return self._void_since(ref) > since
 
     def deny(self, refs: Sequence[ChunkRef], now_s: float) -> None:
-        """The tier has not got some chunks, or they must not be read there, whatever was answered before."""
+        """Note that chunks are missing in the tier, or must not be read there, whatever was answered before."""
         self._make_void(refs)
         self.note(refs, [False] * len(refs), now_s)
 
     def holds(self, ref: ChunkRef, now_s: float, told: Told = NOTHING_TOLD) -> bool | None:
-        """Whether the tier has the chunk, for a request that was told something; None if that must be asked."""
+        """Whether the tier has the chunk, as far as the view or the request knows; None if it must be asked."""
         is_there = self._is_there(ref, now_s)
         if is_there:
             return True
@@ -145,17 +142,17 @@ class RemoteView:
         return answer.is_there
 
     def unknown(self, refs: Iterable[ChunkRef], now_s: float, told: Told = NOTHING_TOLD) -> list[ChunkRef]:
-        """Those about which the tier must be asked for a request."""
+        """The chunks about which the tier must be asked for a request."""
         return [ref for ref in refs if self.holds(ref, now_s, told) is None]
 
     def forget(self, refs: Sequence[ChunkRef]) -> None:
-        """Drop the answers about some chunks, also those that only one request was told."""
+        """Drop the answers about chunks, including those that only one request was told."""
         self._make_void(refs)
         for ref in refs:
             self._answers.pop(ref, None)
 
     def forget_missing(self, refs: Iterable[ChunkRef]) -> None:
-        """Drop the answers that said "no" about some chunks, as those are on their way."""
+        """Drop the answers that said "no" about chunks: those are on their way."""
         for ref in refs:
             answer = self._answers.get(ref)
             if answer is not None and not answer.is_there:

@@ -1,4 +1,4 @@
-"""Policies: which chunks go when room is needed, and which new ones are worth storing."""
+"""Policies: which chunks are evicted when room is needed, and which new ones are worth storing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POLICIES: Final[dict[str, type[Policy]]] = {cls.name: cls for cls in (LRU, LFU, 
 """By name, as ``cache_policy`` gives it."""
 
 _SUBSTITUTES: Final = {"FIFO": S3FIFO.name, "MRU": Adaptive.name}
-"""LMCache's policies that are not here, and what is used in their place."""
+"""LMCache's policies that are not available here, and what is used instead."""
 
 
 def choose_policy(name: str) -> tuple[str, str | None]:
-    """The policy that a name stands for, in any case, and a warning if it is not the one that was named.
+    """The policy that a name stands for, in upper or lower case, and a warning if another one is used instead.
 
     Raises:
-        ConfigError: nothing has this name.
+        ConfigError: no policy has this name.
     """
     wanted = name.upper().replace("-", "")
     if wanted in POLICIES:
@@ -40,6 +40,6 @@ def open_policy(name: str, capacity_bytes: int) -> Policy:
     """A new policy for a tier of this capacity.
 
     Raises:
-        ConfigError: nothing has this name.
+        ConfigError: no policy has this name.
     """
     return POLICIES[choose_policy(name)[0]](capacity_bytes)

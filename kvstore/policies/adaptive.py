@@ -1,4 +1,4 @@
-"""The default: keeps what gives most hits for its space and time, as far as this workload has shown it."""
+"""The default: keeps the chunks that give most hits for their space and time, judged by this workload's past."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TOP_CLASS = NUM_CLASSES - 1
 
 
 class Adaptive(Policy):
-    """Evicts, or refuses, what is worth least by its class (how often it was used) and its age: see ``survival.py``.
+    """Evicts or refuses what is worth least by its class (how often it was used) and its age: see ``survival.py``.
 
     Chunks of one class that one request touched have the same age and the same value; they are one *unit*, from which
-    the deepest goes first. Of each class only the oldest and the newest units are looked at. What was evicted or
-    refused is remembered by key, so that its next use counts.
+    the deepest goes first. Of each class only the oldest and the newest units are compared. Keys of evicted and refused
+    chunks are remembered, so that their next use counts.
     """
 
     name = "ADAPTIVE"
@@ -34,7 +34,7 @@ class Adaptive(Policy):
         self._next_survey = _SURVEY_INTERVAL
         self._units: dict[PrefixKey, Unit] = {}  # of all keys remembered, here or not
         self._history = History()
-        self._stripped: dict[Unit, None] = {}  # forgotten, but for what is here
+        self._stripped: dict[Unit, None] = {}  # of which only the chunks that are here are remembered
         self._queues: list[OrderedDict[Unit, None]] = [OrderedDict() for _ in range(NUM_CLASSES)]  # with chunks here
 
     @property
@@ -54,10 +54,10 @@ class Adaptive(Policy):
                     continue
                 cls = 0
             elif key in used:
-                if unit.cls < _TOP_CLASS or unit.time < now:  # one that all use says nothing about others of its class
+                if unit.cls < _TOP_CLASS or unit.time < now:  # a chunk in every request says nothing about its class
                     self._table.hit(unit.cls, now - unit.time)
                 cls = min(unit.cls + 1, _TOP_CLASS)
-            elif unit.time == now:  # of this very request
+            elif unit.time == now:  # touched by this very request
                 continue
             else:
                 self._table.lose(unit.cls, now - unit.time)
@@ -131,7 +131,7 @@ class Adaptive(Policy):
                 break
 
     def _value(self, unit: Unit | None) -> float:
-        """What a chunk of this unit is worth; one that nobody has noted is new."""
+        """What a chunk of this unit is worth; None stands for a new chunk."""
         if unit is None:
             return self._table.values[0][0]
         return self._table.values[unit.cls][bucket_of(self._clock - unit.time)]
@@ -156,7 +156,7 @@ class Adaptive(Policy):
             self._queues[target.cls][target] = None
 
     def _leave(self, key: PrefixKey, unit: Unit) -> None:
-        """A key is no longer here, or no longer in this unit."""
+        """A chunk that is here leaves the tier or this unit."""
         unit.here.remove(key)
         if not unit.here:
             del self._queues[unit.cls][unit]
@@ -169,7 +169,7 @@ class Adaptive(Policy):
             self._stripped.pop(unit, None)
 
     def _forget_oldest(self) -> None:
-        """Keep the number of keys remembered within its bound; what is here stays."""
+        """Keep the number of remembered keys within its bound; chunks that are here stay."""
         limit = self.max_ghosts
         while self._history and len(self._units) - len(self._sizes) > limit:
             unit = self._history.pop_oldest()
@@ -182,9 +182,9 @@ class Adaptive(Policy):
                 self._forget(key, unit)
 
     def _survey(self, touched: int) -> None:
-        """Look at some of the keys in sight, in proportion to the chunks touched; after the last make new values.
+        """Count some of the waiting keys, in proportion to the chunks touched; after the last page update the values.
 
-        A survey of everything at once would keep the caller waiting for tens of milliseconds.
+        Counting all of them at once would take tens of milliseconds.
         """
         for _ in range(1 + touched * _SURVEY_UNITS // PAGE_UNITS):
             units = self._history.survey_page()

@@ -11,10 +11,10 @@ from kvstore.policies.base import Policy
 
 
 class ARC(Policy):
-    """Balances what was used once against what was used more often, by misses on what it has just evicted.
+    """Balances chunks used once against those used more often, by the misses on what it has just evicted.
 
-    ``_once`` and ``_again`` (T1 and T2) are here, the least recently used first; ``_gone_once`` and ``_gone_again`` (B1
-    and B2) are remembered. ``_target_bytes`` is what ``_once`` should have.
+    ``_once`` and ``_again`` (T1 and T2) hold chunks that are here, the least recently used first; ``_gone_once`` and
+    ``_gone_again`` (B1 and B2) hold remembered keys. ``_target_bytes`` is the size that ``_once`` should have.
     """
 
     name = "ARC"
@@ -42,12 +42,12 @@ class ARC(Policy):
                 self._on_miss(key)
 
     def _on_miss(self, key: PrefixKey) -> None:
-        """Learn from a miss on a key that is remembered: the list it went from was too small."""
+        """Learn from a miss on a remembered key: the queue that it was evicted from was too small."""
         once, again = self._gone_once, self._gone_again
         if key in once:
             step = max(1.0, again.used_bytes / once.used_bytes)
             self._target_bytes = min(self._target_bytes + step * once[key], self.capacity_bytes)
-            again.push(key, once.take(key))  # used twice, should it be stored now
+            again.push(key, once.take(key))  # used twice, if it is stored now
         elif key in again:
             step = max(1.0, once.used_bytes / again.used_bytes)
             self._target_bytes = max(self._target_bytes - step * again[key], 0.0)
@@ -94,7 +94,7 @@ class ARC(Policy):
 
 
 class _Queue(OrderedDict[PrefixKey, int]):
-    """Keys with their sizes, the least recently used first."""
+    """Keys with their sizes, the least recently used first, and the sum of the sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Queue(OrderedDict[PrefixKey, int]):
         return size_bytes
 
     def discard(self, key: PrefixKey) -> bool:
-        """Take a key out if it is in; returns whether it was."""
+        """Take a key out if it is there; returns whether it was."""
         if key not in self:
             return False
         self.take(key)

@@ -1,15 +1,15 @@
 """The contract of a policy: which chunks of one tier go when room is needed, and whether a new one is worth it.
 
-A policy knows keys, sizes and what was used when. It knows neither leases nor writes in flight: whoever evicts says
-what may go. It does no I/O and has no clock, and its caller serialises all calls.
+A policy knows keys, sizes and what was used when. It knows neither leases nor writes in flight: its caller says which
+chunks may go. It does no I/O and has no clock, and its caller serialises all calls.
 
-One request is noted like this, by the index and by the simulator alike::
+The index and the simulator note one request like this::
 
-    policy.touch_chain(keys)                    # all of its chunks, those that are not here included
+    policy.touch_chain(keys)                    # all of its chunks, including those that are not here
     for each chunk that is not here, head first:
         victims = policy.make_room(missing_bytes, may_go, newcomer=key)    # if it does not fit
         policy.evict(victim) for each of them; policy.add(key, size_bytes) # unless the answer was None
-    policy.refresh_chain(keys)                  # now that the new ones have their place
+    policy.refresh_chain(keys)                  # now that the new ones are here
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ GHOSTS_PER_CHUNK = 8
 
 
 class Policy(ABC):
-    """Orders the chunks of one tier. Subclasses keep the order; sizes, prefixes and the choice of victims are here.
+    """Orders the chunks of one tier. Subclasses keep the order; this class keeps sizes and prefixes, and picks victims.
 
     Attributes:
-        name: what ``POLICIES`` calls it.
-        filters: whether a new chunk may be refused although others could go. None is refused while there is room,
-            because nobody asks then.
-        used_bytes: the sum of the sizes of all chunks ordered.
+        name: its name in ``POLICIES``.
+        filters: whether a new chunk may be refused although others could go. While there is room, none is refused:
+            the policy is not asked.
+        used_bytes: the sum of the sizes of all chunks.
     """
 
     name: ClassVar[str]
     filters: ClassVar[bool] = False
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Start empty. Any unit will do for sizes, as long as it is the capacity's: a pool counts slots."""
+        """Start empty. Sizes may have any unit, as long as the capacity has it too: a pool counts slots."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._sizes: dict[PrefixKey, int] = {}
         self._parents: dict[PrefixKey, PrefixKey] = {}  # of chunks that are here
         self._children: dict[PrefixKey, int] = {}  # how many are here, if any; the parent itself need not be
-        self._chain: dict[PrefixKey, PrefixKey | None] = {}  # the last one touched, with parents
+        self._chain: dict[PrefixKey, PrefixKey | None] = {}  # the chain touched last, with parents
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -67,16 +67,16 @@ class Policy(ABC):
 
     @property
     def max_ghosts(self) -> int:
-        """How many keys of chunks that are not here may be remembered."""
+        """The most keys of chunks that are not here that may be remembered."""
         return max(MIN_GHOSTS, GHOSTS_PER_CHUNK * len(self._sizes))
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
     def touch_chain(self, keys: Iterable[PrefixKey], noted: AbstractSet[PrefixKey] = frozenset()) -> None:
-        """Note that a request used a chain, whose keys come head first; those that are not here count as misses.
+        """Note that a request used a chain, given head first; keys of chunks that are not here count as misses.
 
-        Keys ``noted`` for this request already are refreshed only: one that loads a chain, and then stores what it
-        loaded, has used it once.
+        Keys already ``noted`` for this request are only refreshed: a request that loads a chain, and then stores it
+        again, has used it once.
         """
         chain = list(dict.fromkeys(keys))
         used = {key for key in chain if key not in noted}
@@ -84,13 +84,13 @@ class Policy(ABC):
         self._on_touch(chain, used)
 
     def refresh_chain(self, keys: Iterable[PrefixKey]) -> None:
-        """Keep a chain together and its head warmest, without counting a use."""
+        """Keep a chain together and its head most recent, without counting a use."""
         chain = list(dict.fromkeys(keys))
         self._link(chain)
         self._on_touch(chain, frozenset())
 
     def add(self, key: PrefixKey, size_bytes: int = 1) -> None:
-        """Start to order a chunk that was not here. Its prefix is that of the chain touched last, if it is part of it.
+        """Add a chunk. If it is part of the chain touched last, it hangs on the chunk before it there.
 
         Raises:
             InvalidCallError: it is here already.
@@ -103,7 +103,7 @@ class Policy(ABC):
         self._on_add(key)
 
     def resize(self, key: PrefixKey, size_bytes: int) -> None:
-        """A chunk turned out to take other than the size it was added with. Unknown ones are ignored."""
+        """Correct the size of a chunk. Unknown ones are ignored."""
         if key in self._sizes:
             more_bytes = size_bytes - self._sizes[key]
             self._sizes[key] = size_bytes
@@ -111,13 +111,13 @@ class Policy(ABC):
             self._on_resize(key, more_bytes)
 
     def evict(self, key: PrefixKey) -> None:
-        """A chunk went to make room; its key may be remembered. Unknown ones are ignored."""
+        """Drop a chunk that made room for others; its key may be remembered. Unknown ones are ignored."""
         if key in self._sizes:
             self._on_evict(key)
             self._drop(key)
 
     def remove(self, key: PrefixKey) -> None:
-        """A chunk was deleted, expired or lost: forget it without a trace. Unknown ones are ignored."""
+        """Forget a chunk that was deleted, expired or lost, without a trace. Unknown ones are ignored."""
         self._on_remove(key)
         self._drop(key)
         self._chain.pop(key, None)
@@ -127,11 +127,10 @@ class Policy(ABC):
     def make_room(
         self, missing_bytes: int, may_go: Callable[[PrefixKey], bool], newcomer: PrefixKey | None = None
     ) -> list[PrefixKey] | None:
-        """Chunks whose eviction frees at least so many bytes: all that is needed, or None.
+        """Chunks whose eviction frees at least ``missing_bytes``, or None if there are not enough of them.
 
-        They go in order of their value, but a chunk before the prefix it hangs on, unless the chunk may not go itself.
-        With a ``newcomer`` that is worth less than they are, the answer is None. Nothing is changed: the caller calls
-        ``evict``.
+        The least valuable go first, but a chunk before the prefix it hangs on, unless the chunk itself may not go. The
+        answer is None, too, if a ``newcomer`` is worth less than they are. Nothing changes: the caller calls ``evict``.
         """
         search = _Search(missing_bytes, self._sizes, self._parents, self._children)
         if missing_bytes <= 0:
@@ -147,26 +146,26 @@ class Policy(ABC):
 
     @abstractmethod
     def _on_touch(self, chain: Sequence[PrefixKey], used: AbstractSet[PrefixKey]) -> None:
-        """Note uses, and keep the chain in order. Keys may be unknown, or not here."""
+        """Note uses, and keep the chain in order. Keys may be unknown, or of chunks that are not here."""
 
     @abstractmethod
     def _on_add(self, key: PrefixKey) -> None:
-        """A chunk is here now; its size is in ``_sizes``."""
+        """Add a chunk, whose size is in ``_sizes``."""
 
     def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:  # noqa: B027 - most keep no sums of their own
-        """The size of a chunk that is here has grown by so many bytes, or shrunk."""
+        """Correct the size of a chunk by ``more_bytes``, which may be negative."""
 
     @abstractmethod
     def _on_evict(self, key: PrefixKey) -> None:
-        """A chunk goes for room."""
+        """Drop a chunk that makes room; its key may be remembered."""
 
     @abstractmethod
     def _on_remove(self, key: PrefixKey) -> None:
-        """A key goes, whether it is here, remembered or unknown."""
+        """Forget a key, whether its chunk is here, remembered or unknown."""
 
     @abstractmethod
     def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:
-        """Keys that are here, the least valuable first; ends before those worth more than the newcomer."""
+        """Keys of chunks that are here, the least valuable first; ends before those worth more than the newcomer."""
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +191,7 @@ class Policy(ABC):
 
 
 class _Search:
-    """Collects victims, so that none leaves a chunk behind that hangs on it, as long as others can go."""
+    """Collects victims. As long as others can go, none of them leaves a chunk behind that hangs on it."""
 
     def __init__(
         self,
@@ -204,11 +203,11 @@ class _Search:
         self.victims: list[PrefixKey] = []
         self._missing_bytes = missing_bytes
         self._sizes, self._parents, self._children = sizes, parents, children
-        self._gone: dict[PrefixKey, int] = {}  # children among the victims
-        self._waiting: dict[PrefixKey, None] = {}  # prefixes of chunks that stay so far
+        self._gone: dict[PrefixKey, int] = {}  # how many children are among the victims
+        self._waiting: dict[PrefixKey, None] = {}  # prefixes of chunks that have not been taken so far
 
     def offer(self, key: PrefixKey) -> bool:
-        """Take the next chunk in order, and prefixes that waited for it; True when all that is needed was found."""
+        """Take the next chunk in order, and prefixes that waited for it; True when they free enough."""
         if self._children.get(key, 0) > self._gone.get(key, 0):
             self._waiting[key] = None
             return False
@@ -221,7 +220,7 @@ class _Search:
         return True
 
     def take_waiting(self) -> bool:
-        """Take prefixes of chunks that may not go themselves, from the ends of the chains to their heads."""
+        """Take prefixes of chunks that may not go themselves, from the ends of the chains towards their heads."""
         below = Counter(self._parents.get(key) for key in self._waiting)
         ready = [key for key in self._waiting if not below[key]]
         for key in ready:

@@ -11,9 +11,9 @@ from kvstore.policies.base import Policy
 
 
 class LFU(Policy):
-    """Least often used first, and among those the least recently used.
+    """Evicts the least often used first, and among those the least recently used.
 
-    Counts outlive eviction, as far as keys are remembered. A chunk used less often than all that is here is refused.
+    Counts outlive eviction, as far as keys are remembered. A chunk used less often than all those here is refused.
     """
 
     name = "LFU"

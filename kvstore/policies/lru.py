@@ -11,7 +11,7 @@ from kvstore.policies.base import Policy
 
 
 class LRU(Policy):
-    """Least recently used first; everything is admitted, and nothing is remembered of what went.
+    """Evicts the least recently used first; admits everything, and remembers nothing of what went.
 
     Chains are touched from their end to their head, so that a chunk goes before the prefix it hangs on.
     """

@@ -14,11 +14,11 @@ MAX_USES = 3
 
 
 class S3FIFO(Policy):
-    """A small queue in front of a main one: what is not used again while in the small one leaves soon.
+    """A small queue in front of a main one: chunks that are not used again while in the small one leave soon.
 
-    A use only raises a counter. When room is needed, what was used moves on (from the small queue to the main one, in
-    the main one back to its end, one use poorer) and what was not used goes. A key that is still remembered when it
-    comes back starts in the main queue.
+    A use only raises a counter. When room is needed, used chunks move on (from the small queue to the main one, in the
+    main one back to its end with one use less) and unused ones go. A key that is still remembered when it comes back
+    starts in the main queue.
     """
 
     name = "S3FIFO"
@@ -28,7 +28,7 @@ class S3FIFO(Policy):
         self._small: OrderedDict[PrefixKey, None] = OrderedDict()
         self._main: OrderedDict[PrefixKey, None] = OrderedDict()
         self._ghosts: OrderedDict[PrefixKey, int] = OrderedDict()  # with their sizes
-        self._uses: dict[PrefixKey, int] = {}  # since they came, of what is here
+        self._uses: dict[PrefixKey, int] = {}  # of the chunks that are here, since they came
         self._new: set[PrefixKey] = set()  # added since the last touch
         self._small_bytes = 0
         self._ghost_bytes = 0
@@ -82,7 +82,7 @@ class S3FIFO(Policy):
             del self._main[key]
 
     def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - the newcomer is always worth more
-        """Moves what was used on, as the hand of a clock does: this changes the order, but not what is here."""
+        """Moves used chunks on, as the hand of a clock does: this changes the order, but not which chunks are here."""
         offered: list[tuple[OrderedDict[PrefixKey, None], PrefixKey]] = []
         offered_bytes = 0
         try:

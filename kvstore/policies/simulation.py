@@ -1,6 +1,6 @@
 """Tiers without bytes: what a policy would have done with a sequence of requests.
 
-The policies are asked and told just as the index does it, so what is measured here is what runs there. Every request is
+The simulator calls the policies just as the index does, so what is measured here is what runs there. Every request is
 looked up, loads what is found, and stores the rest before the next one comes; moves take no time.
 """
 
@@ -21,9 +21,9 @@ class TierCounts:
 
     Attributes:
         hit_chunks, hit_bytes: found here, and in no tier above.
-        offered_chunks: not here when a request ended that had used them.
-        written_chunks, written_bytes: of those, admitted; chunks brought up from the tier below are not counted.
-        evicted_chunks: to make room.
+        offered_chunks: used by a request, and not here when it ended.
+        written_chunks, written_bytes: admitted of those; chunks brought up from the tier below are not counted.
+        evicted_chunks: evicted to make room.
     """
 
     hit_chunks: int = 0
@@ -35,19 +35,19 @@ class TierCounts:
 
 
 class SimulatedTier:
-    """One policy over a capacity. Sizes are in any unit, as long as it is the capacity's."""
+    """One policy over a capacity. Sizes may have any unit, as long as the capacity has it too."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.counts = TierCounts()
 
     def bring_up(self, key: PrefixKey, size_bytes: int, held: AbstractSet[PrefixKey]) -> None:
-        """Take in a chunk found below, whatever it is worth: it needs a place on its way."""
+        """Admit a chunk found in a tier below, whatever it is worth: a load needs a place for it."""
         if self._make_room(size_bytes, held, None):
             self.policy.add(key, size_bytes)
 
     def offer(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], held: AbstractSet[PrefixKey]) -> None:
-        """Take in those chunks of a chain that are not here and are worth their room; those in ``held`` stay."""
+        """Admit those chunks of a chain that are not here and are worth their room; those in ``held`` stay."""
         new = [(key, size) for key, size in zip(keys, sizes_bytes, strict=True) if key not in self.policy]
         self.counts.offered_chunks += len(new)
         for key, size_bytes in new:
@@ -69,7 +69,7 @@ class SimulatedTier:
 
 
 class SimulatedStore:
-    """Tiers below each other, the fastest first; each is offered every chunk that it does not hold."""
+    """Several tiers, fastest first; each is offered every chunk that it does not hold."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.tiers = [SimulatedTier(policy) for policy in policies]
@@ -83,13 +83,13 @@ class SimulatedStore:
 
     @property
     def hit_rate(self) -> float:
-        """Chunks found over chunks used."""
+        """Chunks found, as a fraction of the chunks used."""
         return self.hit_chunks / self.chunks if self.chunks else 0.0
 
     def request(self, keys: Sequence[PrefixKey], sizes_bytes: Sequence[int], leased: Collection[PrefixKey] = ()) -> int:
-        """Look a chain up, load its leading chunks that are here, store the rest; returns how many were found.
+        """Look up a chain, load its leading chunks that are here, and store the rest. Returns how many were found.
 
-        ``leased`` are further keys that may not go.
+        Chunks in ``leased`` may not go, either.
         """
         found = self._find(keys, sizes_bytes)
         held = {*keys, *leased}
@@ -116,14 +116,14 @@ class SimulatedStore:
 
 
 def best_hits(chains: Sequence[Sequence[PrefixKey]], sizes: Sequence[Sequence[int]], capacity: int) -> int:
-    """Chunks found by one who knows the future: what is used again last goes first (Belady, 1966).
+    """Chunks found by a policy that knows the future: the chunk whose next use is last goes first (Belady, 1966).
 
-    Of chunks used again at the same time the deepest goes first, so a chunk goes before its prefix; a chunk that is
-    worth least itself is not stored. No policy can do better with chunks of one size, and hardly one with others.
+    Of chunks with the same next use the deepest goes first, so a chunk goes before its prefix; a new chunk that is
+    worth least is not stored. No policy can do better with chunks of one size, and hardly any with several sizes.
     """
     next_uses = _next_uses(chains)
     here: dict[PrefixKey, tuple[int, int]] = {}  # next use, size
-    order: list[tuple[int, int, PrefixKey]] = []  # a heap, with entries that are out of date
+    order: list[tuple[int, int, PrefixKey]] = []  # a heap with stale entries
     used = hits = 0
     for chain, chain_sizes, uses in zip(chains, sizes, next_uses, strict=True):
         for key in chain:
@@ -144,7 +144,7 @@ def best_hits(chains: Sequence[Sequence[PrefixKey]], sizes: Sequence[Sequence[in
 
 
 def _next_uses(chains: Sequence[Sequence[PrefixKey]]) -> list[list[int]]:
-    """For every chunk of every request the number of the next request that uses it, or of none."""
+    """For every chunk of every request, the number of the next request that uses it; ``len(chains)`` for none."""
     last: dict[PrefixKey, int] = {}
     found = []
     for number in range(len(chains) - 1, -1, -1):

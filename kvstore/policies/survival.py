@@ -1,13 +1,13 @@
-"""What it is worth to keep a chunk, from how chunks like it fared: a survival estimate and its Gittins index.
+"""What a chunk is worth keeping, by the fate of chunks like it: a survival estimate and its Gittins index.
 
 A chunk's *class* is how often it was used, up to four times; its *age* is how many chunks were touched since its last
-use. For every class and age bucket the table counts uses (events) and chunks that were lost from sight (censored), and
-estimates from them and from the chunks still waiting the hazard of being used at that age (Kaplan and Meier, 1958). The
-value of keeping a chunk of age b is the best ratio, over all times T to hold it, of the chance of a use up to T to the
-expected time held: the Gittins index of the chunk, in uses per chunk touched.
+use. For every class and age bucket the table counts uses (events) and chunks that were lost from sight (censored). From
+these and the chunks still waiting it estimates the hazard of a use at that age (Kaplan and Meier, 1958). The value of
+keeping a chunk of age b is the best ratio, over all times T to hold it, of the chance of a use up to T to the expected
+time held: the Gittins index of the chunk, in uses per chunk touched.
 
-Ranking cached objects by hits per space and time from observed ages is LHD's idea (Beckmann, Chen, Cidon, NSDI 2018),
-which holds for ever where this table looks for the best time to give up.
+Ranking cached objects by hits per space and time from observed ages is LHD's idea (Beckmann, Chen, Cidon, NSDI 2018).
+LHD holds an object for ever, where this table looks for the best time to give up.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def bucket_of(age: int) -> int:
 
 
 class SurvivalTable:
-    """Counts how chunks of each class fared, and tells what keeping one is worth.
+    """Counts the fate of chunks of each class, and tells what keeping one is worth.
 
     Attributes:
-        values: by class and age bucket; a chunk of more uses is never worth less at the same age.
+        values: by class and age bucket; a chunk used more often is never worth less at the same age.
     """
 
     def __init__(self) -> None:
@@ -55,15 +55,15 @@ class SurvivalTable:
         self._hits[cls][bisect_right(EDGES, age)] += count
 
     def lose(self, cls: int, age: int, count: int = 1) -> None:
-        """Chunks of this class will not be seen any further."""
+        """Chunks of this class are lost from sight."""
         self._lost[cls][bisect_right(EDGES, age)] += count
 
     def wait(self, cls: int, age: int, count: int = 1) -> None:
-        """Chunks of this class are in sight, and have reached this age without a use; told anew for each update."""
+        """Chunks of this class have reached this age without a use, and are in sight; counted anew for each update."""
         self._waiting[cls][bisect_right(EDGES, age)] += count
 
     def update(self) -> None:
-        """Make the values anew, and let old experience count less."""
+        """Recompute the values, and let old experience fade."""
         censored = [list(map(add, *rows)) for rows in zip(self._lost, self._waiting, strict=True)]
         self._waiting = _rows()
         pool_hits = [sum(column) for column in zip(*self._hits, strict=True)]
@@ -90,7 +90,7 @@ def _hazards(hits: Row, censored: Row, prior: Row) -> Row:
 
 
 def _values(hazards: Row) -> Row:
-    """The steepest line from each bucket to a later one, in the plane of time held and uses had: a convex hull."""
+    """The steepest slope from each bucket to a later one, over time held and expected uses: a convex hull."""
     time, survival, points = 0.0, 1.0, [(0.0, 0.0)]
     for hazard, width in zip(hazards, _WIDTHS, strict=True):
         time += survival * (1 - hazard / 2) * width

@@ -1,7 +1,7 @@
-"""Traces: which chunks each request used, without a word of what was in them.
+"""Traces: which chunks each request used, without their content.
 
-Two formats are read, both JSON lines. Our own begins with a header and is described in ``docs/FORMAT.md``; the other is
-that of the traces published with Mooncake (FAST 2025), with ``hash_ids`` of blocks of 512 tokens.
+Two formats can be read, both JSON lines. Our own begins with a header and is described in ``docs/FORMAT.md``; the other
+is that of the traces published with Mooncake (FAST 2025), with ``hash_ids`` of blocks of 512 tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from kvstore.errors import ConfigError
 from kvstore.keys import PrefixKey
@@ -30,10 +30,10 @@ class Request(NamedTuple):
     """One request of a trace.
 
     Attributes:
-        time_s: since the beginning of the trace.
-        keys: of its chunks, head first. Equal keys stand for equal prefixes.
-        chunk_tokens: tokens of each chunk but the last.
-        tail_tokens: tokens of the last chunk.
+        time_s: time since the beginning of the trace.
+        keys: keys of its chunks, head first. Equal keys stand for equal prefixes.
+        chunk_tokens: tokens in each chunk but the last.
+        tail_tokens: tokens in the last chunk.
     """
 
     time_s: float
@@ -42,7 +42,7 @@ class Request(NamedTuple):
     tail_tokens: int
 
     def tokens_of(self, position: int) -> int:
-        """Tokens of the chunk at this position."""
+        """Tokens in the chunk at this position."""
         return self.tail_tokens if position == len(self.keys) - 1 else self.chunk_tokens
 
 
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 def read_trace(path: Path) -> Iterator[Request]:
-    """The requests of a trace, in order. Requests without a whole chunk are left out.
+    """The requests of a trace, in order. Requests without chunks are left out.
 
     Raises:
         ConfigError: the file cannot be read, or a line of it is in neither format.
@@ -105,10 +105,10 @@ def _request(time_s: float, keys: tuple[PrefixKey, ...], chunk_tokens: int, num_
 
 
 class TraceRecorder:
-    """Writes a trace of our own format. Thread-safe; a call writes into a buffer, and now and then to the file.
+    """Writes a trace in our own format, through a buffer. Thread-safe.
 
-    Keys are hashed once more, with a secret that is made for this file and never written: nobody who knows a prompt can
-    tell whether it is in the trace.
+    Keys are hashed once more, with a secret made for this file and never written: whoever knows a prompt cannot tell
+    whether it is in the trace.
 
     Attributes:
         recorded: requests written.
@@ -139,21 +139,15 @@ class TraceRecorder:
         """Begin a new file under the first free name of ``path``, ``path.1``, ``path.2``, ...: one for each start.
 
         Raises:
-            ConfigError: none can be made.
+            ConfigError: the file cannot be made.
         """
         later = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
         return cls(next(name for name in itertools.chain([path], later) if not name.exists()), chunk_tokens)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def record(self, keys: Sequence[PrefixKey], num_tokens: int) -> None:
-        """Note a request: the keys of all its chunks, head first, and the tokens that they stand for.
+        """Write a request: the keys of all its chunks, head first, and the number of their tokens.
 
-        A request is noted once, when it has been looked up or has ended. After ``close`` nothing is noted.
+        Call it once for each request. After ``close`` requests count as dropped.
         """
         names = [blake2b(key, digest_size=_KEY_BYTES, key=self._secret).hexdigest() for key in keys]
         time_s = round(time.monotonic() - self._start_s, 3)
@@ -163,18 +157,18 @@ class TraceRecorder:
             self.dropped += not written
 
     def close(self) -> None:
-        """Write what is buffered, and end. May be repeated."""
+        """Write the buffer and close the file. Idempotent."""
         with self._lock:
             self._left_bytes = 0
             try:
                 self._file.close()
-            except OSError:  # a full disk: the trace ends early, and nobody has to be told twice
+            except OSError:  # a full disk: the trace ends early
                 self.dropped += 1
 
     def _write(self, fields: dict[str, Any]) -> bool:
         line = json.dumps(fields, separators=(",", ":")) + "\n"
         if len(line) > self._left_bytes:
-            self._left_bytes = 0  # a trace with a hole would tell a wrong story
+            self._left_bytes = 0  # a trace with a gap would be misleading
             return False
         try:
             self._file.write(line)

@@ -1,4 +1,4 @@
-"""Units of the adaptive policy, and the order in which they came."""
+"""Units of the adaptive policy, and their order in time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PAGE_UNITS = 64
 
 
 class Unit:
-    """Chunks of one class that one request touched last: they have the same age and are worth the same.
+    """Chunks of one class that one request touched last: they have the same age and the same value.
 
     Attributes:
         cls: the class.
         time: the clock at the end of the request.
-        keys: head first; those that moved on since are still in it.
-        num_keys: that belong to it.
+        keys: head first; includes keys that have moved to another unit since.
+        num_keys: keys that belong to this unit.
         here: those of them whose chunks are in the tier.
-        depth: nothing that is here stands at or behind this place.
+        depth: all keys in ``here`` stand before this place.
     """
 
     __slots__ = ("cls", "depth", "here", "keys", "num_keys", "time")
@@ -33,17 +33,17 @@ class Unit:
         self.depth = 0
 
     def append(self, key: PrefixKey) -> None:
-        """Take a key in, as the deepest."""
+        """Add a key as the deepest."""
         self.keys.append(key)
         self.num_keys += 1
 
     def enter(self, key: PrefixKey) -> None:
-        """A key's chunk is here."""
+        """Note that the chunk of a key is here."""
         self.here.add(key)
         self.depth = len(self.keys)
 
     def deepest_first(self) -> Iterator[PrefixKey]:
-        """What is here, from the end of the chain to its head."""
+        """The chunks that are here, from the end of the chain to its head."""
         while self.depth and self.keys[self.depth - 1] not in self.here:
             self.depth -= 1
         for place in range(self.depth - 1, -1, -1):
@@ -52,23 +52,23 @@ class Unit:
 
 
 class History:
-    """All units in order of time, in pages, so that they can be surveyed a page at a time while others come and go."""
+    """All units in order of time, in pages: they can be surveyed page by page while units come and go."""
 
     def __init__(self) -> None:
         self._pages: deque[deque[Unit]] = deque()
-        self._place = 0  # of the page to be surveyed next
+        self._place = 0  # number of the page to survey next
 
     def __bool__(self) -> bool:
         return bool(self._pages)
 
     def append(self, unit: Unit) -> None:
-        """Add the newest."""
+        """Add the newest unit."""
         if not self._pages or len(self._pages[-1]) >= PAGE_UNITS:
             self._pages.append(deque())
         self._pages[-1].append(unit)
 
     def pop_oldest(self) -> Unit:
-        """Take the oldest out."""
+        """Take the oldest unit out."""
         page = self._pages[0]
         unit = page.popleft()
         if not page:
@@ -77,7 +77,7 @@ class History:
         return unit
 
     def survey_page(self) -> list[Unit] | None:
-        """The next page's units that have keys, the others being dropped; None, once, when all pages were seen."""
+        """The units of the next page that have keys, dropping the others; None once after the last page."""
         if self._place >= len(self._pages):
             self._place = 0
             return None

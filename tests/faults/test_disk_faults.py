@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.checks import check_index
+from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
 from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
@@ -222,14 +222,13 @@ def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
     with engine._index_lock:
-        check_index(engine._index)
+        engine._index.check_invariants()
         assert engine._index.uses == 0
         removals = engine._index.take_removals()
     engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)
     assert disk.used_bytes == bytes_on_disk(*folders) <= disk.capacity_bytes
-    held = dict(disk.scan())
-    assert held == {chunk.ref: chunk.disk_bytes for chunk in engine._index._chunks.values() if chunk.disk_bytes}
+    assert dict(disk.scan()) == sizes_on_disk(engine._index)
 
 
 @pytest.mark.parametrize("num_folders", [1, 2])

@@ -30,6 +30,7 @@ from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.assembly import EngineOptions, RemoteOptions
+from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
@@ -293,7 +294,7 @@ class FakeRunner(FakeBlocks):
         assert not +self.connected.loads._fetched_keys
         assert not scheduler._trackers
         chunks = self.index._chunks.values()
-        slots = [chunk.slot for chunk in chunks if chunk.slot is not None]
+        slots = [chunk.slot for chunk in chunks if chunk.memory is not NO_SLOT]
         assert len(slots) == len(set(slots)) == self.index.slots_in_use
         assert not self.deferred_frees
         assert not any(self.uses.values())

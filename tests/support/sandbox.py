@@ -6,10 +6,11 @@ import json
 import os
 from pathlib import Path
 
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.keys import KeyExtras, Namespace
 from kvstore.layout import KVLayout
-from kvstore.requests import chunk_refs, hash_tokens
+from kvstore.requests import hash_tokens
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
 from support.diskwork import flip_payload, make_transfer, path_of
@@ -50,7 +51,7 @@ PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in (7
 
 def refs_of(prompt: list[int]) -> list[ChunkRef]:
     hasher = hash_tokens(LAYOUT, prompt, KeyExtras())
-    return chunk_refs(hasher, LAYOUT.blocks_per_chunk, with_tail=True)
+    return chunk_refs(hasher, with_tail=True)
 
 
 def make_sandbox(folder: Path) -> None:

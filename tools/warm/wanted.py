@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.identity import fingerprint_adapter
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import KeyExtras
 from kvstore.layout import KVLayout
-from kvstore.requests import chunk_refs, hash_tokens
+from kvstore.requests import hash_tokens
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, tokens_of
 
 
@@ -78,7 +79,7 @@ def refs_of(layout: KVLayout, tokens: list[int], extras: KeyExtras, *, with_tail
     Raises:
         InvalidCallError: a token id is out of range.
     """
-    return chunk_refs(hash_tokens(layout, tokens, extras), layout.blocks_per_chunk, with_tail=with_tail)
+    return chunk_refs(hash_tokens(layout, tokens, extras), with_tail=with_tail)
 
 
 def wanted(

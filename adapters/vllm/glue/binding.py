@@ -32,7 +32,7 @@ def paged_kv_of(
     """The registered caches as blocks, each layer once.
 
     Raises:
-        LayoutError: an unknown layout, or per-token state beside the registered tensors.
+        LayoutError: an unknown layout, or per-token state outside the registered tensors.
     """
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
         MLAAttentionSpec,
@@ -61,7 +61,7 @@ def paged_kv_of(
         if reached_bytes != spec.unpadded_page_size_bytes:
             raise LayoutError(
                 f"layer {name}: a block has {spec.unpadded_page_size_bytes} bytes, but the registered tensor reaches "
-                f"{reached_bytes}: state beside it would be lost, which is not supported"
+                f"{reached_bytes}: state outside it would be lost, which is not supported"
             )
     return paged
 

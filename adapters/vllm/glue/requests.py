@@ -23,7 +23,7 @@ def handover_of(request: Request) -> Handover | None:
 
 
 def request_params(request: Request, counted: Collection[str]) -> RequestParams:
-    """What the client asks of the cache, of ``counted`` fields; ``kv_transfer_params`` count over other arguments.
+    """What the client asks of the cache, in ``counted`` fields; ``kv_transfer_params`` override other arguments.
 
     Raises:
         InvalidCallError: a field is wrong.
@@ -35,9 +35,9 @@ def request_params(request: Request, counted: Collection[str]) -> RequestParams:
 
 
 def is_shareable(request: Request) -> bool:
-    """Whether a request's tokens tell what it is about.
+    """Whether a request's tokens determine its KV.
 
-    Prompt embeddings show as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
+    Prompt embeddings appear as zero tokens, pooling may attend both ways, and sessions rewrite their tokens.
     """
     if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
         return False
@@ -45,7 +45,7 @@ def is_shareable(request: Request) -> bool:
 
 
 def adapter_of(request: Request) -> Adapter | None:
-    """The LoRA adapter that a request names."""
+    """The LoRA adapter that a request names, if any."""
     adapter = request.lora_request
     if adapter is None:
         return None
@@ -53,7 +53,7 @@ def adapter_of(request: Request) -> Adapter | None:
 
 
 def key_extras(request: Request, params: RequestParams = NO_PARAMS, lora_files: str = "") -> KeyExtras:
-    """What besides its tokens decides a request's KV; ``lora_files`` is the fingerprint of its adapter."""
+    """What decides a request's KV in addition to its tokens; ``lora_files`` is the fingerprint of its adapter."""
     adapter = adapter_of(request)
     return KeyExtras(
         lora=(adapter.name, lora_files) if adapter is not None else None,

@@ -227,7 +227,7 @@ class OfflineEngine:
 
 
 def _forget_vllm() -> None:
-    """Free vLLM's state of this process, which a start that failed leaves behind, too."""
+    """Free vLLM's state in this process; a failed start leaves some, too."""
     from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
 
@@ -246,12 +246,12 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:
     try:
         given, default = parser.parse_args(list(arguments)), parser.parse_args([])
     except (SystemExit, argparse.ArgumentError, ValueError, TypeError) as error:
-        raise ConfigError(f"vLLM does not take {' '.join(arguments)}: give flags of vllm serve behind --") from error
+        raise ConfigError(f"vLLM does not take {' '.join(arguments)}: give flags of vllm serve after --") from error
     names = [field.name for field in dataclasses.fields(EngineArgs) if hasattr(given, field.name)]
     changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
     for name in ("model", "kv_transfer_config"):
         if name in changed:
-            raise ConfigError(f"--{name.replace('_', '-')} is not given behind --: see kvstore warm --help")
+            raise ConfigError(f"--{name.replace('_', '-')} is not given after --: see kvstore warm --help")
     return changed
 
 

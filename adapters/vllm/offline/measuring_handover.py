@@ -23,8 +23,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixHasher
 from kvstore.tiers import open_tier
@@ -59,7 +59,7 @@ def _producer(model: str) -> Iterator[tuple[LLM, WorkerFacts]]:
 def _refs(prompt: Sequence[int], facts: WorkerFacts) -> list[ChunkRef]:
     hasher = PrefixHasher(facts.layout.chunk_tokens, facts.layout.block_tokens)
     hasher.update(prompt)
-    return chunk_refs(hasher, facts.layout.blocks_per_chunk, with_tail=True)
+    return chunk_refs(hasher, with_tail=True)
 
 
 def _hand_over(llm: LLM, tier: Tier, facts: WorkerFacts, prompt: Sequence[int], receiver: SplitResult) -> Sample:

@@ -56,7 +56,7 @@ class AdapterFiles:
         self._distrusted: set[int] = set()
         self._digests = _Digests()
         self._lock = threading.Lock()  # of what follows
-        self._looks: dict[Adapter, _Looks] = {}  # under way
+        self._looks: dict[Adapter, _Looks] = {}  # in flight
         self._work: SimpleQueue[Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False

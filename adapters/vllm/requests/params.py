@@ -1,4 +1,4 @@
-"""What a request carries for us beside its tokens: what its client asks of the cache, and which engines share it.
+"""What a request carries for us in addition to its tokens: its client's wishes, and the engines that share it.
 
 Fields of the cache are called ``kvstore.<name>``, or ``lmcache.<name>`` as clients of LMCache write them;
 docs/per-request.md lists them. Those of a hand-over stand in ``kv_transfer_params`` under LMCache's names. All of it

@@ -34,7 +34,7 @@ class _Unverified:
         req_id: the request it is for.
         block: position of its first block in the request.
         key: the key of that block's end.
-        block_ids: that block and all behind it, those computed since included.
+        block_ids: that block and all after it, those computed since included.
     """
 
     req_id: str
@@ -97,7 +97,7 @@ class LoadPlanner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is planned or under way."""
+        """Whether nothing is planned or in flight."""
         return not (self._coming.requests or self._coming_fetches or self._in_flight or self._fetching)
 
     # -- before a load -----------------------------------------------------------------------------------------------

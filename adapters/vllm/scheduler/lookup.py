@@ -11,6 +11,7 @@ from typing import Final
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.catalog.sequence import chunk_refs, tail_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import Namespace, PrefixHasher
 from kvstore.tiers.directory import RemoteDirectory
@@ -207,15 +208,14 @@ def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -
 
     May be called from any thread: it looks chunks up one by one, and asks the remote tier itself.
     """
-    blocks_per_chunk = hasher.chunk_tokens // hasher.block_tokens
     found: Counter[Place] = Counter()
-    chunks = [ChunkRef(key, blocks_per_chunk) for key in hasher.chunk_keys()]
+    chunks = chunk_refs(hasher, with_tail=False)
     places = _places(chunks, index, remote)
     whole = next((number for number, place in enumerate(places) if place is None), len(chunks))
     for place in places[:whole]:
         if place is not None:
             found[place] += hasher.chunk_tokens
-    tails = [ChunkRef(key, number) for number, key in enumerate(hasher.block_keys(whole), 1)][: blocks_per_chunk - 1]
+    tails = tail_refs(hasher, whole)
     for ref, place in zip(reversed(tails), reversed(_places(tails, index, remote)), strict=True):
         if place is not None:
             found[place] += ref.num_blocks * hasher.block_tokens

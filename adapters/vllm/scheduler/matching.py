@@ -12,9 +12,10 @@ from kvstore.adapters.vllm.scheduler.handovers import Handovers
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner, overlapping
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import Match, Place
-from kvstore.engine import all_refs
+from kvstore.catalog.sequence import all_refs
 
 
 @dataclass(eq=False)
@@ -25,7 +26,7 @@ class Matching:
         options: what is worth loading.
         index: where every chunk is.
         remote: what is known of the remote tier.
-        loads: knows which loads are under way.
+        loads: knows which loads are in flight.
         choice: how to load, if at all.
         handovers: what other engines have promised.
         canary: which hits are computed nevertheless.

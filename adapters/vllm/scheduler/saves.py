@@ -1,4 +1,4 @@
-"""Plans stores, and follows them until every rank has reported: those of each step, and the writes behind them."""
+"""Plans stores, and follows them until every rank has reported: the stores of each step, and their write-behind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.chunks import ChunkRef
-from kvstore.engine import superseded_tails
-from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.keys import PrefixKey
 from kvstore.transfer.mover import StoreJob, as_block_ids
 
 
@@ -24,7 +23,6 @@ class _Save:
     """Stores of one request in a step."""
 
     req_id: str
-    hasher: PrefixHasher
     steps: list[StoreStep]
 
 
@@ -59,7 +57,7 @@ class SavePlanner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is planned or under way."""
+        """Whether nothing is planned or in flight."""
         return not (self._metas or self._coming or self._in_flight or self._storing or self._writes or self.strays)
 
     @property
@@ -85,7 +83,9 @@ class SavePlanner:
         offered = [ref for ref in save.refs if blocks.are_whole(block_ids, begins[ref], ref.num_blocks)]
         left_out = takewhile(lambda ref: ref not in offered[:1], save.refs)
         before = [*save.prefix, *(ref.prefix_key for ref in left_out)]
-        steps = self._index.prepare_store(offered, before, ttl_s=tracker.params.ttl_s, noted=tracker.noted)
+        steps = self._index.prepare_store(
+            offered, before, hasher=tracker.hasher, ttl_s=tracker.params.ttl_s, noted=tracker.noted
+        )
         tracker.noted.update(ref.prefix_key for ref in save.refs)
         if not steps:
             return 0
@@ -95,7 +95,7 @@ class SavePlanner:
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
-        self._coming.append(_Save(req_id, tracker.hasher, steps))
+        self._coming.append(_Save(req_id, steps))
         self._storing[req_id] += 1
         return len(steps)
 
@@ -118,8 +118,6 @@ class SavePlanner:
             failed = keys if distrusted else keys & failed_keys
             self._index.complete_store(save.steps, failed)
             self._note_in_vain(save.steps, failed)
-            for key, tails in superseded_tails(save.hasher, keys - failed).items():
-                self._index.supersede(key, tails)
             self._end(save)
 
     def complete_write(self, written: Written) -> bool:

@@ -26,8 +26,9 @@ from kvstore.adapters.vllm.telemetry.announcer import Announcer, Removed, Stored
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import LeaseView
 from kvstore.catalog.plans import Place
+from kvstore.catalog.sequence import chunk_refs, pin_name
 from kvstore.chunks import ChunkRef
-from kvstore.engine import new_epoch, pin_name
+from kvstore.engine import new_epoch
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 from kvstore.ops import metrics
@@ -176,7 +177,7 @@ class StoreScheduler:
 
         None means to ask again: because the remote tier has not answered yet, or because the local tokens rest on a
         load that may yet fail. vLLM lets requests share blocks before they are loaded, and when the load fails, it does
-        not compute all of them anew.
+        not compute all of them again.
 
         Cheap, and without effect but to remember the answer: vLLM asks again while a request waits.
         """
@@ -421,7 +422,6 @@ class StoreScheduler:
 
 def _record(recorder: TraceRecorder, hasher: PrefixHasher) -> None:
     """Note which chunks a request used, its tail included."""
-    tail = hasher.block_keys(len(hasher.chunk_keys()))
-    whole_tokens = len(hasher.chunk_keys()) * hasher.chunk_tokens
-    if keys := [*hasher.chunk_keys(), *tail[-1:]]:
-        recorder.record(keys, whole_tokens + len(tail) * hasher.block_tokens)
+    if refs := chunk_refs(hasher, with_tail=True):
+        num_blocks = sum(ref.num_blocks for ref in refs)
+        recorder.record([ref.prefix_key for ref in refs], num_blocks * hasher.block_tokens)

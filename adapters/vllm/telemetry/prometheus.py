@@ -41,7 +41,7 @@ class StoreStats(KVConnectorStats):
         return cls({"counters": tally.counters, "samples": tally.samples, "gauges": tally.levels()})
 
     def reset(self) -> None:
-        """Start anew."""
+        """Start over."""
         self.data: dict[str, Any] = {"counters": {}, "samples": {}, "gauges": {}}
 
     def is_empty(self) -> bool:

@@ -73,7 +73,7 @@ class Background:
         self._saving.append((step, ended, self._stores.submit(self._store, jobs, moment)))
 
     def revoke_fetches(self) -> None:
-        """Let all loads in flight fail: what they bring is of no use any more."""
+        """Let all loads in flight fail: what they bring is out of date."""
         self._revoked.update(self._fetching)
 
     def finish_saves(self) -> None:

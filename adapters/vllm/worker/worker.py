@@ -148,7 +148,7 @@ class StoreWorker:
             namespace = self._namespace.at_epoch(plan.epoch)
             if self._server is not None:
                 self._server.enter(namespace)
-            self._mover.reset(namespace)  # the slower tiers follow behind, in order with what comes
+            self._mover.reset(namespace)  # the slower tiers follow later, in order with what comes
             self._pushes.enter(namespace)
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import zmq
 
+from kvstore.catalog.sequence import chunk_refs, tail_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher
@@ -94,21 +95,18 @@ class Operator:
         self._context.term()
 
     def _find(self, space: dict[str, Any], tokens: Sequence[int], extras: KeyExtras) -> Found:
-        block_tokens, chunk_tokens = space["block_tokens"], space["chunk_tokens"]
-        hasher = PrefixHasher(chunk_tokens, block_tokens, extras)
+        hasher = PrefixHasher(space["chunk_tokens"], space["block_tokens"], extras)
         hasher.update(tokens)
-        whole = [ChunkRef(key, chunk_tokens // block_tokens) for key in hasher.chunk_keys()]
+        whole = chunk_refs(hasher, with_tail=False)
         where = self._explain(space["id"], whole)
         there = next((number for number, text in enumerate(where) if not text.startswith(_HERE)), len(whole))
-        tails = [ChunkRef(key, blocks) for blocks, key in enumerate(hasher.block_keys(there), start=1)]
-        if there < len(whole):  # the whole chunk was asked for
-            tails = tails[:-1]
+        tails = tail_refs(hasher, there)
         ends = self._explain(space["id"], tails)
         tail = max((number for number, text in enumerate(ends) if text.startswith(_HERE)), default=-1)
         refs, chunks = whole[:there], where[: there + 1]
         if tail >= 0:
             refs, chunks = [*refs, tails[tail]], [*where[:there], ends[tail]]
-        num_tokens = sum(ref.num_blocks for ref in refs) * block_tokens
+        num_tokens = sum(ref.num_blocks for ref in refs) * hasher.block_tokens
         return Found(space["id"], space["fields"], num_tokens, chunks, refs)
 
     def _explain(self, space_id: str, refs: Sequence[ChunkRef]) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.checks import check_index
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.engine import chunk_refs
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.keys import PrefixHasher
 from kvstore.policies import POLICIES
 
@@ -26,7 +25,7 @@ def hasher_of(num_tokens: int, seed: int = 0) -> PrefixHasher:
 @pytest.mark.parametrize("noted", [True, False], ids=["in one request", "in another one"])
 def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
     """A pool smaller than the request keeps the front of it: the rest would be found by nobody."""
-    refs = chunk_refs(hasher_of(8 * CHUNK), CHUNK // BLOCK, with_tail=False)
+    refs = chunk_refs(hasher_of(8 * CHUNK), with_tail=False)
     index = ChunkIndex(3, cache_policy=policy)
     front = [ref.prefix_key for ref in refs[:3]]
     index.complete_store(index.prepare_store(refs[:3]), set())
@@ -34,7 +33,7 @@ def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
         prefix = [ref.prefix_key for ref in refs[:begin]]
         steps = index.prepare_store([refs[begin]], prefix, noted=set(prefix) if noted else None)
         assert steps == []
-        check_index(index)
+        index.check_invariants()
     assert all(index.in_memory(key) for key in front)
     assert index.prepare_store(refs) == []
     assert index.lookup(hasher_of(8 * CHUNK)).num_tokens == 3 * CHUNK
@@ -44,7 +43,7 @@ def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
 @pytest.mark.parametrize("why", ["silent", "unread"])
 def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) -> None:
     """Nobody could use it now, but somebody holds it; without the lease it is stored anew."""
-    refs = chunk_refs(hasher_of(CHUNK), CHUNK // BLOCK, with_tail=False)
+    refs = chunk_refs(hasher_of(CHUNK), with_tail=False)
     index = ChunkIndex(4, disk_capacity_bytes=400, stored_bytes=lambda blocks: 25 * blocks)
     index.adopt([(refs[0], 100)])
     if why == "unread":  # a read that failed, of a chunk that may well be there
@@ -55,19 +54,19 @@ def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) 
         assert index.lease("one", refs, 10) == 1
         index.set_disk_answers(answers=False)
     assert index.prepare_store(refs) == []
-    check_index(index)
+    index.check_invariants()
     assert (index.leases, index.uses, index.disk_used_bytes) == (1, 1, 100)
     assert index.holds(refs[0].prefix_key, Place.DISK)
     index.release("one")
     steps = index.prepare_store(refs)
     assert [step.ref for step in steps] == refs, "now it is"
     index.complete_store(steps, set())
-    check_index(index)
+    index.check_invariants()
 
 
 def test_what_came_from_the_remote_tier_is_not_sent_there() -> None:
     """Also when what was known of that tier counts no longer."""
-    refs = chunk_refs(hasher_of(3 * CHUNK), CHUNK // BLOCK, with_tail=False)
+    refs = chunk_refs(hasher_of(3 * CHUNK), with_tail=False)
     view = RemoteView(HOLD_S)
     index = ChunkIndex(4, remote=view)
     view.note(refs[:2], [True, True], 0.0)
@@ -81,4 +80,4 @@ def test_what_came_from_the_remote_tier_is_not_sent_there() -> None:
     assert index.queued_writes(Place.REMOTE) == 1
     index.complete_store(steps, set())
     index.complete_write(refs[2].prefix_key, Place.REMOTE, stored=True)
-    check_index(index)
+    index.check_invariants()

@@ -16,13 +16,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.checks import check_index
 from support.schedules import schedule_settings
 
-from kvstore.catalog.index import QUESTION_ROUNDS, ChunkIndex
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.engine import chunk_refs, superseded_tails
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
 
@@ -39,12 +39,6 @@ def stored_bytes(num_blocks: int) -> int:
 
 
 @dataclass
-class Store:
-    hasher: PrefixHasher
-    steps: list[StoreStep]
-
-
-@dataclass
 class World:
     """What a mover and its tiers would hold."""
 
@@ -52,7 +46,7 @@ class World:
     disk: set[ChunkRef] = field(default_factory=set)
     sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
     remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
-    stores: list[Store] = field(default_factory=list)
+    stores: list[list[StoreStep]] = field(default_factory=list)
     loads: list[list[LoadStep]] = field(default_factory=list)
     writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
     doomed: set[tuple[Place, ChunkRef]] = field(default_factory=set)
@@ -62,7 +56,7 @@ class World:
         return {ref for place, ref in self.writes if place is Place.DISK}
 
     def busy_slots(self) -> set[int]:
-        steps = [step for store in self.stores for step in store.steps]
+        steps = [step for store in self.stores for step in store]
         reads = [step for load in self.loads for step in load if step not in self.stale]
         return {step.slot for step in steps} | {step.slot for step in reads} | set(self.writes.values())
 
@@ -107,7 +101,7 @@ class IndexMachine(RuleBasedStateMachine):
             max_sends=max_writes,
             cache_policy=cache_policy,
         )
-        adopted = chunk_refs(self.hasher(2, CHUNK * min(survivors, capacity)), CHUNK // BLOCK, with_tail=True)
+        adopted = chunk_refs(self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
         if self.has_disk:
             self.index.adopt((ref, stored_bytes(ref.num_blocks)) for ref in adopted)
             self.world.disk.update(adopted)
@@ -138,12 +132,12 @@ class IndexMachine(RuleBasedStateMachine):
     )
     def prepare_store(self, family: int, length: int, first: int, with_tail: bool, ttl_s: int | None) -> None:
         hasher = self.hasher(family, length)
-        refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=with_tail)
+        refs = chunk_refs(hasher, with_tail=with_tail)
         busy = self.world.busy_slots()
         before = [ref for ref in self.index.lookup(hasher).refs if ref.prefix_key in self.index._chunks]
         held = self.held()
         self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
-        steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], ttl_s=ttl_s)
+        steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
         self.check_held(held)
         kept = self.index._chunks
         assert all(ref.prefix_key in kept for ref in before if ref in refs), "a store displaced its own prefix"
@@ -167,7 +161,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.stored.difference_update(step.ref.prefix_key for step in steps if step.gather)
         self.carry_out_removals()
         if steps:
-            self.world.stores.append(Store(hasher, steps))
+            self.world.stores.append(steps)
 
     def extend(self, keys: list[PrefixKey], ttl_s: int | None) -> None:
         """What is known stays for as long as any store wants."""
@@ -181,9 +175,9 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.stores)
     @rule(data=st.data(), early=st.booleans())
     def complete_store(self, data: st.DataObject, early: bool) -> None:
-        store = self.world.stores.pop(data.draw(st.integers(0, len(self.world.stores) - 1)))
-        failed = {step.ref.prefix_key for step in store.steps if data.draw(st.integers(0, 4)) == 0}
-        for step in store.steps:
+        steps = self.world.stores.pop(data.draw(st.integers(0, len(self.world.stores) - 1)))
+        failed = {step.ref.prefix_key for step in steps if data.draw(st.integers(0, 4)) == 0}
+        for step in steps:
             if step.ref.prefix_key not in failed:
                 assert step.gather or self.world.slots[step.slot] == step.ref
                 self.world.slots[step.slot] = step.ref
@@ -193,15 +187,12 @@ class IndexMachine(RuleBasedStateMachine):
                 self.fail_writes(step)
         if early and self.world.writes:
             self.end_write(data)
-        alive = [s.ref.prefix_key for s in store.steps if not self.index._chunks[s.ref.prefix_key].forgotten]
-        self.index.complete_store(store.steps, failed)
+        alive = [s.ref.prefix_key for s in steps if not self.index._chunks[s.ref.prefix_key].forgotten]
+        self.index.complete_store(steps, failed)
         self.stored.update(key for key in alive if key not in failed)
-        for step in store.steps:
+        for step in steps:
             if step.ref.prefix_key in failed and not early:
                 self.fail_writes(step)
-        tails = superseded_tails(store.hasher, {step.ref.prefix_key for step in store.steps} - failed)
-        for key, keys in tails.items():
-            self.index.supersede(key, keys)
         self.carry_out_removals()
 
     @precondition(lambda self: self.world.writes)
@@ -267,7 +258,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(family=st.integers(0, 2), length=st.integers(0, 36), stored=st.booleans())
     def others_use_the_remote(self, family: int, length: int, stored: bool) -> None:
-        refs = chunk_refs(self.hasher(family, length), CHUNK // BLOCK, with_tail=True)
+        refs = chunk_refs(self.hasher(family, length), with_tail=True)
         if stored:
             self.world.remote.update(refs)
         else:
@@ -380,7 +371,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        check_index(self.index)
+        self.index.check_invariants()
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)
@@ -389,7 +380,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert on_disk <= self.world.disk, "the index believes in a file that is not there"
         for chunk in self.index._chunks.values():
             if chunk.in_memory and not chunk.forgotten:
-                assert chunk.slot is not None
                 assert self.world.slots[chunk.slot] == chunk.ref
         pending = [*self.world.stores, *self.world.loads, *self.world.writes]
         leases = self.index._leases._leases
@@ -406,9 +396,9 @@ class IndexMachine(RuleBasedStateMachine):
         for load in self.world.loads:
             keys = {step.ref.prefix_key for step in load}
             self.index.complete_load(load, keys, keys)
-        for store in self.world.stores:
-            self.index.complete_store(store.steps, {step.ref.prefix_key for step in store.steps})
-            for step in store.steps:
+        for steps in self.world.stores:
+            self.index.complete_store(steps, {step.ref.prefix_key for step in steps})
+            for step in steps:
                 self.fail_writes(step)
         self.carry_out_removals()
         for target, ref in self.world.writes:

@@ -12,8 +12,8 @@ from support.remote import REMOTE, FakeServer, install
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, Rig, tokens_of
 
 from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.catalog.sequence import all_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import all_refs
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher
 from kvstore.transfer.flushed import Flushed

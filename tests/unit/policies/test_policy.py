@@ -238,7 +238,7 @@ def test_expired_chunks_go_first_and_leave_no_trace() -> None:
     store(index, "ab", ttl_s=5.0)
     store(index, "cd")
     index.advance(6.0)
-    assert (index.slots_in_use, index._memory.num_ghosts) == (2, 0)
+    assert (index.slots_in_use, index._slots.order.num_ghosts) == (2, 0)
     assert store(index, "ef") == 2
     assert all(here(index, name) for name in "cdef")
 
@@ -261,7 +261,7 @@ def test_a_chunk_that_memory_refuses_may_be_worth_its_room_on_disk() -> None:
         index.complete_load(index.prepare_load(refs(name)), set(), set())
     assert index.counters.refused == 0
     assert index.disk_used_bytes == 100 * 1004
-    assert index._memory.make_room(1, anything, b"never seen") is None, "memory alone would have refused them"
+    assert index._slots.order.make_room(1, anything, b"never seen") is None, "memory alone would have refused them"
 
 
 def test_sizes_on_disk_are_bytes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
-    with TraceRecorder(tmp_path / "trace", 256) as recorder:
+    with closing(TraceRecorder(tmp_path / "trace", 256)) as recorder:
         recorder.record(KEYS[:3], 600)
         recorder.record(KEYS[:2], 512)
         recorder.record([], 0)
@@ -35,7 +36,7 @@ def test_what_is_recorded_is_read(tmp_path: Path) -> None:
 
 def test_nobody_can_tell_a_prompt_from_its_trace(tmp_path: Path) -> None:
     for name in "ab":
-        with TraceRecorder(tmp_path / name, 256) as recorder:
+        with closing(TraceRecorder(tmp_path / name, 256)) as recorder:
             recorder.record(KEYS, 1280)
     texts = [(tmp_path / name).read_text() for name in "ab"]
     assert not any(key.hex() in text for key in KEYS for text in texts)

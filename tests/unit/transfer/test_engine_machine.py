@@ -25,7 +25,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.checks import check_index
 from support.gate import HANG_GUARD_S
 from support.gated_store import BEGINNING, OPERATIONS, GatedStore, GatedTier
 from support.remote import REMOTE
@@ -33,8 +32,9 @@ from support.rig import BLOCK, BLOCKS_PER_CHUNK, NAMESPACE, POISON, SLOT_BYTES, 
 
 from kvstore import assembly
 from kvstore.catalog.plans import Place
+from kvstore.catalog.sequence import all_refs
 from kvstore.keys import NO_EXTRAS, PrefixHasher, PrefixKey
-from kvstore.requests import all_refs, hash_tokens
+from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier
 from kvstore.transfer import layerwise
 from kvstore.transfer.lane import WRITE_THREADS, Lane
@@ -360,6 +360,12 @@ class EngineMachine(RuleBasedStateMachine):
             for namespace_id, beginning in store.stored:
                 assert self.epochs[beginning] == self.namespaces[namespace_id], "KV of other weights than the namespace"
 
+    @invariant()
+    def the_index_is_consistent(self) -> None:
+        if hasattr(self, "engine"):
+            with self.engine._index_lock:
+                self.engine._index.check_invariants()
+
     # What the storage does
 
     @rule(where=STORES, what=st.sampled_from(TROUBLE), numbers=st.lists(st.integers(0, 11), min_size=1, max_size=3))
@@ -398,7 +404,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.prefetch([])
             assert not self.engine.flush(HANG_GUARD_S).pending
             with self.engine._index_lock:
-                check_index(self.engine._index)
+                self.engine._index.check_invariants()
                 assert self.engine._index.uses == 0
             for blocks in (7, 10, 12):
                 for family in range(len(FAMILIES)):
@@ -434,6 +440,7 @@ def machine(**start: Any) -> Iterator[EngineMachine]:
     machine.start(**chosen)
     yield machine
     machine.what_was_put_belongs_to_the_epoch()
+    machine.the_index_is_consistent()
     machine.teardown()
 
 

@@ -20,8 +20,9 @@ from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import EngineOptions, chunk_refs
+from kvstore.engine import EngineOptions
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.paged.binding import bind_paged_kv
@@ -37,7 +38,7 @@ RULES = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
 def refs_of(tokens: list[int]) -> list[ChunkRef]:
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update(tokens)
-    return chunk_refs(hasher, CHUNK // BLOCK, with_tail=True)
+    return chunk_refs(hasher, with_tail=True)
 
 
 def make(
@@ -126,26 +127,18 @@ def test_a_request_whose_load_failed_does_not_try_again() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_chunk_that_could_not_be_stored_replaces_no_tail(monkeypatch: pytest.MonkeyPatch, *, failed: bool) -> None:
+def test_a_chunk_that_could_not_be_stored_replaces_no_tail(*, failed: bool) -> None:
     short, long = PROMPT[: CHUNK - BLOCK], PROMPT[:CHUNK]
     (tail,), (whole,) = refs_of(short), refs_of(long)
     scheduler = make(disk_bytes=0)
     index = scheduler.index
     assert index is not None
-    superseding: list[PrefixKey] = []
-    supersede = index.supersede
-
-    def note(key: PrefixKey, tails: Sequence[PrefixKey]) -> None:
-        superseding.append(key)
-        supersede(key, tails)
-
-    monkeypatch.setattr(index, "supersede", note)
     for name, tokens in (("short", short), ("long", long)):
         begin(scheduler, name, tokens)
         step = plan(scheduler, name, len(tokens))
         lost = {whole.prefix_key} if failed and name == "long" else set()
         scheduler.complete(StepReport({step.number: StepResult(failed_stores=lost, ranks_loaded=1, ranks_ended=1)}))
-    assert superseding == ([] if failed else [whole.prefix_key])
+    assert index.counters.superseded_tails == (not failed)
     assert index.in_memory(whole.prefix_key) is not failed
     assert index.in_memory(tail.prefix_key) is failed
 

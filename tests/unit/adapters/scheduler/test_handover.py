@@ -16,8 +16,8 @@ from support.schedules import schedules
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, DisaggSpec, Handover, RequestParams, Source, parse_handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher
 from kvstore.ops import metrics
@@ -50,7 +50,7 @@ def refs_of(tokens: list[int], salt: str = "") -> list[tuple[ChunkRef, int]]:
     """The chunks of a prompt, its tail included, each with the token at which it ends."""
     hasher = PrefixHasher(CHUNK, BLOCK, KeyExtras(cache_salt=salt))
     hasher.update(tokens)
-    refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=True)
+    refs = chunk_refs(hasher, with_tail=True)
     ends, end = [], 0
     for ref in refs:
         end += ref.num_blocks * BLOCK

@@ -17,8 +17,8 @@ from support.remote import FakeServer
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.catalog.plans import Place
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import chunk_refs
 from kvstore.errors import TierError
 from kvstore.keys import PrefixHasher
 
@@ -156,7 +156,7 @@ def assert_right(vllm: FakeVllm, server: FakeServer, tokens: list[int]) -> None:
 def chunks_of(tokens: list[int]) -> list[tuple[ChunkRef, int]]:
     hasher = PrefixHasher(CHUNK, BLOCK)
     hasher.update(tokens)
-    refs = chunk_refs(hasher, CHUNK // BLOCK, with_tail=True)
+    refs = chunk_refs(hasher, with_tail=True)
     return list(zip(refs, accumulate(ref.num_blocks * BLOCK for ref in refs), strict=True))
 
 

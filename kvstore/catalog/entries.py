@@ -1,0 +1,108 @@
+"""What the index knows of each chunk: the state of its bytes in every place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvstore.catalog.deadlines import Deadlines
+from kvstore.catalog.departed import Departed
+from kvstore.catalog.plans import IndexCounters, MissReason
+from kvstore.chunks import ChunkRef
+from kvstore.keys import PrefixKey
+
+
+class InMemory(Enum):
+    """What the pool holds of a chunk."""
+
+    NO_SLOT = auto()
+    GATHERING = auto()  # its slot's bytes are being gathered
+    LOADING = auto()  # they are on their way from a slower tier: a load planned now runs after that
+    READY = auto()
+
+
+class OnDisk(Enum):
+    """What the disk holds of a chunk."""
+
+    NO_FILE = auto()
+    WRITING = auto()
+    STORED = auto()
+    UNREAD = auto()  # stored, but the last read failed
+
+
+class AtRemote(Enum):
+    """What the remote tier got of a chunk from here; other engines may store it there as well."""
+
+    UNSENT = auto()
+    SENDING = auto()
+    SENT = auto()  # or loaded from there
+
+
+# By name, since Python 3.11 takes 50 times as long to find a member in its class, and lookups do so for every key.
+NO_SLOT, GATHERING, LOADING, READY = InMemory
+NO_FILE, WRITING, STORED, UNREAD = OnDisk
+UNSENT, SENDING, SENT = AtRemote
+
+
+@dataclass(slots=True)
+class Entry:
+    """One chunk."""
+
+    ref: ChunkRef
+    slot: int = -1  # valid unless ``memory`` is NO_SLOT
+    memory: InMemory = NO_SLOT
+    disk: OnDisk = NO_FILE
+    remote: AtRemote = UNSENT
+    uses: int = 0  # plans and writes in flight, and leases
+    forgotten: bool = False  # dropped while in use: goes when the last use ends
+    expires_s: float | None = None  # has a time to live, so it stays in memory
+    tails: tuple[PrefixKey, ...] = ()  # tails that this chunk supersedes once it is stored
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its slot holds its bytes."""
+        return self.memory is READY
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether its file is complete."""
+        return self.disk is STORED or self.disk is UNREAD
+
+
+class Entries(dict[PrefixKey, Entry]):
+    """All chunks by key, and what is noted when one comes to a place or leaves it.
+
+    Args:
+        tracks_changes: whether to collect ``changes``.
+    """
+
+    def __init__(self, *, tracks_changes: bool) -> None:
+        super().__init__()
+        self.counters = IndexCounters()
+        self.departed = Departed()
+        self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
+        self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
+
+    def is_unused(self, key: PrefixKey) -> bool:
+        """Whether a chunk may be evicted."""
+        return self[key].uses == 0
+
+    def note_change(self, chunk: Entry) -> None:
+        """A chunk came to a place, or left one."""
+        if self.changes is not None:
+            self.changes[chunk.ref.prefix_key] = None
+
+    def note_evicted(self, key: PrefixKey) -> None:
+        """A chunk was evicted from one place; unless it is in another one, it is gone."""
+        if key not in self:
+            self.departed.note(key, MissReason.EVICTED)
+
+    def vanish(self, chunk: Entry) -> None:
+        """Drop the entry of a chunk that is nowhere."""
+        self.pop(chunk.ref.prefix_key, None)
+        self.expiries.withdraw(chunk.ref.prefix_key)
+
+    def check_invariants(self) -> None:
+        """Assert that the times to live are those of the chunks."""
+        moments = {key: chunk.expires_s for key, chunk in self.items() if not chunk.forgotten}
+        self.expiries.check_invariants({key: at_s for key, at_s in moments.items() if at_s is not None})

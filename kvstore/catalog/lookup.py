@@ -1,0 +1,208 @@
+"""What could be loaded, from where, and why not more: the questions that change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, Entries, Entry
+from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
+from kvstore.catalog.remote_view import NOTHING_TOLD, Told
+from kvstore.catalog.sequence import tail_refs
+from kvstore.catalog.slots import Slots
+from kvstore.catalog.writebehind import DiskWrites, RemoteSends
+from kvstore.chunks import ChunkRef
+from kvstore.keys import PrefixHasher, PrefixKey
+
+QUESTION_ROUNDS = 2  # after which ``questions`` has been answered
+
+
+class Lookup:
+    """The half of the index that only reads."""
+
+    def __init__(self, chunks: Entries, slots: Slots, disk: DiskWrites, remote: RemoteSends) -> None:
+        self.counters = chunks.counters
+        self._chunks = chunks
+        self._slots = slots
+        self._disk = disk
+        self._remote = remote
+        self._now_s = 0.0
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        chunk = self._chunks.get(key)
+        return chunk is not None and not chunk.forgotten
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+        return self._slots.num_slots
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that hold a chunk or are being filled."""
+        return self._slots.num_slots - len(self._slots.free)
+
+    @property
+    def uses(self) -> int:
+        """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
+        return sum(chunk.uses for chunk in self._chunks.values())
+
+    @property
+    def disk_used_bytes(self) -> int:
+        """Bytes accounted to the disk tier, writes in flight included."""
+        return self._disk.order.used_bytes
+
+    def queued_writes(self, target: Place) -> int:
+        """Chunks waiting to be written to a slower tier, or being written."""
+        return self._remote.num_sends if target is Place.REMOTE else self._disk.num_writes
+
+    def in_memory(self, key: PrefixKey) -> bool:
+        """Whether a load would find the chunk in a slot."""
+        return self.holds(key, Place.MEMORY)
+
+    def holds(self, key: PrefixKey, place: Place) -> bool:
+        """Whether the bytes of a chunk are in a slot, or on disk."""
+        chunk = self._chunks.get(key)
+        if chunk is None or chunk.forgotten:
+            return False
+        return chunk.in_memory if place is Place.MEMORY else place is Place.DISK and chunk.on_disk
+
+    def is_loading(self, key: PrefixKey) -> bool:
+        """Whether a load that has not been completed is bringing the chunk to a slot."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.memory is LOADING
+
+    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0, told: Told = NOTHING_TOLD) -> Match:
+        """The longest prefix that could be loaded now, for a caller that already holds the first ``skip_tokens``.
+
+        Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
+        missing one, longest first. Loading a chunk from disk needs a slot, so the match ends where slots would run out.
+        A chunk at a remote tier counts if the view knows it is there, or the caller was ``told``.
+        """
+        first_chunk = skip_tokens // hasher.chunk_tokens
+        blocks_per_chunk = hasher.blocks_per_chunk
+        found: list[ChunkRef] = []
+        room = _StagingRoom(len(self._slots.free) + self._slots.num_idle)
+        for key in hasher.chunk_keys()[first_chunk:]:
+            ref = self._find(key, blocks_per_chunk, room, told)
+            if ref is None:
+                break
+            found.append(ref)
+        num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
+        block_keys = hasher.block_keys(first_chunk + len(found))
+        for num_blocks in range(len(block_keys), 0, -1):
+            tail = self._find(block_keys[num_blocks - 1], num_blocks, room, told)
+            if tail is not None:
+                found.append(tail)
+                num_tokens += num_blocks * hasher.block_tokens
+                break
+        return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+
+    def why_missing(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> MissReason | None:
+        """Why a match ended at ``known_tokens``, and not at ``end_tokens``; None if no whole block lies between.
+
+        Looks at the first chunk behind the match, and at the tails that it may have been stored as.
+        """
+        first_chunk, inside_tokens = divmod(known_tokens, hasher.chunk_tokens)
+        end_block = (end_tokens - first_chunk * hasher.chunk_tokens) // hasher.block_tokens
+        keys = hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
+        if not keys:
+            return None
+        here = [chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten]
+        if here:
+            return self._why_unreadable(here[0])
+        gone = (self._chunks.departed.reason(key) for key in reversed(keys))
+        reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
+        return MissReason.TIER_DOWN if self._remote.view is not None and not self._remote.answers else reason
+
+    def _why_unreadable(self, chunk: Entry) -> MissReason:
+        if self._is_readable(chunk):
+            return MissReason.NO_ROOM
+        is_down = chunk.on_disk and chunk.memory is NO_SLOT
+        return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
+
+    def questions(
+        self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
+    ) -> list[ChunkRef]:
+        """What must be asked of the remote tier before a match is known to be the longest; none when it is.
+
+        First the whole chunks behind the match, with the tails inside the first of them and those at the end of the
+        sequence; in a second round, should it be needed, the tails inside the first one that is missing. The answers
+        go to the ``RemoteView``, or to what the caller was ``told``.
+        """
+        if self._remote.view is None or not self._remote.answers:
+            return []
+        known_tokens = max(match.num_tokens, skip_tokens)
+        first_chunk = known_tokens // hasher.chunk_tokens
+        keys = hasher.chunk_keys()
+        asked = [ChunkRef(key, hasher.blocks_per_chunk) for key in keys[first_chunk:]]
+        for chunk in dict.fromkeys((first_chunk, len(keys))):
+            known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
+            asked += tail_refs(hasher, chunk)[known_blocks:]
+        unknown = [ref for ref in asked if not self._is_here(ref)]
+        return self._remote.view.unknown(unknown, self._now_s, told)
+
+    def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
+        """Where a chunk would be loaded from now; None if nowhere."""
+        chunk = self._chunks.get(ref.prefix_key)
+        if chunk is not None and self._is_readable(chunk):
+            if chunk.ref != ref:
+                return None
+            return Place.DISK if chunk.memory is NO_SLOT else Place.MEMORY
+        return Place.REMOTE if self._is_remote(ref, told) else None
+
+    def _find(self, key: PrefixKey, num_blocks: int, room: _StagingRoom, told: Told) -> ChunkRef | None:
+        """A chunk that could be loaded, counted into ``room``."""
+        chunk = self._chunks.get(key)
+        if chunk is not None and self._is_readable(chunk):
+            return chunk.ref if room.takes(chunk) else None
+        ref = ChunkRef(key, num_blocks)
+        return ref if self._is_remote(ref, told) and room.takes_new() else None
+
+    def _is_readable(self, chunk: Entry) -> bool:
+        if chunk.forgotten:
+            return False
+        memory = chunk.memory
+        if memory is NO_SLOT:
+            return chunk.on_disk and self._disk.answers
+        return memory is not GATHERING
+
+    def _is_here(self, ref: ChunkRef) -> bool:
+        chunk = self._chunks.get(ref.prefix_key)
+        return chunk is not None and self._is_readable(chunk)
+
+    def _is_remote(self, ref: ChunkRef, told: Told) -> bool:
+        """Whether a chunk that is not here could be loaded from the remote tier."""
+        remote = self._remote
+        if remote.view is None or not remote.answers or not remote.view.holds(ref, self._now_s, told):
+            return False
+        chunk = self._chunks.get(ref.prefix_key)
+        return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is NO_SLOT)
+
+
+@dataclass(slots=True)
+class _StagingRoom:
+    """Slots that a load could take, less those that hold the load's own chunks."""
+
+    slots: int
+    staged: int = 0
+
+    def takes(self, chunk: Entry) -> bool:
+        """Count a chunk in, unless the load would then run out of slots."""
+        if chunk.memory is not NO_SLOT:
+            slots, staged = self.slots - (chunk.uses == 0), self.staged
+        else:
+            slots, staged = self.slots, self.staged + 1
+        if staged > slots:
+            return False
+        self.slots, self.staged = slots, staged
+        return True
+
+    def takes_new(self) -> bool:
+        """Count in a chunk that no slot has."""
+        if self.staged >= self.slots:
+            return False
+        self.staged += 1
+        return True

@@ -1,0 +1,63 @@
+"""The pool's slots: which chunk has which, and which can be given away."""
+
+from __future__ import annotations
+
+from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, Entries, Entry, InMemory
+from kvstore.keys import PrefixKey
+from kvstore.policies import Policy
+
+
+class Slots:
+    """Gives slots to chunks, and evicts for that.
+
+    Args:
+        chunks: all entries of the index.
+        num_slots: slots of the pool, numbered from 0.
+        order: the policy for memory; each chunk with a slot has size 1.
+    """
+
+    def __init__(self, chunks: Entries, num_slots: int, order: Policy) -> None:
+        self.num_slots = num_slots
+        self.order = order
+        self.num_idle = 0  # slots of chunks that are readable and unused: can be given away
+        self.free = list(range(num_slots - 1, -1, -1))
+        self._chunks = chunks
+
+    def take(self, newcomer: PrefixKey | None = None) -> int | None:
+        """A free slot, or that of the least valuable unused chunk; None if the newcomer is worth less than that."""
+        if not self.free:
+            victims = self.order.make_room(1, self._chunks.is_unused, newcomer)
+            if victims is None:
+                return None
+            for key in victims:
+                self._chunks.counters.evicted_memory += 1
+                self.drop(self._chunks[key])
+                self._chunks.note_evicted(key)
+        return self.free.pop()
+
+    def fill(self, chunk: Entry, slot: int, state: InMemory) -> None:
+        """Give a slot to a chunk in use, whose bytes are on their way."""
+        chunk.slot, chunk.memory = slot, state
+        self.order.add(chunk.ref.prefix_key)
+
+    def drop(self, chunk: Entry) -> None:
+        """Take a chunk's slot away."""
+        self._chunks.note_change(chunk)
+        self.num_idle -= chunk.in_memory
+        self.order.evict(chunk.ref.prefix_key)
+        if chunk.memory is LOADING:  # a read that hangs may still write to it: let others be used first
+            self.free.insert(0, chunk.slot)
+        else:
+            self.free.append(chunk.slot)
+        chunk.memory = NO_SLOT
+        if chunk.disk is NO_FILE:
+            self._chunks.vanish(chunk)
+
+    def check_invariants(self) -> None:
+        """Assert that every slot is free or belongs to one chunk, and that the counts agree with the chunks."""
+        owned = [chunk.slot for chunk in self._chunks.values() if chunk.memory is not NO_SLOT]
+        assert sorted(owned + self.free) == list(range(self.num_slots)), "a slot is lost or owned twice"
+        assert self.num_idle == sum(chunk.in_memory and not chunk.uses for chunk in self._chunks.values())
+        with_slot = {key for key, chunk in self._chunks.items() if chunk.memory is not NO_SLOT}
+        assert set(self.order) == with_slot
+        assert self.order.used_bytes == len(with_slot)

@@ -1,0 +1,144 @@
+"""What is written to the slower tiers behind a store, and the room that the disk tier has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvstore.catalog.entries import NO_FILE, NO_SLOT, SENDING, SENT, STORED, UNSENT, WRITING, Entries, Entry
+from kvstore.catalog.remote_view import RemoteView
+from kvstore.chunks import ChunkRef
+from kvstore.policies import Policy
+
+
+@dataclass(eq=False)
+class DiskWrites:
+    """The chunks on disk, those being written included, and the writes in flight.
+
+    Attributes:
+        chunks: all entries of the index.
+        order: the policy for the disk; it also counts the bytes.
+        stored_bytes: bytes that a chunk of so many blocks occupies there; None without a disk tier.
+        max_writes: writes that may be in flight at once.
+        num_writes: writes in flight.
+        answers: whether the disk can be read now.
+        removals: chunks that left the disk and have not been announced.
+    """
+
+    chunks: Entries
+    order: Policy
+    stored_bytes: Callable[[int], int] | None
+    max_writes: int
+    num_writes: int = 0
+    answers: bool = True
+    removals: list[ChunkRef] = field(default_factory=list)
+
+    def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
+        """Take in what the tier held at start."""
+        for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
+            self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
+            self.order.add(ref.prefix_key, stored_bytes)
+
+    def reserve(self, chunk: Entry) -> bool:
+        """Make room for a chunk about to be stored; False if it will not be written."""
+        if self.stored_bytes is None or chunk.disk is not NO_FILE or chunk.expires_s is not None:
+            return False
+        need_bytes = self.stored_bytes(chunk.ref.num_blocks)
+        if self.num_writes >= self.max_writes or not self._make_room(chunk, need_bytes):
+            self.chunks.counters.writes_dropped += 1
+            return False
+        chunk.disk = WRITING
+        self.order.add(chunk.ref.prefix_key, need_bytes)
+        self.num_writes += 1
+        return True
+
+    def complete(self, chunk: Entry, *, stored: bool, size_bytes: int | None) -> None:
+        """Take the result of a write, and the bytes it took if these are not those reserved for it."""
+        self.num_writes -= 1
+        if not stored:
+            self.chunks.counters.writes_failed += 1
+            self.drop(chunk, announce=False)
+            return
+        self.chunks.counters.writes_done += 1
+        chunk.disk = STORED
+        self.chunks.note_change(chunk)
+        if size_bytes is not None:
+            self.order.resize(chunk.ref.prefix_key, size_bytes)
+        if chunk.forgotten:  # its removal may have been carried out before the write began
+            self.removals.append(chunk.ref)
+
+    def drop(self, chunk: Entry, *, announce: bool) -> None:
+        """Let a chunk leave the disk."""
+        self.chunks.note_change(chunk)
+        self.order.evict(chunk.ref.prefix_key)
+        if announce:
+            self.removals.append(chunk.ref)
+        chunk.disk = NO_FILE
+        if chunk.memory is NO_SLOT:
+            self.chunks.vanish(chunk)
+
+    def _make_room(self, newcomer: Entry, need_bytes: int) -> bool:
+        """Evict until the bytes fit, if the newcomer is worth more: all that is needed, or nothing."""
+        missing_bytes = self.order.used_bytes + need_bytes - self.order.capacity_bytes
+        victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
+        for key in victims or ():
+            self.chunks.counters.evicted_disk += 1
+            self.drop(self.chunks[key], announce=True)
+            self.chunks.note_evicted(key)
+        return victims is not None
+
+    def check_invariants(self) -> None:
+        """Assert that the policy orders what is on disk or being written, that it fits, and that writes are counted."""
+        chunks = self.chunks.items()
+        assert set(self.order) == {key for key, chunk in chunks if chunk.disk is not NO_FILE}
+        assert self.order.used_bytes <= self.order.capacity_bytes, "more on disk than fits"
+        assert self.num_writes == sum(chunk.disk is WRITING for _, chunk in chunks) <= self.max_writes
+
+
+@dataclass(eq=False)
+class RemoteSends:
+    """What is known of the remote tier, and the writes to it in flight.
+
+    Attributes:
+        chunks: all entries of the index.
+        view: what the tier is known to hold; None without one.
+        max_sends: writes that may be in flight at once; 0 for a tier that is only read.
+        num_sends: writes in flight.
+        answers: whether the tier can be asked and read now.
+    """
+
+    chunks: Entries
+    view: RemoteView | None
+    max_sends: int
+    num_sends: int = 0
+    answers: bool = True
+
+    def reserve(self, chunk: Entry, now_s: float) -> bool:
+        """Take a place in the queue; False if a chunk will not be sent."""
+        if self.view is None or not self.max_sends or chunk.expires_s is not None:
+            return False
+        if chunk.remote is not UNSENT:
+            return False
+        if self.view.holds(chunk.ref, now_s):  # another engine's
+            chunk.remote = SENT
+            return False
+        if self.num_sends >= self.max_sends:
+            self.chunks.counters.sends_dropped += 1
+            return False
+        chunk.remote = SENDING
+        self.num_sends += 1
+        return True
+
+    def complete(self, chunk: Entry, now_s: float, *, stored: bool) -> None:
+        """Take the result of a write."""
+        self.chunks.counters.sends_done += stored
+        self.chunks.counters.sends_failed += not stored
+        chunk.remote = SENT if stored else UNSENT
+        self.num_sends -= 1
+        if stored and not chunk.forgotten and self.view is not None:
+            self.view.note([chunk.ref], [True], now_s)
+
+    def check_invariants(self) -> None:
+        """Assert that writes are counted."""
+        sending = sum(chunk.remote is SENDING for chunk in self.chunks.values())
+        assert self.num_sends == sending <= self.max_sends

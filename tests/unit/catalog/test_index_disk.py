@@ -1,0 +1,249 @@
+"""The index over a disk tier: what is written there, what leaves it, and what it cannot give."""
+
+from __future__ import annotations
+
+import pytest
+from support.catalog import CHUNK, FULL_BYTES, keys, known_tokens, load, make, refs_of, store, stored_bytes
+
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import Place, StoreStep
+from kvstore.catalog.remote_view import RemoteView
+
+# Write and evict
+
+
+def test_what_is_evicted_from_memory_is_still_on_disk() -> None:
+    index = make(1, disk_chunks=4)
+    for seed in range(3):
+        store(index, 16, seed)
+    assert [known_tokens(index, 16, seed) for seed in range(3)] == [16] * 3
+    assert (index.slots_in_use, index.disk_used_bytes) == (1, 3 * FULL_BYTES)
+    assert [step.source for step in load(index, 16, 0)] == [Place.DISK]
+
+
+def test_the_disk_gives_way_in_order_of_use_and_says_so_first() -> None:
+    index = make(1, disk_chunks=2)
+    store(index, 16, 0)
+    store(index, 16, 1)
+    load(index, 16, 0)
+    assert index.take_removals() == []
+    steps = index.prepare_store(refs_of(16, 2))
+    assert index.take_removals() == refs_of(16, 1)
+    assert steps[0].targets == (Place.DISK,)
+    index.complete_store(steps, set())
+    index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=True)
+    assert index.disk_used_bytes == 2 * FULL_BYTES
+    assert [known_tokens(index, 16, seed) for seed in range(3)] == [16, 0, 16]
+    assert index.counters.evicted_disk == 1
+
+
+def test_a_failed_write_leaves_the_chunk_in_memory() -> None:
+    index = make(2, disk_chunks=2)
+    (step,) = store(index, 16, write=False)
+    assert index.disk_used_bytes == FULL_BYTES
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
+    assert (known_tokens(index, 16), index.disk_used_bytes, index.take_removals()) == (16, 0, [])
+
+
+def test_a_write_that_ends_before_its_store_shows_nothing_early() -> None:
+    index = make(2, disk_chunks=2)
+    (step,) = index.prepare_store(refs_of(16))
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    assert known_tokens(index, 16) == 0
+    index.complete_store([step], set())
+    assert known_tokens(index, 16) == 16
+    assert index.uses == 0
+
+
+def test_the_number_of_writes_is_bounded() -> None:
+    index = make(8, disk_chunks=8, max_writes=2)
+    steps = index.prepare_store(refs_of(64))
+    assert [bool(step.targets) for step in steps] == [True, True, False, False]
+    assert index.counters.writes_dropped == 2
+    index.check_invariants()
+
+
+def test_a_chunk_larger_than_the_disk_is_only_kept_in_memory() -> None:
+    index = ChunkIndex(2, disk_capacity_bytes=FULL_BYTES - 1, stored_bytes=stored_bytes)
+    steps = index.prepare_store(refs_of(24))
+    assert [bool(step.targets) for step in steps] == [False, True]  # the tail is smaller
+    index.check_invariants()
+
+
+def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
+    index = make(4, disk_chunks=2)
+    store(index, 16, 0)
+    held = store(index, 16, 1, write=False)
+    refs = index.prepare_load(refs_of(16, 0))
+    steps = index.prepare_store(refs_of(16, 2))  # both on disk are in use
+    assert [bool(step.targets) for step in steps] == [False]
+    assert index.take_removals() == []
+    assert index.disk_used_bytes == 2 * FULL_BYTES
+    index.complete_store(steps, set())
+    index.complete_load(refs, set(), set())
+    index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
+    index.check_invariants()
+    assert index.uses == 0
+
+
+def test_pool_as_a_mere_passage() -> None:
+    index = make(2, disk_chunks=8, keep=False)
+    (step,) = store(index, 16, write=False)
+    assert index.slots_in_use == 1
+    assert known_tokens(index, 16) == 16
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    assert (index.slots_in_use, known_tokens(index, 16)) == (0, 16)
+    assert [step.source for step in load(index, 16)] == [Place.DISK]
+    assert index.slots_in_use == 0
+
+
+def test_a_passage_does_not_take_what_it_cannot_pass_on() -> None:
+    index = make(4, disk_chunks=8, keep=False, max_writes=1)
+    steps = index.prepare_store(refs_of(48))
+    assert len(steps) == 1
+    assert index.counters.refused == index.counters.writes_dropped == 2
+    index.check_invariants()
+    index.complete_store(steps, set())
+    index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=False)
+    index.check_invariants()
+    assert (len(index), index.slots_in_use) == (0, 0)
+
+
+def test_adopting_without_a_disk_is_nothing() -> None:
+    index = make()
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
+    assert len(index) == 0
+
+
+def test_survivors_go_in_the_order_in_which_they_came() -> None:
+    index = make(2, disk_chunks=3)
+    index.adopt((refs_of(16, seed)[0], FULL_BYTES) for seed in range(3))
+    store(index, 16, seed=3)
+    assert index.take_removals() == refs_of(16, 0)
+
+
+# A disk that does not answer
+
+
+def test_what_did_not_arrive_is_not_lost() -> None:
+    index = make(2, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
+    steps = index.prepare_load(refs_of(32))
+    index.complete_load(steps, keys(steps), set())
+    assert (known_tokens(index, 32), index.slots_in_use, index.uses) == (32, 0, 0)
+    assert (index.take_removals(), index.counters.failed_loads, index.counters.lost_chunks) == ([], 2, 0)
+
+
+def test_a_load_in_line_behind_one_that_failed_loses_nothing_either() -> None:
+    index = make(2, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
+    first, second = index.prepare_load(refs_of(16)), index.prepare_load(refs_of(16))
+    index.complete_load([*first, *second], keys(first), set())
+    assert (known_tokens(index, 16), index.counters.lost_chunks, index.uses) == (16, 0, 0)
+
+
+def test_a_slot_without_its_chunk_is_forgotten() -> None:
+    index = make(4, disk_chunks=4)
+    store(index, 32)
+    steps = index.prepare_load(refs_of(32))
+    index.complete_load(steps, keys(steps[1:]), set())
+    assert (known_tokens(index, 32), index.counters.lost_chunks) == (16, 1)
+    assert keys(index.take_removals()) == keys(steps[1:])
+
+
+def test_slots_of_failed_reads_are_taken_last() -> None:
+    index = make(3, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
+    (step,) = index.prepare_load(refs_of(16))
+    index.complete_load([step], keys([step]), set())
+    assert [other.slot for other in index.prepare_store(refs_of(48, 1))][-1] == step.slot
+
+
+def test_nothing_is_promised_that_only_a_silent_disk_has() -> None:
+    index = make(3, disk_chunks=4)
+    index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
+    load(index, 16)
+    index.set_disk_answers(answers=False)
+    assert known_tokens(index, 32) == 16
+    assert len(index.prepare_store(refs_of(16, 1))) == 1  # writes go on: one of them will be the first to succeed
+    index.set_disk_answers(answers=True)
+    assert known_tokens(index, 32) == 32
+
+
+@pytest.mark.parametrize("disk_answers", [True, False])
+def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
+    """Computed again because the disk failed, it takes its old self's place: in memory, and by a new write."""
+    index = make(2, disk_chunks=4)
+    store(index, CHUNK)
+    store(index, 2 * CHUNK, seed=1)  # takes both slots: the first chunk is only on disk now
+    index.set_disk_answers(answers=disk_answers)
+    if disk_answers:
+        steps = index.prepare_load(refs_of(CHUNK))
+        index.complete_load(steps, keys(steps), set())
+    (step,) = index.prepare_store(refs_of(CHUNK))
+    assert step.gather
+    assert bool(step.targets)
+    assert index.take_removals() == refs_of(CHUNK)
+    index.complete_store([step], set())
+    assert known_tokens(index, CHUNK) == CHUNK
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    index.check_invariants()
+
+
+# Writes that were dropped
+
+
+def test_a_write_that_was_dropped_is_planned_again() -> None:
+    index = make(4, disk_chunks=4, max_writes=1)
+    first, second = store(index, 32)
+    assert (bool(first.targets), bool(second.targets)) == (True, False)
+    (step,) = index.prepare_store(refs_of(32))
+    assert step == StoreStep(second.ref, second.slot, (Place.DISK,), gather=False)
+    assert index.prepare_store(refs_of(32)) == []  # on its way
+    index.complete_store([step], keys([step]))  # nothing was copied: the chunk is what it was
+    assert known_tokens(index, 32) == 32
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    index.check_invariants()
+    assert (index.disk_used_bytes, index.uses, index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
+    assert index.prepare_store(refs_of(32)) == []
+
+
+def test_what_a_codec_made_smaller_leaves_room() -> None:
+    index = make(8, disk_chunks=2)
+    steps = store(index, 32, write=False)
+    for step in steps:
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=True, size_bytes=FULL_BYTES // 2)
+    assert index.disk_used_bytes == FULL_BYTES
+    store(index, 16, seed=1)
+    index.check_invariants()
+    assert index.counters.evicted_disk == 0
+    assert index.disk_used_bytes == 2 * FULL_BYTES
+
+
+def test_what_could_not_be_sent_is_sent_when_it_is_offered_again() -> None:
+    index = ChunkIndex(4, remote=RemoteView(60.0), max_sends=2)
+    (step,) = index.prepare_store(refs_of(16))
+    assert step.targets == (Place.REMOTE,)
+    index.complete_store([step], set())
+    index.complete_write(step.ref.prefix_key, Place.REMOTE, stored=False)
+    (again,) = index.prepare_store(refs_of(16))
+    assert (again.targets, again.gather) == ((Place.REMOTE,), False)
+    index.complete_store([again], set())
+    index.complete_write(again.ref.prefix_key, Place.REMOTE, stored=True)
+    assert index.prepare_store(refs_of(16)) == []
+
+
+# Tails
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
+    index = make(8, disk_chunks=8)
+    store(index, 20)
+    steps = store(index, 32, write=False)
+    assert (index.counters.superseded_tails, index.take_removals()) == (0, [])
+    for step in steps:
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=stored)
+    index.check_invariants()
+    assert index.counters.superseded_tails == stored
+    assert index.take_removals() == refs_of(20)[1:] * stored
