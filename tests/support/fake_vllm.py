@@ -120,6 +120,19 @@ class FakeVllm(FakeRunner):
         return not idle
 
     def _schedule(self) -> Step:
+        work, preempted = self._schedule_running()
+        has_loads = not preempted and self._schedule_waiting(work)
+        blocks = {part.request.request_id: part.request.blocks for part in work}
+        counts = {part.request.request_id: part.count for part in work}
+        plan = self.scheduler.plan_step(counts, blocks.__getitem__, preempts=self.preempted)
+        self.preempted = False
+        for part in work:
+            self._after_schedule(part)
+        self.planned += 1
+        return Step(copy.deepcopy(plan), work, has_loads)
+
+    def _schedule_running(self) -> tuple[list[Scheduled], bool]:
+        """The parts of the requests that run, and whether any had to be preempted."""
         work: list[Scheduled] = []
         budget = self.setup.budget
         preempted = False
@@ -144,10 +157,15 @@ class FakeVllm(FakeRunner):
                 break
             work.append(self._part(request, count, drafts))
             budget -= count
+        return work, preempted
+
+    def _schedule_waiting(self, work: list[Scheduled]) -> bool:
+        """Add the parts of requests that wait, as far as there is room; whether any of them loads in this step."""
+        budget = self.setup.budget - sum(part.count for part in work)
         has_loads = False
         skipped: list[FakeRequest] = []
         self.waiting = deque(sorted(self.waiting, key=lambda request: not request.blocks))  # first those that hold some
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.setup.max_running:
+        while self.waiting and budget > 0 and len(self.running) < self.setup.max_running:
             request = self.waiting.popleft()
             if (request.stale and not request.drop_stale) or (request.state == "loading" and not request.loaded):
                 skipped.append(request)
@@ -200,14 +218,7 @@ class FakeVllm(FakeRunner):
             work.append(self._part(request, count, 0))
             budget -= count
         self.waiting.extendleft(reversed(skipped))
-        blocks = {part.request.request_id: part.request.blocks for part in work}
-        counts = {part.request.request_id: part.count for part in work}
-        plan = self.scheduler.plan_step(counts, blocks.__getitem__, preempts=self.preempted)
-        self.preempted = False
-        for part in work:
-            self._after_schedule(part)
-        self.planned += 1
-        return Step(copy.deepcopy(plan), work, has_loads)
+        return has_loads
 
     def _fits_wholly(self, request: FakeRequest) -> bool:
         """Whether there will be blocks for the rest of a request, and of those that hold blocks and wait."""
