@@ -3,6 +3,9 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
+# Most tests wait for timeouts, servers and processes, so that more of them than there are processors run side by side;
+# each with one thread, as the libraries' threads would fight for the same cores.
+SIDE_BY_SIDE := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate clean
@@ -14,10 +17,10 @@ demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 	@$(BIN)/kvstore demo
 
 test: venv  ## all tests but the long ones, real vLLM included
-	@$(BIN)/pytest
+	@$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-unit: venv-unit  ## tests of the engine: no vLLM, about a minute
-	@$(BIN)/pytest tests/unit
+	@$(BIN)/pytest $(SIDE_BY_SIDE) tests/unit
 
 test-gpu: venv-unit  ## tests that need a CUDA device; skipped where there is none
 	@$(BIN)/pytest -m gpu

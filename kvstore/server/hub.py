@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.protocol.loopback import buffer_bytes
 from kvstore.server.doors import Doors
 from kvstore.server.freight import Ways
@@ -144,8 +145,8 @@ class Hub:
         options = self.options
         self.pool = Pool(options.pool_bytes)
         opened.callback(self.pool.close)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 if options.tcp else 1)
-        opened.callback(self._context.destroy, linger=0)
+        self._context = open_context(io_threads=2 if options.tcp else 1)
+        opened.callback(close_context, self._context)
         self._locks = Locks(self._context, options.listed) if options.keys else None
         self._doors: Doors | None = None
         if options.folder is not None:

@@ -13,10 +13,17 @@ from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_s
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
-@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("num_prompts", "min_chunks"), [(2, 2), pytest.param(None, 51, marks=pytest.mark.soak)], ids=["a few", "all"]
+)
 def test_one_computes_and_the_other_reads_until_the_first_has_gone(
-    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion]
+    tiny_model: Path,
+    prompts: list[Prompt],
+    plain_outputs: list[Completion],
+    num_prompts: int | None,
+    min_chunks: int,
 ) -> None:
+    prompts, plain_outputs = prompts[:num_prompts], plain_outputs[:num_prompts]
     port = free_port()
     serves = {
         "kvstore.enable_pd": True,
@@ -42,7 +49,7 @@ def test_one_computes_and_the_other_reads_until_the_first_has_gone(
             assert_same_outputs(plain_outputs, pulled)
             for prompt, got in zip(prompts, pulled, strict=True):
                 assert got.cached_tokens >= whole_blocks(len(prompt)), len(prompt)
-            assert reader.moved.chunks_loaded_from_remote > 50
+            assert reader.moved.chunks_loaded_from_remote >= min_chunks
             reader.assert_idle()
             opened.close()
             reader.forget_local()

@@ -18,7 +18,7 @@ from kvstore.tools.cli import app
 from kvstore.tools.demo.client import complete, read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.soak]
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 OUTPUT_TOKENS = 12
 LONG = 3500  # takes many seconds
@@ -92,6 +92,7 @@ def send_ahead(engines: Disaggregation, server: ServerProcess, prompt: Prompt) -
     wait_for("the server has the prompt", has_come, timeout_s=60)
 
 
+@pytest.mark.soak
 def test_answers_are_those_of_one_vllm(engines: Disaggregation, server: ServerProcess, plain: list[list[str]]) -> None:
     given = computed = num_handed_over = 0
     for number, (prompt, words) in enumerate(zip(PROMPTS, plain, strict=False)):
@@ -120,6 +121,7 @@ def test_chats_are_those_of_one_vllm(engines: Disaggregation, plain: list[list[s
         assert answer["choices"][0]["message"]["content"].split()[: len(words)] == words
 
 
+@pytest.mark.soak
 def test_what_vllm_finds_wrong_is_passed_on(engines: Disaggregation) -> None:
     asked = {"model": engines.model, "prompt": [1] * 5000, "max_tokens": 1}
     answers = [
@@ -130,6 +132,7 @@ def test_what_vllm_finds_wrong_is_passed_on(engines: Disaggregation) -> None:
     assert answers[0].json() == answers[1].json()
 
 
+@pytest.mark.soak
 def test_a_client_that_hangs_up_ends_its_request(engines: Disaggregation) -> None:
     url = engines.decode.url
     before = read_counter(url, "vllm:generation_tokens_total")
@@ -146,6 +149,7 @@ def test_a_client_that_hangs_up_ends_its_request(engines: Disaggregation) -> Non
     assert read_counter(url, "vllm:generation_tokens_total") - before < LONG
 
 
+@pytest.mark.soak
 def test_a_prefill_engine_that_is_killed(engines: Disaggregation, plain: list[list[str]]) -> None:
     engines.prefill.kill()
     answer = engines.ask("/v1/completions", {"prompt": ALONE, "max_tokens": OUTPUT_TOKENS})
@@ -154,6 +158,7 @@ def test_a_prefill_engine_that_is_killed(engines: Disaggregation, plain: list[li
     assert read_counter(engines.proxy.url, "kvstore_proxy_fallbacks_total") == 1
 
 
+@pytest.mark.soak
 def test_a_decode_engine_that_is_killed(engines: Disaggregation) -> None:
     """In the middle of a stream, and before the next one."""
     asked = {"model": engines.model, "prompt": ALONE[:50], "max_tokens": LONG, "ignore_eos": True, "stream": True}

@@ -38,6 +38,24 @@ def is_all_cached(prompts: list[Prompt], outputs: list[Completion]) -> bool:
     return all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True))
 
 
+def test_what_one_vllm_has_computed_another_loads(
+    tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: ServerProcess
+) -> None:
+    store, few, expected = through_memory(server.url), prompts[-3:], plain_outputs[-3:]
+    job = {"model": str(tiny_model), "two_processes": False, "max_tokens": 12}
+    first = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": few}
+    ((cold,),) = run_elsewhere(job | {"engines": [first]})
+    assert_same_outputs(expected, cold)
+    with Engine(tiny_model, store) as engine:
+        shared = engine.generate(few)
+        assert_same_outputs(expected, shared)
+        assert is_all_cached(few, shared)
+        server.kill()
+        engine.forget_local()
+        assert_same_outputs(expected, engine.generate(few))
+        engine.assert_idle()
+
+
 @pytest.mark.soak
 def test_two_processes_share_a_server_that_dies_and_comes_back(
     tiny_model: Path,

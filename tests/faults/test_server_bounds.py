@@ -29,7 +29,7 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server import rack, watch
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.server.rack import ShelfOptions
-from kvstore.server.spaces import NO_QUOTA, Space
+from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
 from kvstore.tiers.disk.tier import DiskTier
@@ -412,13 +412,18 @@ class TestPlaces:
             client.hello({"model": "large"}, messages.Geometry.of(large))
             other.hello({"model": "small"}, messages.Geometry.of(small))
             seen: list[int] = []
-            lookup = server.hub.stock.lookup
+            lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
+
+            def slowly(space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+                time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
+                return reserve(space, ref, capacity_bytes)
 
             def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
                 seen.append(server.hub.stock.num_displaced)
                 return lookup(space, refs)
 
             server.hub.stock.lookup = watched  # type: ignore[method-assign]
+            server.hub.stock.reserve = slowly  # type: ignore[method-assign]
             gate = threading.Event()
             server.hub._report(partial(hold, gate))
             refs = [make_ref(number, 1) for number in range(5)]

@@ -307,7 +307,7 @@ def test_a_start_that_fails_late_leaves_nothing_open(
         if thread.name.startswith("kvstore") and thread.name not in before:
             thread.join(HANG_GUARD_S)
             assert not thread.is_alive(), thread.name
-    assert our_threads() == before
+    assert not set(our_threads()) - set(before)  # of earlier tests some may have ended meanwhile
     with rig.open(local_disk=folders) as engine:
         assert rig.store(engine, tokens_of(1, 16)) == 16
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import zmq
-
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.url import ServerTarget
 
@@ -75,7 +74,7 @@ class Links:
         self._target = target
         self._geometry = geometry
         self._bound_bytes = bound_bytes
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = open_context()
         self._changed = threading.Condition()
         self._idle: list[tuple[Home, Link]] = []
         self._in_use = 0
@@ -141,7 +140,7 @@ class Links:
             is_quiet = self._changed.wait_for(lambda: not self._in_use, self._target.timeout_s + _CLOSE_WAIT_S)
         self._hang_up_idle()
         if is_quiet:  # or it would wait for sockets that are in use
-            self._context.term()
+            close_context(self._context)
 
     def _act(self, action: Callable[[Link, Home], Result]) -> tuple[Home, Link, Result]:
         try:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from kvstore.catalog.sequence import chunk_refs, tail_refs
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher
 from kvstore.protocol import messages
+from kvstore.protocol.contexts import close_context, open_context
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.url import ServerTarget
 
@@ -47,11 +46,11 @@ class Operator:
     """
 
     def __init__(self, target: ServerTarget) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = open_context()
         try:
             self._link = Link(self._context, target)
         except BaseException:
-            self._context.destroy(linger=0)
+            close_context(self._context)
             raise
 
     def ping(self) -> str:
@@ -92,7 +91,7 @@ class Operator:
     def close(self) -> None:
         """Hang up."""
         self._link.close()
-        self._context.term()
+        close_context(self._context)
 
     def _find(self, space: dict[str, Any], tokens: Sequence[int], extras: KeyExtras) -> Found:
         hasher = PrefixHasher(space["chunk_tokens"], space["block_tokens"], extras)
