@@ -1,14 +1,13 @@
-"""Opens what one worker or engine uses: the pool, the slower tiers with their guards, and the lanes to them."""
+"""Opens what a worker or engine uses: the CPU pool, the slower tiers with their guards, and the lanes to them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore.catalog.plans import Place
@@ -16,16 +15,15 @@ from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
+from kvstore.options import EngineOptions, RemoteOptions, Shard
 from kvstore.paged.base import PagedKV
-from kvstore.policies import Adaptive
 from kvstore.tiers import open_tier, tier_behind
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
-from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import describe_foreign
-from kvstore.tiers.gpu.tier import GpuTier
 from kvstore.tiers.guards import GuardOptions, Statistics, find, guarded
 from kvstore.tiers.peers import PeersTier, at_rank
 from kvstore.transfer.hot import HotChunks
@@ -35,87 +33,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 10.0  # how often a tier that is left out is tried again
 _ASKING_THREADS = 3  # one asks; the others are for questions that hang
-_SLOW_TIMEOUT_S = 30.0  # of calls that touch every file, such as the one that looks what is there
-
-
-@dataclass(frozen=True)
-class RemoteOptions:
-    """A tier that several engines share.
-
-    Attributes:
-        url: where it is; its scheme says what it is. None for none: chunks come from peers only.
-        settings: what only this kind of tier has.
-        required: refuse to start without it, instead of a warning and another try later.
-        io_threads: reads in flight at once.
-        lookup_timeout_s: how long an answer about what it holds may take; then it holds nothing.
-        hold_s: how long such an answer counts.
-        max_queue: chunks that may wait to be sent; None means a quarter of the pool, 0 a tier that is only read.
-        sends: False where another worker holds the same KV and sends it.
-        peers: servers of other engines' first workers, which are only read; None for none, nor any ``sources``.
-        sources: the same, but each is only read for requests that name it.
-        peer_settings: what a tier at a peer has.
-        rank: of this worker, whose peers are at ports that much higher.
-    """
-
-    url: str | None
-    settings: Mapping[str, object] = field(default_factory=dict)
-    required: bool = False
-    io_threads: int = 4
-    lookup_timeout_s: float = 1.0
-    hold_s: float = 3.0
-    max_queue: int | None = None
-    sends: bool = True
-    peers: tuple[str, ...] | None = None
-    sources: tuple[str, ...] = ()
-    peer_settings: Mapping[str, object] = field(default_factory=dict)
-    rank: int = 0
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What one worker may use.
-
-    Attributes:
-        max_local_cpu_bytes: bound of the pool in host memory.
-        local_cpu: False makes that pool a mere passage to the disk.
-        local_disk: folder of the disk tier, or one on each of several disks; None or () for none.
-        max_local_disk_bytes: bound of all folders together, everything in them included.
-        save_unfull_chunk: store the last, shorter chunk of a sequence too.
-        use_odirect: None probes the folder.
-        disk_io_threads: reads in flight at once.
-        io_timeout_s: deadline of each call to a slower tier, and the default bound of ``flush`` and ``close``.
-        lease_timeout_s: how long a lease holds its chunks if nobody releases it.
-        max_write_queue: chunks that may wait for the disk; None means half of the pool.
-        remote: a tier that several engines share; None for none.
-        cache_policy: which chunks go first from memory, a name in ``POLICIES``.
-        disk_policy: the same for the disk; None for the same as memory's.
-        disk_codec: what chunks on disk are encoded with, a name in ``CODEC_NAMES``.
-        max_local_gpu_bytes: bound of the device memory for the chunks loaded most often; 0 for none.
-    """
-
-    max_local_cpu_bytes: int
-    local_cpu: bool = True
-    local_disk: str | Path | tuple[str | Path, ...] | None = None
-    max_local_disk_bytes: int = 0
-    save_unfull_chunk: bool = True
-    use_odirect: bool | None = None
-    disk_io_threads: int = 4
-    io_timeout_s: float = 10.0
-    lease_timeout_s: float = 300.0
-    max_write_queue: int | None = None
-    remote: RemoteOptions | None = None
-    cache_policy: str = Adaptive.name
-    disk_policy: str | None = None
-    disk_codec: str = "none"
-    max_local_gpu_bytes: int = 0
-
-
-class Shard(NamedTuple):
-    """A part of every chunk that one worker holds, or several that hold the same, and where others have it."""
-
-    namespace: Namespace
-    layout: KVLayout
-    remote: RemoteOptions
+_SLOW_TIMEOUT_S = 30.0  # for calls that touch every file, such as a scan
 
 
 @dataclass(frozen=True)
@@ -131,8 +49,8 @@ class OpenTiers:
         namespace_id: whose chunks all of them hold.
     """
 
-    cpu: CpuTier
-    disk: Tier | None = None
+    cpu: LabelledPool
+    disk: BoundedTier | None = None
     remote: Tier | None = None
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
@@ -163,7 +81,7 @@ class OpenTiers:
         return lanes
 
     def close(self) -> None:
-        """Close all of them, for whoever has not given them to lanes and a mover, which do that otherwise."""
+        """Close all of them. Only before lanes and a mover have them, which close them otherwise."""
         with ExitStack() as closing:
             for part in (self.cpu, self.disk, self.remote, self.hot):
                 if part is not None:
@@ -174,7 +92,7 @@ class OpenTiers:
         return None if self.disk is None else self.disk.size_of(ref)
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
-        """Read some chunks from an engine that a request names, too, if it is one that may be named."""
+        """Let some chunks be read from the engine that a request names, if requests may name it."""
         with_peers = find(self.remote, PeersTier) if self.remote is not None else None
         if with_peers is not None:
             with_peers.read_from(source, refs)
@@ -191,10 +109,10 @@ class OpenTiers:
 
 
 def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:
-    """Make the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
+    """Allocate the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
 
     Raises:
-        ConfigError: a bound is too small, or more than the machine has; or something cannot be used as configured.
+        ConfigError: a size is too small, or more than the machine has; or something cannot be used as configured.
         FolderOwnedError: another process uses a folder.
         TierError: a folder cannot be read, or a remote tier that is required does not answer.
     """
@@ -209,7 +127,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
     folders = tuple(map(Path, named))
     disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
-        cpu = CpuTier(SlabPool(num_slots, slot_bytes))
+        cpu = LabelledPool(SlabPool(num_slots, slot_bytes))
         opened.callback(cpu.close)
         if options.remote is not None:
             remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)
@@ -228,25 +146,19 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             survivors = disk.scan()
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes:
-            hot = _open_hot(paged, namespace, options.max_local_gpu_bytes)
+            hot = HotChunks(paged, options.max_local_gpu_bytes)
         opened.pop_all()
     return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
 
 
 def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
-    """Say why chunks in the folders are not ours: often one setting was changed by mistake."""
+    """Say why chunks in the folders cannot be used: often one setting was changed by mistake."""
     try:
         described = sorted({line for folder in folders for line in describe_foreign(folder, namespace)})
-    except OSError:  # the scan has read it; and this is for people only
+    except OSError:  # only information is lost
         return
     for line in described:
         logger.info("the disk folder has chunks that cannot be used here: their namespace differs in %s", line)
-
-
-def _open_hot(paged: PagedKV, namespace: Namespace, max_bytes: int) -> HotChunks:
-    gpu = open_tier("gpu", TierSetup(namespace, paged.layout, max_bytes, {"device": str(paged.device)}))
-    assert isinstance(gpu, GpuTier)
-    return HotChunks(gpu, paged)
 
 
 def open_remote(
@@ -259,8 +171,8 @@ def open_remote(
         layout: the geometry of the chunks.
         options: which tier.
         io_timeout_s: deadline of each call.
-        asks_only: it will be asked what it holds, from one thread, and nothing else. Otherwise it is found out now
-            whether it can be used, and if not, said so, or refused where it is required.
+        asks_only: it is for lookups only, from one thread. Otherwise it is checked now, and if it cannot be used, a
+            warning is logged, or it is refused if it is required.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
@@ -280,7 +192,7 @@ def open_remote(
             tier = own
         else:
             open_peer = partial(_open_peer, layout, options, replace(guard, failures=1))
-            for url in options.sources:  # which are opened when they are named
+            for url in options.sources:  # checked now, and opened when a request names them
                 at_rank(url, options.rank)
             tier = Statistics(PeersTier(own, options.peers, open_peer, namespace, layout, sources=options.sources))
         opened.pop_all()
@@ -298,7 +210,9 @@ def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteO
         except TierError as error:
             if options.required:
                 raise
-            logger.warning("the remote tier cannot be used now: %s; going on without it, and trying again later", error)
+            logger.warning(
+                "the remote tier cannot be used now: %s; continuing without it and trying again later", error
+            )
         opened.pop_all()
     return tier
 
@@ -309,12 +223,12 @@ def _open_peer(layout: KVLayout, options: RemoteOptions, guard: GuardOptions, ur
     settings = {**options.peer_settings, "url": address}
     tier = open_tier(tier_behind(address), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
     where = urlsplit(address)
-    tier.name = f"peer-{where.hostname}:{where.port}"  # what is said about it must say which
+    tier.name = f"peer-{where.hostname}:{where.port}"  # log lines must tell which peer
     return guarded(tier, guard)
 
 
 def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
-    """Open a remote tier for questions only, once for each shard that must hold its part of a chunk.
+    """Open a remote tier for lookups only, once for each shard that must hold its part of a chunk.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
@@ -329,12 +243,12 @@ def open_directory(shards: Iterable[Shard]) -> RemoteDirectory:
 
 
 def slow_timeout_s(io_timeout_s: float) -> float:
-    """How long a call may take that touches every file, where others may take ``io_timeout_s``."""
+    """The deadline of calls that touch every file, where others have ``io_timeout_s``."""
     return max(io_timeout_s, _SLOW_TIMEOUT_S)
 
 
 def _guard_options(io_timeout_s: float, read_threads: int, *, asks_storage: bool = False) -> GuardOptions:
-    """One time-out of all readers opens the breaker, so that a load waits for a hanging tier only once."""
+    """One time-out of every reader opens the breaker, so that a load waits for a hanging tier only once."""
     return GuardOptions(
         timeout_s=io_timeout_s,
         slow_timeout_s=slow_timeout_s(io_timeout_s),

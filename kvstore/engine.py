@@ -1,54 +1,52 @@
 """The cache engine for use without a serving engine: index and mover in one process, behind LMCache-like calls.
 
-    paged = bind_paged_kv(kv_caches, num_blocks=..., block_tokens=16, chunk_tokens=256)
-    with CacheEngine(paged, Namespace({"model": "llama-8b"}), EngineOptions(max_local_cpu_bytes=4 << 30)) as engine:
+    with CacheEngine.open(kv_caches, model="llama-8b", num_blocks=4096, block_tokens=16, cpu_bytes=4 << 30) as engine:
         engine.store(tokens, slot_mapping=slots)
         known_tokens = engine.lookup(tokens)
         loaded = engine.retrieve(tokens, slot_mapping=slots)  # bool [num_tokens]
 
-Every call takes the whole token sequence from position 0. A ``mask`` is F...FT...T: the tokens marked False are already
-where they should be, and are neither stored nor loaded. ``slot_mapping`` gives each token's slot in the paged cache,
-``block_id * block_tokens + offset``; where KV is moved it must cover whole, aligned blocks.
+Every call takes the whole token sequence, from position 0. A ``mask`` is F...FT...T: tokens marked False are neither
+stored nor loaded. ``slot_mapping`` gives each token's slot in the paged cache, ``block_id * block_tokens + offset``;
+the tokens to be moved must fill whole, aligned blocks.
 """
 
 from __future__ import annotations
 
 import math
-import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
 
-from kvstore.assembly import EngineOptions, Shard, open_directory, open_tiers, slow_timeout_s
-from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.lookup import QUESTION_ROUNDS
+from kvstore.assembly import open_tiers, slow_timeout_s
 from kvstore.catalog.plans import IndexCounters, Match, Place
-from kvstore.catalog.remote_view import RemoteView, Told
-from kvstore.catalog.sequence import all_refs, chunk_refs, pin_name
+from kvstore.catalog.sequence import pin_name
 from kvstore.chunks import ChunkRef
-from kvstore.errors import ClosedError, InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixHasher, PrefixKey
-from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.errors import InvalidCallError
+from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace, PrefixKey, new_epoch
+from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.paged.base import BlockIds, LayerCache, PagedKV
+from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.copiers import copy_threads
+from kvstore.planner import Planner
 from kvstore.requests import Request, Slots, Tokens, check_request, hash_tokens
 from kvstore.tiers.base import TierCounters
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.layerwise import LayerLoad, LayerStore, LayerWork, by_layer
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters
 
-__all__ = ["CacheEngine", "EngineOptions", "EngineStats", "new_epoch"]
+__all__ = ["CacheEngine", "EngineStats"]
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
-Result = TypeVar("Result")
+DEFAULT_CPU_BYTES = 5 << 30  # as ``max_local_cpu_size``
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class CacheEngine:
     """Stores and retrieves the KV of token sequences. Thread-safe; calls that move KV run one at a time."""
 
     def __init__(self, paged: PagedKV, namespace: Namespace, options: EngineOptions) -> None:
-        """Open the tiers and take in what the disk still holds. A failure leaves nothing open or locked.
+        """Open the tiers, and adopt the chunks that the disk still holds. A failure leaves nothing open or locked.
 
         Raises:
             ConfigError, FolderOwnedError, TierError: see ``open_tiers``.
@@ -77,6 +75,47 @@ class CacheEngine:
             self._open(paged, namespace, options, opened)
             opened.pop_all()
 
+    @classmethod
+    def open(
+        cls,
+        kv_caches: Mapping[str, LayerCache],
+        *,
+        model: str | Mapping[str, str | int],
+        num_blocks: int,
+        block_tokens: int,
+        chunk_tokens: int = 256,
+        cpu_bytes: int = DEFAULT_CPU_BYTES,
+        disk: str | Path | Sequence[str | Path] = (),
+        disk_bytes: int = 0,
+        remote: RemoteOptions | None = None,
+    ) -> Self:
+        """An engine over a model's KV tensors. For everything else that can be set, see ``EngineOptions``.
+
+        Args:
+            kv_caches: the tensor of each layer by name, in the order of the layers, all on one device: blocks in front,
+                ``[num_blocks, ...]``, or K and V, ``[2, num_blocks, ...]``; or a pair (K, V) of tensors.
+            model: whose KV this is: a name, or fields like ``{"model": ..., "revision": ...}``. KV is found again only
+                under equal fields, so name everything that changes it: weights, revision, quantization.
+            num_blocks: blocks in each tensor.
+            block_tokens: tokens in a block.
+            chunk_tokens: tokens stored and found as one piece; a multiple of ``block_tokens``.
+            cpu_bytes: size of the pool in host memory, taken at once.
+            disk: folder of the disk tier, or one on each of several disks; empty for none.
+            disk_bytes: bound of all folders together.
+            remote: a tier shared with other engines.
+
+        Raises:
+            LayoutError: the tensors cannot be stored block by block.
+            ConfigError, FolderOwnedError, TierError: a size is too small, or a tier cannot be opened.
+        """
+        paged = bind_paged_kv(kv_caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
+        namespace = Namespace({"model": model} if isinstance(model, str) else model)
+        folders = (disk,) if isinstance(disk, str | Path) else tuple(disk)
+        options = EngineOptions(
+            max_local_cpu_bytes=cpu_bytes, local_disk=folders, max_local_disk_bytes=disk_bytes, remote=remote
+        )
+        return cls(paged, namespace, options)
+
     def _open(self, paged: PagedKV, namespace: Namespace, options: EngineOptions, opened: ExitStack) -> None:
         self.layout = paged.layout
         self._num_blocks = paged.num_blocks
@@ -84,24 +123,9 @@ class CacheEngine:
         self._options = options
         self._tiers = open_tiers(paged, namespace, options)
         opened.callback(self._tiers.close)
-        remote, disk = options.remote, self._tiers.disk
-        self._view = RemoteView(remote.hold_s) if remote else None
-        self._directory = open_directory([Shard(namespace, self.layout, remote)]) if remote else None
-        if self._directory is not None:
-            opened.callback(self._directory.close)
-        self._index = ChunkIndex(
-            self._tiers.cpu.num_slots,
-            keep_in_memory=options.local_cpu,
-            disk_capacity_bytes=disk.usable_bytes if disk else 0,
-            stored_bytes=disk.stored_bytes if disk else None,
-            max_writes=options.max_write_queue,
-            remote=self._view,
-            max_sends=remote.max_queue if remote and remote.url else 0,
-            cache_policy=options.cache_policy,
-            disk_policy=options.disk_policy,
-        )
-        self._index.adopt(self._tiers.survivors)
-        lanes = self._tiers.open_lanes(options, self._on_written)
+        self._planner = Planner(namespace, self.layout, options, self._tiers, self._remove)
+        opened.callback(self._planner.close)
+        lanes = self._tiers.open_lanes(options, self._planner.complete_write)
         self._mover = Mover(
             paged,
             self._tiers.cpu,
@@ -110,12 +134,10 @@ class CacheEngine:
             is_passage=not options.local_cpu,
             copy_threads=copy_threads(),
         )
-        self._index_lock = threading.Lock()  # decisions: short, never held during I/O
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
         self._clears = 0  # and resets
-        self._told_drops = 0  # writes that were not queued, up to the last flush
-        self._closed = False
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -128,66 +150,57 @@ class CacheEngine:
     def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS, lease_id: str | None = None) -> int:
         """How many leading tokens ``retrieve`` would find, in whole blocks; a remote tier is asked.
 
-        With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; asking again under
-        the same name renews the lease. All leases together hold at most half of the pool: what goes beyond, or is
-        only at the remote tier, is answered all the same, without a lease.
+        With ``lease_id`` they are kept from eviction until ``release``, or for ``lease_timeout_s``; another lookup with
+        the same id renews the lease. All leases together hold at most half of the pool: tokens beyond that, or only in
+        the remote tier, are counted but not held.
         """
 
         def answer(match: Match) -> int:
             if lease_id is not None:
-                self._index.lease(lease_id, match.refs, self._options.lease_timeout_s)
+                self._planner.index.lease(lease_id, match.refs, self._options.lease_timeout_s)
             return match.num_tokens
 
-        return self._match(hash_tokens(self.layout, tokens, extras), answer)
+        return self._planner.match(hash_tokens(self.layout, tokens, extras), answer)
 
     def release(self, lease_id: str) -> None:
         """End a lease. Unknown and ended ones are ignored."""
-        with self._index_lock:
-            self._begin_decision()
-            self._index.release(lease_id)
+        with self._planner.deciding() as index:
+            index.release(lease_id)
 
     def pin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Keep the known prefix of a sequence in the tiers where it is until ``unpin``. Returns the tokens held.
+        """Keep the known prefix of a sequence in its tiers until ``unpin``. Returns the tokens held.
 
         Pins count as leases: together they hold at most half of the pool.
         """
         hasher = hash_tokens(self.layout, tokens, extras)
-        with self._index_lock:
-            self._begin_decision()
-            match = self._index.lookup(hasher)
-            held = self._index.lease(pin_name(hasher), match.refs, math.inf)
+        with self._planner.deciding() as index:
+            match = index.lookup(hasher)
+            held = index.lease(pin_name(hasher), match.refs, math.inf)
             return sum(ref.num_blocks for ref in match.refs[:held]) * self.layout.block_tokens
 
     def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
-        """End the pin of exactly this sequence; one that was never pinned is ignored."""
-        hasher = hash_tokens(self.layout, tokens, extras)
-        with self._index_lock:
-            self._begin_decision()
-            self._index.release(pin_name(hasher))
+        """End the pin of exactly this sequence, if there is one."""
+        self.release(pin_name(hash_tokens(self.layout, tokens, extras)))
 
     def prefetch(self, tokens: Tokens, tier: str = "cpu", *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Bring the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
+        """Load the known prefix of a sequence into a faster tier; ``cpu`` is the only one.
 
-        Returns how many leading tokens are in memory when it is done: what lies behind a chunk that could not be loaded
-        does not count, though it may be there. Without ``local_cpu`` nothing stays in memory: the answer is 0, and
-        nothing is read.
+        Returns how many leading tokens are in memory then; they end at the first chunk that could not be loaded.
+        Without ``local_cpu`` nothing stays in memory: nothing is read, and the answer is 0.
 
         Raises:
             InvalidCallError: another tier.
             ClosedError: after ``close``.
         """
         if tier != "cpu":
-            raise InvalidCallError(f'cannot prefetch into {tier!r}: the only tier that can be filled so is "cpu"')
+            raise InvalidCallError(f'cannot prefetch into {tier!r}: use "cpu", the only tier to prefetch into')
         hasher = hash_tokens(self.layout, tokens, extras)
-        told = self._ask_remote(hasher)
+        told = self._planner.ask_remote(hasher)
         with self._turn():
-            with self._index_lock:
-                self._begin_decision()
-                refs = self._index.lookup(hasher, told=told).refs if self._options.local_cpu else ()
-                steps = self._index.prepare_load(refs, told)
+            steps = self._planner.plan_prefetch(hasher, told)
             self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
-            with self._index_lock:
-                here = list(takewhile(lambda step: self._index.in_memory(step.ref.prefix_key), steps))
+            with self._planner.lock:
+                here = list(takewhile(lambda step: self._planner.index.in_memory(step.ref.prefix_key), steps))
         return sum(step.ref.num_blocks for step in here) * self.layout.block_tokens
 
     def store(
@@ -199,26 +212,21 @@ class CacheEngine:
         extras: KeyExtras = NO_EXTRAS,
         ttl_s: float | None = None,
     ) -> int:
-        """Store the KV of the tokens not masked out, in whole chunks and, if the options say so, the tail.
+        """Store the KV of the unmasked tokens: in full chunks, and with ``save_unfull_chunk`` the tail too.
 
-        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored; those
-        already known, or without room, do not count. The copy is done when this returns; the disk is written behind.
-        With ``ttl_s`` chunks stay in memory, and go after that time.
+        A chunk that begins before the first True of ``mask`` is left out. Returns the tokens newly stored, without
+        those already known or without room. The copy is done when this returns; slower tiers are written in the
+        background. With ``ttl_s`` chunks stay in memory, and expire after that time.
 
         Raises:
-            InvalidCallError: mask or slots break the rules above, where the message names the first bad one, or
-                ``ttl_s`` is not positive.
+            InvalidCallError: mask or slots break the rules above (the message names the first bad one), or ``ttl_s`` is
+                not positive.
             ClosedError: after ``close``.
         """
         request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
         with self._turn():
-            jobs = self._plan_store(request, ttl_s)
-            failed = {job.step.ref.prefix_key for job in jobs}  # should gathering raise
-            try:
-                failed = self._mover.store(jobs)
-            finally:
-                self._complete_store(jobs, failed)
-        return self._stored_tokens(jobs, failed)
+            jobs = self._planner.plan_store(request, ttl_s)
+            return self._planner.complete_store(jobs, lambda: self._mover.store(jobs))
 
     def store_layer(
         self,
@@ -229,12 +237,12 @@ class CacheEngine:
         extras: KeyExtras = NO_EXTRAS,
         ttl_s: float | None = None,
     ) -> Generator[int | None, None, None]:
-        """``store``, one layer per ``next()``: for a model that has just computed it.
+        """``store``, one layer per ``next()``, right after the model has computed it.
 
-        Yields None after each layer, and then, once more, the tokens newly stored. They can be found from then on, and
-        the slower tiers are written behind. Nothing happens before the first ``next()``. If the generator is closed
-        before the last layer, or ``clear`` or ``reset_cache`` was called since the first one, nothing is stored.
-        ``next()`` may be called from any thread, and other calls may come in between.
+        Yields None after each layer, and finally the tokens newly stored, which can be found from then on. Nothing
+        happens before the first ``next()``. If the generator is closed before the last layer, or ``clear`` or
+        ``reset_cache`` is called after the first one, nothing is stored. ``next()`` may be called from any thread, and
+        other calls may come in between.
 
         Raises:
             InvalidCallError: as ``store``, at once.
@@ -243,16 +251,11 @@ class CacheEngine:
         request = self._store_request(tokens, mask, slot_mapping, extras, ttl_s)
 
         def begin() -> LayerWork[int]:
-            jobs, clears = self._plan_store(request, ttl_s), self._clears
+            jobs, clears = self._planner.plan_store(request, ttl_s), self._clears
             store = LayerStore(self._mover, jobs)
 
             def end() -> int:
-                failed = {job.step.ref.prefix_key for job in jobs}
-                try:
-                    failed = store.finish(trusted=clears == self._clears)
-                finally:
-                    self._complete_store(jobs, failed)
-                return self._stored_tokens(jobs, failed)
+                return self._planner.complete_store(jobs, lambda: store.finish(trusted=clears == self._clears))
 
             return LayerWork(store.move, end)
 
@@ -261,10 +264,10 @@ class CacheEngine:
     def retrieve(
         self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
     ) -> torch.Tensor:
-        """Load the KV of the longest known prefix, except what is masked out, into its slots.
+        """Load the KV of the longest known prefix, except masked tokens, into its slots.
 
-        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. It ends at the first chunk that
-        could not be loaded: what lies behind is False, even where blocks were written.
+        Returns a bool tensor ``[num_tokens]`` on the CPU: True where KV was loaded. From the first chunk that could not
+        be loaded on it is False, even where blocks were written.
 
         Raises:
             InvalidCallError: mask or slots break the rules above; the message names the first bad one.
@@ -272,25 +275,25 @@ class CacheEngine:
         """
         request = self._load_request(tokens, mask, slot_mapping, extras)
         with self._turn():
-            jobs = self._plan_load(request)
+            jobs = self._planner.plan_load(request)
             failed = self._load(jobs).failed
         return self._loaded(request, jobs, failed)
 
     def retrieve_layer(
         self, tokens: Tokens, mask: Tokens | None = None, *, slot_mapping: Slots, extras: KeyExtras = NO_EXTRAS
     ) -> Generator[torch.Tensor | None, None, None]:
-        """``retrieve``, one layer per ``next()``: for a model that computes it while the next ones are on their way.
+        """``retrieve``, one layer per ``next()``: the model computes a layer while the next ones are loaded.
 
-        Yields None after each layer, when that layer of all chunks is in its slots, and then, once more, what
-        ``retrieve`` returns. The slots belong to it until then: the next layer is written while this one is used. Reads
-        begin with the first ``next()``; a remote tier is asked before.
+        Yields None as soon as a layer of all chunks is in its slots, and finally what ``retrieve`` returns. The slots
+        belong to the generator until then: it writes the next layer while this one is used. A remote tier is asked at
+        once; reads begin with the first ``next()``.
 
-        A chunk that turns out damaged or missing at some layer ends the mask before it, although its layers up to that
-        one were right and are in their slots; those behind are as they were. So what was computed from it must be
-        computed again. A chunk that another generator is still bringing from a slower tier counts as missing. If
-        ``clear`` or ``reset_cache`` was called since the first ``next()``, no further layer is begun, and nothing
-        counts as loaded. ``next()`` may be called from any thread, and other calls may come in between. A generator
-        that is closed before its last yield gives its chunks free with the next call that moves KV, or ``close``.
+        If a chunk turns out damaged or missing at some layer, the mask ends before it, though its layers up to that one
+        are in their slots; what was computed from them must be computed again. A chunk that another generator is still
+        loading from a slower tier counts as missing. If ``clear`` or ``reset_cache`` is called after the first
+        ``next()``, no further layer begins, and nothing counts as loaded. ``next()`` may be called from any thread, and
+        other calls may come in between. A generator closed before its last yield releases its chunks with the next call
+        that moves KV, or ``close``.
 
         Raises:
             InvalidCallError: as ``retrieve``, at once.
@@ -299,7 +302,7 @@ class CacheEngine:
         request = self._load_request(tokens, mask, slot_mapping, extras)
 
         def begin() -> LayerWork[torch.Tensor]:
-            jobs, clears = self._plan_load(request), self._clears
+            jobs, clears = self._planner.plan_load(request), self._clears
             load = LayerLoad(self._mover, jobs)
 
             def move(layer: int) -> None:
@@ -307,7 +310,7 @@ class CacheEngine:
                     load.move(layer)
 
             def end() -> torch.Tensor:
-                failed = self._complete_load(jobs, load.finish).failed
+                failed = self._planner.complete_load(jobs, load.finish).failed
                 return self._loaded(request, jobs if clears == self._clears else [], failed)
 
             return LayerWork(move, end, load.halt)
@@ -315,138 +318,85 @@ class CacheEngine:
         return by_layer(begin, self.layout.num_layers, self._turn, self._abandoned)
 
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
-        """Forget the chunks of a token sequence, or all of them, in every tier. Returns how many were here.
+        """Forget the chunks of a token sequence, or all chunks, in every tier. Returns how many there were.
 
-        They are not found any more. Waits until the slower tiers have let go of them, for as long as those may take.
+        Nothing of them is found from now on. Waits, within the tiers' deadlines, until the slower tiers have removed
+        them.
         """
-        refs = [] if tokens is None else all_refs(hash_tokens(self.layout, tokens, extras))
+        hasher = None if tokens is None else hash_tokens(self.layout, tokens, extras)
         with self._turn():
             self._clears += 1
-            with self._index_lock:
-                self._begin_decision()
-                if tokens is None:
-                    count = self._index.clear()
+            if hasher is not None:
+                count = self._planner.forget(hasher)
+            else:
+                with self._planner.deciding() as index:
+                    count = index.clear()
                     self._mover.clear()
-                else:
-                    count = self._index.remove(ref.prefix_key for ref in refs)
-                    self._remove_from_disk()
-                    self._mover.remove(Place.REMOTE, refs)
-                    if self._view is not None:
-                        self._view.forget(refs)
         self._settle()
         return count
 
     def reset_cache(self) -> None:
-        """Forget everything, because the model's weights were changed in place: a new epoch of the namespace.
+        """Forget everything because the model's weights were changed in place: begin a new epoch of the namespace.
 
         Nothing stored before is found again, here or after a restart. What is stored from now on is found until
-        ``close``: no later process can know that it has these weights. Waits until the slower tiers have let go of what
-        they hold, for as long as they may take; if they hang, what is stored next waits for that.
+        ``close``: no later process can know that it has these weights. Waits, within the tiers' deadlines, until the
+        slower tiers have removed what they held; if they hang, later writes wait for that.
         """
         with self._turn():
             self._clears += 1
-            with self._index_lock:
-                self._begin_decision()
-                self._index.clear()
+            with self._planner.deciding() as index:
+                index.clear()
             namespace = self._namespace.at_epoch(new_epoch())
             self._mover.reset(namespace)
-            if self._directory is not None and self._view is not None:
-                self._directory.reset([namespace])
-                with self._index_lock:
-                    self._view.clear()  # once more: a lookup meanwhile was told of what is gone
+            self._planner.reset_directory(namespace)
         self._settle()
 
     def flush(self, timeout_s: float | None = None) -> Flushed:
-        """Wait until all that was stored so far is in the slower tiers.
+        """Wait until everything stored so far is in the slower tiers, by default for ``io_timeout_s``.
 
-        The answer tells how many writes since the last ``flush`` were not carried out: because a tier failed, or there
-        was no room in it or in the queue to it, or time ran out. It is False if there are any, and True if everything
-        that was stored has been written. Chunks with a time to live stay in memory, and are not counted.
+        Returns how many writes since the last ``flush`` stored nothing: because a tier failed, had no room, its queue
+        was full, or time ran out. The result is True if there are none. Chunks with a time to live stay in memory, and
+        do not count.
         """
-        self._check_open()
+        self._planner.check_open()
         flushed = self._mover.flush(self._options.io_timeout_s if timeout_s is None else timeout_s)
-        with self._index_lock:
-            dropped = self._index.counters.writes_dropped + self._index.counters.sends_dropped
-            untold, self._told_drops = dropped - self._told_drops, dropped
-        return flushed.plus(Flushed(full=untold))
+        return flushed.plus(Flushed(full=self._planner.take_drops()))
 
     def stats(self) -> EngineStats:
         """What the engine holds and did; the counters are live."""
-        with self._index_lock:
+        index = self._planner.index
+        with self._planner.lock:
             return EngineStats(
                 self._tiers.cpu.num_slots,
-                self._index.slots_in_use,
-                self._index.disk_used_bytes,
-                self._index.counters,
+                index.slots_in_use,
+                index.disk_used_bytes,
+                index.counters,
                 self._mover.counters,
                 self._tiers.disk.counters if self._tiers.disk else None,
                 self._tiers.remote.counters if self._tiers.remote else None,
             )
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Flush within the bound, end all threads, release the folder. Idempotent. False if writes were given up.
+        """Flush within ``timeout_s``, end all threads, release the folder. Idempotent. False if writes were dropped.
 
-        A call under way ends first. With a disk that hangs this returns after the bound, and then as long again or 5
-        seconds, whichever is more; the folder stays locked until the disk lets go of it, or the process ends.
+        Calls under way end first. If a disk hangs, this returns after the time-out and then as long again, or 5 seconds
+        if that is more; the folder stays locked until the disk answers or the process ends.
         """
         with self._move_lock:
-            if self._closed:
+            if self._is_closed:
                 return True
             self._end_abandoned()
-            self._closed = True
-            if self._directory is not None:
-                self._directory.close()
+            self._is_closed = True
+            self._planner.close()
             return self._mover.close(self._options.io_timeout_s if timeout_s is None else timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this engine was closed: make a new one")
-
-    def _begin_decision(self) -> None:
-        self._check_open()
-        self._index.advance(time.monotonic())
-        self._index.set_disk_answers(answers=self._tiers.disk_answers)
-        self._index.set_remote_answers(answers=self._tiers.remote_answers)
-
-    def _ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Told:
-        """Find out what the remote tier holds of a sequence, if there is one."""
-        told = Told()
-        if self._directory is not None:
-            self._match(hasher, lambda _: None, skip_tokens, told)
-        return told
-
-    def _match(
-        self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0, told: Told | None = None
-    ) -> Result:
-        """Decide on the longest prefix that is known, under the lock, after the remote tier was asked for what is not.
-
-        The index knows its answers for a while, and the call that is ``told`` them in any case.
-        """
-        told = told or Told()
-        for _ in range(QUESTION_ROUNDS):
-            with self._index_lock:
-                self._begin_decision()
-                since = self._view.serial if self._view is not None else 0  # what is gone by then is not told
-                match = self._index.lookup(hasher, skip_tokens, told)
-                questions = self._index.questions(hasher, match, skip_tokens, told)
-                if self._directory is None or self._view is None or not questions:
-                    return then(match)
-            answers = self._directory.answer(questions)
-            with self._index_lock:
-                now_s = time.monotonic()
-                self._view.note(questions, answers, now_s, since)
-                self._view.tell(told, dict(zip(questions, answers, strict=True)), now_s, since)
-        with self._index_lock:
-            self._begin_decision()
-            return then(self._index.lookup(hasher, skip_tokens, told))
-
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The turn of a call that moves KV, after what was given up before it has been ended."""
+        """The turn of a call that moves KV. First ends generators that were given up."""
         with self._move_lock:
-            self._check_open()
+            self._planner.check_open()
             self._end_abandoned()
             yield
 
@@ -455,35 +405,19 @@ class CacheEngine:
             self._abandoned.popleft()()
 
     def _settle(self) -> None:
-        """Wait until slower tiers have forgotten what they are to forget, if they do so in time."""
+        """Wait until the slower tiers have carried out their removals, or their deadlines have passed."""
         self._mover.settle(slow_timeout_s(self._options.io_timeout_s) + self._options.io_timeout_s)
 
-    def _remove_from_disk(self) -> None:
-        """Let what the index has decided on leave the disk. Needs the index's lock, so that its order holds there."""
-        self._mover.remove(Place.DISK, self._index.take_removals())
+    def _remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
+        """For the planner, which is made before the mover."""
+        self._mover.remove(place, refs)
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
         request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)
-        return request._replace(told=self._ask_remote(request.hasher, request.begin))
-
-    def _plan_load(self, request: Request) -> list[LoadJob]:
-        blocks_per_chunk, skip_blocks = self.layout.blocks_per_chunk, request.begin // self.layout.block_tokens
-        with self._index_lock:
-            self._begin_decision()
-            match = self._index.lookup(request.hasher, request.begin, request.told)
-            steps = self._index.prepare_load(match.refs, request.told)
-        jobs = []
-        begin = match.first_chunk * blocks_per_chunk
-        for step in steps:
-            first_block = max(0, skip_blocks - begin)
-            start = begin + first_block - skip_blocks
-            end = start + step.ref.num_blocks - first_block
-            jobs.append(LoadJob(step, request.blocks[start:end], first_block))
-            begin += step.ref.num_blocks
-        return jobs
+        return request._replace(told=self._planner.ask_remote(request.hasher, request.begin))
 
     def _loaded(self, request: Request, jobs: Sequence[LoadJob], failed: set[PrefixKey]) -> torch.Tensor:
-        """The mask of the tokens that were loaded: up to the first chunk that failed."""
+        """The mask of the tokens loaded, up to the first chunk that failed."""
         here = takewhile(lambda job: job.step.ref.prefix_key not in failed, jobs)
         end = request.begin + sum(len(job.block_ids) for job in here) * self.layout.block_tokens
         loaded = torch.zeros(request.hasher.num_tokens, dtype=torch.bool)
@@ -491,19 +425,8 @@ class CacheEngine:
         return loaded
 
     def _load(self, jobs: Sequence[LoadJob]) -> LoadResult:
-        """Carry out planned loads and complete them, also if scattering raises."""
-        return self._complete_load(jobs, lambda: self._mover.load(jobs))
-
-    def _complete_load(self, jobs: Sequence[LoadJob], move: Callable[[], LoadResult]) -> LoadResult:
-        unfinished = {job.step.ref.prefix_key for job in jobs if job.step.source is not Place.MEMORY}
-        result = LoadResult(unfinished, set())
-        try:
-            result = move()
-        finally:
-            with self._index_lock:
-                self._index.complete_load([job.step for job in jobs], result.failed, result.lost)
-                self._remove_from_disk()
-        return result
+        """Carry out planned loads."""
+        return self._planner.complete_load(jobs, lambda: self._mover.load(jobs))
 
     def _store_request(
         self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras, ttl_s: float | None
@@ -513,39 +436,3 @@ class CacheEngine:
         return check_request(
             self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras, whole_chunks=True
         )
-
-    def _plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
-        hasher, blocks_per_chunk = request.hasher, self.layout.blocks_per_chunk
-        refs = chunk_refs(hasher, with_tail=self._options.save_unfull_chunk)
-        first = request.begin // self.layout.chunk_tokens
-        with self._index_lock:
-            self._begin_decision()
-            steps = self._index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
-            self._remove_from_disk()
-        where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
-        begins = [where[step.ref.prefix_key] for step in steps]
-        return [
-            StoreJob(step, request.blocks[begin : begin + step.ref.num_blocks])
-            for begin, step in zip(begins, steps, strict=True)
-        ]
-
-    def _stored_tokens(self, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> int:
-        steps = [job.step for job in jobs]
-        stored = [step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed]
-        return sum(stored) * self.layout.block_tokens
-
-    def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
-        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
-        with self._index_lock:
-            self._index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
-            self._remove_from_disk()
-
-    def _complete_store(self, jobs: Sequence[StoreJob], failed: set[PrefixKey]) -> None:
-        with self._index_lock:
-            self._index.complete_store([job.step for job in jobs], failed)
-            self._remove_from_disk()
-
-
-def new_epoch() -> str:
-    """A name for an epoch, never used before."""
-    return secrets.token_hex(8)

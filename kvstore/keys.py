@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import struct
 import sys
 from array import array
@@ -75,6 +76,11 @@ class Namespace:
         """Names of the fields that differ, sorted."""
         names = self.fields.keys() | other.fields.keys()
         return sorted(name for name in names if self.fields.get(name) != other.fields.get(name))
+
+
+def new_epoch() -> str:
+    """A name for an epoch, never used before."""
+    return secrets.token_hex(8)
 
 
 class Feature(NamedTuple):

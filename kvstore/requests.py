@@ -1,4 +1,4 @@
-"""What callers of ``CacheEngine`` hand over, checked: tokens, mask and slot mapping become keys and block ids."""
+"""Validates the arguments of ``CacheEngine``: tokens, mask and slot mapping become keys and block ids."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Slots = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 class Request(NamedTuple):
-    """A checked call: the tokens from ``begin`` on, and the ids of all their whole blocks."""
+    """A validated call: the tokens from ``begin`` on, and the ids of all their whole blocks."""
 
     hasher: PrefixHasher
     begin: int
     blocks: BlockIds
-    told: Told = NOTHING_TOLD  # by a remote tier
+    told: Told = NOTHING_TOLD  # what the remote tier answered
 
 
 def check_request(
@@ -38,7 +38,7 @@ def check_request(
     extras: KeyExtras = NO_EXTRAS,
     whole_chunks: bool = False,
 ) -> Request:
-    """Take in a call, for the tokens not masked out, or with ``whole_chunks`` from the first chunk behind those on.
+    """Validate a call. Covers the unmasked tokens; with ``whole_chunks``, starts at the next chunk boundary.
 
     Raises:
         InvalidCallError: mask or slots break the rules of ``CacheEngine``; the message names the first bad one.
@@ -51,14 +51,14 @@ def check_request(
 
 
 def hash_tokens(layout: KVLayout, tokens: Tokens, extras: KeyExtras) -> PrefixHasher:
-    """The keys of a sequence."""
+    """Hash a sequence into its prefix keys."""
     hasher = PrefixHasher(layout.chunk_tokens, layout.block_tokens, extras)
     hasher.update(tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else tokens)
     return hasher
 
 
 def _skipped(layout: KVLayout, mask: Tokens | None, num_tokens: int) -> int:
-    """The number of leading False in a mask."""
+    """The number of leading False in a mask, which are skipped."""
     if mask is None:
         return 0
     flags = _on_host(mask, np.bool_)
@@ -88,8 +88,8 @@ def _blocks(layout: KVLayout, num_blocks: int, slot_mapping: Slots, begin: int, 
     if bad.any():
         position = begin + int(bad.reshape(-1).argmax())
         raise InvalidCallError(
-            f"slot_mapping[{position}] = {int(slots[position])} does not continue a whole block of {size} slots "
-            "that starts at a multiple of it"
+            f"slot_mapping[{position}] = {int(slots[position])}: tokens must fill whole blocks of {size} slots, each "
+            f"starting at a multiple of {size}"
         )
     outside = (block_ids < 0) | (block_ids >= num_blocks)
     if outside.any():

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
-from kvstore.assembly import RemoteOptions, Shard
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.handover.pusher import PushJob
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.ops.metrics import Tally
+from kvstore.options import RemoteOptions, Shard
 from kvstore.transfer.mover import LoadJob, StoreJob
 
 

@@ -4,12 +4,13 @@ A chunk is a valid safetensors file: a header padded with spaces to a multiple o
 tensor ``kv``, then zeros as the U8 tensor ``_pad`` up to a multiple of 4096. So one vectored call moves header and
 payload between a file and a slab slot, with direct I/O.
 
-Layout, key and length decide every byte of the header except the checksums, and the payload decides those. A reader
-therefore builds the header it expects and compares: nothing that was read is trusted, neither lengths nor offsets.
-Parsing serves only to name the reason once the two differ.
+Layout, key and length determine every byte of the header except the checksums, and the payload determines those. A
+reader builds the header that it expects and compares: it trusts no length or offset that it has read. It parses the
+header only to name the reason for a difference.
 
-With a codec, ``kv`` holds the encoded layers, one after the other, and the header their lengths besides; checksums are
-those of the encoded layers. A reader parses these two, checks that the lengths fit the file, and builds the rest.
+With a codec, ``kv`` holds the encoded layers, one after the other. The header also has their lengths, and the checksums
+are those of the encoded layers. A reader parses lengths and checksums, checks that the lengths fit the file, and builds
+the rest.
 
 Everything here is a pure function and thread-safe.
 """
@@ -21,9 +22,8 @@ import re
 import struct
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")
-_FIXED_HEADER_BYTES = 1024  # more than a header needs besides its checksums, whatever the numbers in it
-_CHECKSUM_DIGITS = 16
+_FIXED_HEADER_BYTES = 1024  # more than a header ever needs besides its checksums
+CHECKSUM_DIGITS = 16
 _LENGTH_DIGITS = 8
 
 
 class Damage(StrEnum):
-    """Why bytes are not the chunk they were read as."""
+    """Why bytes are not the expected chunk."""
 
     SIZE = "wrong size"
     NOT_A_CHUNK = "not a chunk file"
@@ -55,7 +55,7 @@ class Damage(StrEnum):
     HEADER = "header inconsistent"
 
 
-# In the order in which they explain each other: a field of another format version means nothing.
+# In order of importance: in another format version, the other fields mean nothing.
 _REASONS = (
     ("format_version", Damage.VERSION),
     ("namespace", Damage.NAMESPACE),
@@ -67,7 +67,7 @@ _REASONS = (
 
 
 class Encoding(NamedTuple):
-    """How the layers of a payload are stored: by which codec, and in how many bytes each."""
+    """How the layers of a payload are stored: the codec, and the length of each layer."""
 
     codec: str
     layer_bytes: tuple[int, ...]
@@ -78,30 +78,30 @@ class Encoding(NamedTuple):
         return sum(self.layer_bytes)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Begin and end of every layer behind the header."""
+        """Begin and end of every layer, counted from the end of the header."""
         return list(pairwise(accumulate(self.layer_bytes, initial=0)))
 
 
 def header_bytes(layout: KVLayout, codec: str = "none") -> int:
     """Where the payload begins: 4096 up to 192 layers, or up to 128 with a codec."""
-    digits = _CHECKSUM_DIGITS if codec == "none" else _CHECKSUM_DIGITS + _LENGTH_DIGITS
+    digits = CHECKSUM_DIGITS if codec == "none" else CHECKSUM_DIGITS + _LENGTH_DIGITS
     return round_up(_FIXED_HEADER_BYTES + digits * layout.num_layers, ALIGNMENT_BYTES)
 
 
 def body_bytes(layout: KVLayout, num_blocks: int) -> int:
-    """Bytes behind the header: the payload and its padding."""
+    """Bytes after the header: the payload and its padding."""
     return round_up(layout.payload_bytes(num_blocks), ALIGNMENT_BYTES)
 
 
 def file_bytes(layout: KVLayout, num_blocks: int, codec: str = "none") -> int:
-    """Bytes of the whole file of a chunk of ``num_blocks`` blocks; with a codec, it has no more than these."""
+    """File size of a chunk of ``num_blocks`` blocks; with a codec, the largest possible one."""
     return header_bytes(layout, codec) + body_bytes(layout, num_blocks)
 
 
 def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: range | None = None) -> str:
     """The xxh3_64 of every layer, or of the ``layers`` given, 16 hex digits each, one after the other.
 
-    ``payload`` may be longer than the chunk (a slab slot). The GIL is released while a layer is summed up.
+    ``payload`` may be longer than the chunk (a slab slot). The GIL is released while a layer is hashed.
     """
     view = payload.data
     wanted = range(layout.num_layers) if layers is None else layers
@@ -110,20 +110,20 @@ def checksums(layout: KVLayout, num_blocks: int, payload: ByteArray, layers: ran
 
 
 class RunningSums:
-    """The ``checksums`` of a payload that passes in pieces, in order. It belongs to one thread.
+    """The ``checksums`` of a payload that passes in pieces, in order. Belongs to one thread.
 
-    A piece that was just received, or is about to be sent, is summed up while it is in the processor's cache.
+    A piece that was just received, or is about to be sent, is hashed while it is in the processor's cache.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self._ends = iter([end for _, end in layout.layer_ranges(num_blocks)])
-        self._end = next(self._ends, 0)  # of the layer at hand
+        self._end = next(self._ends, 0)  # of the current layer
         self._done_bytes = 0
         self._layer = xxhash.xxh3_64()
         self._sums: list[str] = []
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes of the payload. The GIL is released while a large piece is summed up."""
+        """Add the next bytes of the payload. The GIL is released while a large piece is hashed."""
         while len(piece) and self._done_bytes < self._end:
             step = min(len(piece), self._end - self._done_bytes)
             self._layer.update(piece[:step])
@@ -135,28 +135,20 @@ class RunningSums:
                 self._end = next(self._ends, 0)
 
     def over(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield pieces, each after it was added."""
+        """Add pieces; yields each of them after it was added."""
         for piece in pieces:
             self.add(piece)
             yield piece
 
     def text(self) -> str:
-        """The checksums of the layers that have passed whole."""
+        """The checksums of the layers that are complete."""
         return "".join(self._sums)
-
-
-def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: ByteArray) -> bytes:
-    """The header of a chunk, ``header_bytes(layout)`` long, checksums included.
-
-    ``payload`` may be longer than the chunk (a slab slot).
-    """
-    return build_header(layout, key, num_blocks, checksums(layout, num_blocks, payload))
 
 
 def build_header(
     layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str, *, encoding: Encoding | None = None
 ) -> bytes:
-    """The header of a chunk of which all ``checksums`` are known, and the ``encoding``, if it has one."""
+    """The header of a chunk whose ``checksums`` are known, and its ``encoding``, if it has one."""
     payload_bytes = encoding.total_bytes if encoding else layout.payload_bytes(num_blocks)
     end_bytes = round_up(payload_bytes, ALIGNMENT_BYTES)
     metadata = {
@@ -171,7 +163,7 @@ def build_header(
         metadata["layer_bytes"] = "".join(f"{length:0{_LENGTH_DIGITS}x}" for length in encoding.layer_bytes)
     metadata["xxh3_64"] = layer_sums
     entries: dict[str, object] = {"__metadata__": metadata, "kv": _tensor(0, payload_bytes)}
-    if payload_bytes < end_bytes:  # safetensors wants every byte of the file to belong to a tensor
+    if payload_bytes < end_bytes:  # safetensors requires that every byte belongs to a tensor
         entries["_pad"] = _tensor(payload_bytes, end_bytes)
     json_bytes = header_bytes(layout, metadata["codec"]) - _LENGTH.size
     return _LENGTH.pack(json_bytes) + json.dumps(entries, separators=(",", ":")).encode().ljust(json_bytes)
@@ -182,8 +174,8 @@ def verify(
 ) -> Damage | None:
     """Whether ``header`` and ``payload`` are the chunk ``key`` of ``num_blocks`` blocks: None, or why not.
 
-    Never raises, whatever the bytes are. ``payload`` may be longer than the chunk (a slab slot); the padding behind
-    it is not looked at, as nobody reads it.
+    Never raises, whatever the bytes are. ``payload`` may be longer than the chunk (a slab slot); the padding after it
+    is not checked, as nobody reads it.
     """
     if len(header) != header_bytes(layout) or len(payload) < layout.payload_bytes(num_blocks):
         return Damage.SIZE
@@ -198,9 +190,18 @@ def compare(
     layer_sums: str,
     *,
     encoding: Encoding | None = None,
+    layers: range | None = None,
 ) -> Damage | None:
-    """``verify`` for a payload of which all ``checksums`` are known, and the ``encoding``, if it has one."""
-    found = header.tobytes() if isinstance(header, np.ndarray) else header
+    """``verify`` for a payload whose ``checksums`` are known, and its ``encoding``, if it has one.
+
+    With ``layers``, ``layer_sums`` are only theirs, and what the header says of the other layers stands.
+    """
+    found = bytes(header)
+    if layers is not None:
+        stated = (_metadata(found) or {}).get("xxh3_64")
+        if isinstance(stated, str) and len(stated) == layout.num_layers * CHECKSUM_DIGITS:
+            begin, end = layers.start * CHECKSUM_DIGITS, layers.stop * CHECKSUM_DIGITS
+            layer_sums = stated[:begin] + layer_sums + stated[end:]
     expected = build_header(layout, key, num_blocks, layer_sums, encoding=encoding)
     return None if found == expected else _diagnose(found, expected)
 
@@ -208,23 +209,22 @@ def compare(
 def parse_encoding(
     layout: KVLayout, num_blocks: int, header: ByteArray | bytes, codec: str
 ) -> tuple[Encoding | None, str] | Damage:
-    """What a header says of the encoding, None for ``none``, and of the checksums; or why it is no such header.
+    """The encoding that a header states, None for ``none``, and the checksums; or why there is none of either.
 
-    Only ``codec`` and ``none`` will do. Every length is between one byte and what its layer has without a codec;
-    whether they fit the file, and whether the rest of the header is right (``compare``), is left to the caller.
+    Only ``codec`` and ``none`` are accepted. Every length is at least one byte and at most that of the layer without a
+    codec. Whether they fit the file, and whether the rest of the header is right (``compare``), is up to the caller.
     """
-    metadata = _metadata(header.tobytes() if isinstance(header, np.ndarray) else header)
+    metadata = _metadata(header)
     if metadata is None:
         return Damage.NOT_A_CHUNK
     sums, lengths = metadata.get("xxh3_64"), metadata.get("layer_bytes")
-    if not _is_hex(sums, _CHECKSUM_DIGITS * layout.num_layers):
+    if not _is_hex(sums, CHECKSUM_DIGITS * layout.num_layers):
         return Damage.CHECKSUM
     if metadata.get("codec") == "none":
         return None, str(sums)
     if metadata.get("codec") != codec or not _is_hex(lengths, _LENGTH_DIGITS * layout.num_layers):
         return Damage.HEADER
-    digits = str(lengths)
-    layer_bytes = tuple(int(digits[i : i + _LENGTH_DIGITS], 16) for i in range(0, len(digits), _LENGTH_DIGITS))
+    layer_bytes = parse_lengths(str(lengths))
     limits = (end - begin for begin, end in layout.layer_ranges(num_blocks))
     if not all(0 < length <= limit for length, limit in zip(layer_bytes, limits, strict=True)):
         return Damage.HEADER
@@ -232,26 +232,27 @@ def parse_encoding(
 
 
 def codec_of(header: ByteArray | bytes) -> str | None:
-    """The codec that a header names, whatever else is in it; None where there is none."""
-    metadata = _metadata(header.tobytes() if isinstance(header, np.ndarray) else header)
-    codec = metadata.get("codec") if metadata else None
+    """The codec that a header names, whatever else is in it; None if it names none."""
+    codec = (_metadata(header) or {}).get("codec")
     return codec if isinstance(codec, str) else None
+
+
+def codec_in(layout: KVLayout, image: ByteArray) -> str:
+    """The codec that the header of a chunk file names: of many layers, it is longer with a codec. Else ``none``."""
+    return codec_of(image[: header_bytes(layout)]) or codec_of(image[: header_bytes(layout, "any")]) or "none"
+
+
+def parse_lengths(digits: str) -> tuple[int, ...]:
+    """The ``layer_bytes`` of a header.
+
+    Raises:
+        ValueError: they are not hex digits.
+    """
+    return tuple(int(digits[at : at + _LENGTH_DIGITS], 16) for at in range(0, len(digits), _LENGTH_DIGITS))
 
 
 def _is_hex(value: object, digits: int) -> bool:
     return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value, re.ASCII) is not None
-
-
-def compare_layers(
-    layout: KVLayout, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, *, layers: range, layer_sums: str
-) -> Damage | None:
-    """``compare`` for a payload of which only ``layers`` were read; what the header says of the others stands."""
-    found = header.tobytes() if isinstance(header, np.ndarray) else header
-    stated = (_metadata(found) or {}).get("xxh3_64")
-    if isinstance(stated, str) and len(stated) == layout.num_layers * _CHECKSUM_DIGITS:
-        begin, end = layers.start * _CHECKSUM_DIGITS, layers.stop * _CHECKSUM_DIGITS
-        layer_sums = stated[:begin] + layer_sums + stated[end:]
-    return compare(layout, key, num_blocks, found, layer_sums)
 
 
 def _tensor(begin: int, end: int) -> dict[str, object]:
@@ -259,18 +260,22 @@ def _tensor(begin: int, end: int) -> dict[str, object]:
 
 
 def _diagnose(found: bytes, expected: bytes) -> Damage:
-    """Name the first difference between two headers that are not equal."""
+    """The first difference between two headers that are not equal."""
     got, wanted = _metadata(found), _metadata(expected)
     if got is None or wanted is None:
         return Damage.NOT_A_CHUNK
     return next((damage for field, damage in _REASONS if got.get(field) != wanted.get(field)), Damage.HEADER)
 
 
-def _metadata(header: bytes) -> dict[str, object] | None:
-    """The ``__metadata__`` of a header, or None where there is none. The length in front is not used: it may lie."""
+def parse(header: ByteArray | bytes) -> dict[str, Any]:
+    """The JSON of a header; empty if there is none. The length before it is not used, as it may be wrong."""
     try:
-        entries = json.loads(header[_LENGTH.size :].decode())
+        entries = json.loads(bytes(header)[_LENGTH.size :].decode())
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or thousands of opening brackets
-        return None
-    metadata = entries.get("__metadata__") if isinstance(entries, dict) else None
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _metadata(header: ByteArray | bytes) -> dict[str, object] | None:
+    metadata = parse(header).get("__metadata__")
     return metadata if isinstance(metadata, dict) else None

@@ -1,4 +1,4 @@
-"""A chunk's payload through a codec, layer by layer, into prepared buffers; for every place that keeps chunk files."""
+"""Encodes and decodes chunks layer by layer, in buffers of the caller; for every storage of chunk files."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 
 
 class ChunkCoder:
-    """Turns payloads of one layout into whole chunk files, and back. Thread-safe.
+    """Turns payloads of one layout into chunk files, and back. Thread-safe.
 
-    An *image* is the content of a chunk file: header, encoded layers, padding. Reading one is done in steps, so that
-    layers can be decoded while the next ones arrive, and several at once: ``Image(...)`` with the header, then
-    ``decode`` for each layer. Every layer is decoded only after its checksum agreed.
+    An *image* is the content of a chunk file: header, encoded layers, padding. It is read in steps, so that layers are
+    decoded while the next ones arrive, and in parallel: ``open`` with the header, then ``Image.decode`` for each layer.
+    A layer is decoded only after its checksum agreed.
     """
 
     def __init__(self, layout: KVLayout, codec: Codec) -> None:
         self.layout = layout
         self.codec = codec
         self.header_bytes = chunkfile.header_bytes(layout, codec.name)
+        self._plain_header_bytes = chunkfile.header_bytes(layout)
 
     def image_bytes(self, num_blocks: int) -> int:
-        """What the image of a chunk of ``num_blocks`` blocks has at most."""
+        """The largest image of a chunk of ``num_blocks`` blocks."""
         return chunkfile.file_bytes(self.layout, num_blocks, self.codec.name)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
-        """Whether an image of a chunk of ``num_blocks`` blocks can be of this size."""
+        """Whether an image of a chunk of ``num_blocks`` blocks can have this size."""
         return self.header_bytes < size_bytes <= self.image_bytes(num_blocks) and size_bytes % ALIGNMENT_BYTES == 0
 
     def encode(self, key: ChunkKey, num_blocks: int, payload: ByteArray, out: ByteArray) -> int:
-        """Make the image of a chunk in the front of ``out``, and return its size, a multiple of 4096.
+        """Write the image of a chunk to the front of ``out``; returns its size, a multiple of 4096.
 
-        ``payload`` may be longer than the chunk (a slab slot); ``out`` has ``image_bytes(num_blocks)`` at least.
+        ``payload`` may be longer than the chunk (a slab slot); ``out`` has at least ``image_bytes(num_blocks)``.
         """
         layers, sums = self.encode_layers(num_blocks, payload, out[self.header_bytes :])
         end = self.header_bytes + layers.total_bytes
@@ -53,7 +54,7 @@ class ChunkCoder:
         return size_bytes
 
     def encode_layers(self, num_blocks: int, payload: ByteArray, out: ByteArray) -> tuple[Encoding, str]:
-        """Encode all layers into the front of ``out``, one behind the other: how long they are, and their checksums.
+        """Encode all layers into the front of ``out``, without gaps; returns their lengths and checksums.
 
         ``payload`` may be longer than the chunk (a slab slot); ``out`` is at least as long as the chunk.
         """
@@ -67,18 +68,22 @@ class ChunkCoder:
         return Encoding(self.codec.name, tuple(lengths)), "".join(sums)
 
     def open(self, key: ChunkKey, num_blocks: int, image: ByteArray) -> Image | Damage:
-        """Look at the header of an image, of which nothing else needs to be there yet: what it holds, or why not."""
+        """Check the header of an image, whose layers need not be there yet; returns what is wrong if it is wrong."""
         if not self.may_be(num_blocks, len(image)):
             return Damage.SIZE
-        opened = self.open_layers(key, num_blocks, image[: self.header_bytes], image[self.header_bytes :])
-        if isinstance(opened, Image) and round_up(opened.size_bytes, ALIGNMENT_BYTES) != len(image) - self.header_bytes:
+        header_bytes = self.header_bytes
+        if header_bytes > self._plain_header_bytes:  # one without a codec may be shorter
+            is_plain = chunkfile.codec_of(image[: self._plain_header_bytes]) == "none"
+            header_bytes = self._plain_header_bytes if is_plain else header_bytes
+        opened = self.open_layers(key, num_blocks, image[:header_bytes], image[header_bytes:])
+        if isinstance(opened, Image) and round_up(opened.size_bytes, ALIGNMENT_BYTES) != len(image) - header_bytes:
             return Damage.SIZE
         return opened
 
     def open_layers(self, key: ChunkKey, num_blocks: int, header: ByteArray | bytes, body: ByteArray) -> Image | Damage:
-        """The same for layers that do not lie behind their header.
+        """The same for layers that do not follow their header.
 
-        ``body`` is as long as the chunk without a codec at least, or the caller compares it with ``Image.size_bytes``.
+        ``body`` is at least as long as the chunk without a codec, or the caller compares it with ``Image.size_bytes``.
         """
         parsed = chunkfile.parse_encoding(self.layout, num_blocks, header, self.codec.name)
         if isinstance(parsed, Damage):
@@ -91,7 +96,7 @@ class ChunkCoder:
         return Image(self.codec, body, encoding.ranges() if encoding else raw, raw, sums)
 
     def decode(self, key: ChunkKey, num_blocks: int, image: ByteArray, payload: ByteArray) -> Damage | None:
-        """Fill ``payload`` from a whole image, or say why that is not the chunk; then what is in it is undefined."""
+        """Fill ``payload`` from a complete image; if that is damaged, returns why, and ``payload`` is undefined."""
         opened = self.open(key, num_blocks, image)
         if isinstance(opened, Damage):
             return opened
@@ -100,7 +105,7 @@ class ChunkCoder:
 
 
 class Image:
-    """An image whose header is right; its layers may still be on their way."""
+    """An image whose header is right; its layers may still be arriving."""
 
     def __init__(
         self,
@@ -121,15 +126,20 @@ class Image:
         """Bytes of all layers together."""
         return self._ranges[-1][1]
 
+    @property
+    def body_bytes(self) -> int:
+        """Bytes after the header."""
+        return len(self._body)
+
     def layers_within(self, done: int, end_bytes: int) -> range:
-        """The layers from ``done`` on that are complete once the first ``end_bytes`` behind the header are there."""
+        """The layers from ``done`` on that are complete once ``end_bytes`` after the header have arrived."""
         last = done
         while last < len(self._ranges) and self._ranges[last][1] <= end_bytes:
             last += 1
         return range(done, last)
 
     def decode(self, layer: int, payload: ByteArray) -> Damage | None:
-        """Decode a layer to its place in ``payload``: None, or why that cannot be done."""
+        """Decode a layer to its place in ``payload``; returns what is wrong with it, if anything."""
         begin, end = self._ranges[layer]
         wanted = self._layer_sums[16 * layer : 16 * layer + 16]
         if xxhash.xxh3_64_hexdigest(self._body.data[begin:end]) != wanted:
@@ -142,5 +152,5 @@ class Image:
         return None
 
     def check_padding(self) -> Damage | None:
-        """Whether all that follows the last layer is zero."""
+        """Check that everything after the last layer is zero."""
         return Damage.HEADER if self._body[self.size_bytes :].any() else None

@@ -1,8 +1,8 @@
-"""How far two payloads of one chunk are apart: what was stored, and the same computed again.
+"""The deviation between two payloads of one chunk: as stored, and as computed again.
 
-Computed again is not equal: the order of sums changes with the batch. Where the elements are floats the measure is the
-largest difference as a part of the layer's largest value, so that it is the same for all models; another prompt's KV
-is about 1 away. Of other elements, such as packed or 8-bit ones, it is the part of the bytes that differ.
+KV computed again is not equal, as the order of sums changes with the batch. For float elements the deviation is the
+largest difference divided by the layer's largest value, so it means the same for all models; another prompt's KV
+deviates by about 1. For other elements, such as packed or 8-bit ones, it is the fraction of bytes that differ.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _OPAQUE_TOLERANCE: Final = 0.5
 
 
 def tolerance(layout: KVLayout) -> float:
-    """The deviation up to which payloads may pass for the same."""
+    """The deviation up to which payloads count as equal."""
     return _TOLERANCES.get(layout.element, _OPAQUE_TOLERANCE)
 
 
 def deviation(fresh: ByteArray, stored: ByteArray, layout: KVLayout, num_blocks: int) -> float:
-    """The largest deviation over all layers of a chunk of ``num_blocks``; infinite where a value is not finite."""
+    """The largest deviation over all layers of a chunk of ``num_blocks``; infinite if a value is not finite."""
     worst = 0.0
     for begin, end in layout.layer_ranges(num_blocks):
         one, other = fresh[begin:end], stored[begin:end]

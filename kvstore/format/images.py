@@ -1,12 +1,11 @@
-"""Whole chunk files of any codec, described and checked as they stand: nothing is decoded, so no codec is needed.
+"""Chunk files of any codec, described and checked without decoding them, so without the codec's package.
 
-An *image* is the content of a chunk file. The checks are those of a reader, ``docs/FORMAT.md`` lists them. Everything
-here is a pure function and thread-safe.
+An *image* is the content of a chunk file. The checks are those of a reader, see ``docs/FORMAT.md``. Everything here is
+a pure function and thread-safe.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,19 +22,17 @@ if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
     from kvstore.keys import ChunkKey
 
-_SUM_DIGITS = 16
-_LENGTH_DIGITS = 8
-_ANY_PAGE_BYTES = 1 << 40  # more than any layer has: lengths are then bounded by the file alone
-MAX_HEADER_BYTES = 1 << 20  # more than that no chunk has
+_ANY_PAGE_BYTES = 1 << 40  # longer than any layer: only the file bounds the lengths then
+MAX_HEADER_BYTES = 1 << 20  # of any chunk
 
 
 class Facts(NamedTuple):
-    """What the header of a chunk file says of itself; nothing of it is verified.
+    """What the header of a chunk file says, unverified.
 
     Attributes:
         header_bytes: where the payload begins.
         payload_bytes: as stored, without padding.
-        layer_bytes: of each layer as stored; None without a codec, where the layout decides.
+        layer_bytes: of each layer as stored; None without a codec, where the layout determines them.
     """
 
     format_version: str
@@ -51,20 +48,22 @@ class Facts(NamedTuple):
 
     @property
     def image_bytes(self) -> int:
-        """What a file with this header has."""
+        """The size of a file with this header."""
         return self.header_bytes + round_up(self.payload_bytes, ALIGNMENT_BYTES)
 
 
 def read_facts(begin: bytes) -> Facts | None:
-    """What the first bytes of a file say, if they hold a chunk's header; ``MAX_HEADER_BYTES`` of them are enough."""
+    """What a file says whose first bytes these are; None if they are no chunk's header.
+
+    The first ``MAX_HEADER_BYTES`` are enough.
+    """
     header_bytes = 8 + int.from_bytes(begin[:8], "little")
     if not 8 < header_bytes <= min(len(begin), MAX_HEADER_BYTES):
         return None
     try:
-        entries = json.loads(begin[8:header_bytes])
+        entries = chunkfile.parse(begin[:header_bytes])
         said, (start, end) = entries["__metadata__"], entries["kv"]["data_offsets"]
         lengths = said.get("layer_bytes")
-        digits = range(0, len(lengths), _LENGTH_DIGITS) if lengths is not None else range(0)
         facts = Facts(
             str(said["format_version"]),
             str(said["namespace"]),
@@ -72,20 +71,20 @@ def read_facts(begin: bytes) -> Facts | None:
             int(said["tokens"]),
             int(said["blocks"]),
             str(said["codec"]),
-            len(said["xxh3_64"]) // _SUM_DIGITS,
+            len(said["xxh3_64"]) // chunkfile.CHECKSUM_DIGITS,
             header_bytes,
             int(end) - int(start),
-            tuple(int(lengths[at : at + _LENGTH_DIGITS], 16) for at in digits) if lengths is not None else None,
+            chunkfile.parse_lengths(lengths) if lengths is not None else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return facts if facts.blocks > 0 and facts.num_layers > 0 and facts.payload_bytes > 0 else None
 
 
 def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
-    """The geometry that most chunks agree on, if all layers are of one size; None if there are no chunks.
+    """The layout that most chunks have, if all layers are of one size; None if there are no chunks.
 
-    For storage that does not say. Which bytes mean what is unknown, so the fingerprint is not that of the engine.
+    For storage without a note. The meaning of the bytes is unknown, so the fingerprint is not that of the engine.
     """
     votes: Counter[tuple[int, int, int]] = Counter()
     most_blocks = 1
@@ -97,7 +96,7 @@ def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
         return None
     (num_layers, block_tokens, _), _ = votes.most_common(1)[0]
     sizes = [vote for vote, _ in votes.most_common() if vote[:2] == (num_layers, block_tokens) and vote[2]]
-    page_bytes = sizes[0][2] if sizes else _ANY_PAGE_BYTES  # chunks of a codec do not say what they were
+    page_bytes = sizes[0][2] if sizes else _ANY_PAGE_BYTES  # encoded chunks do not tell their raw sizes
     block_tokens = max(1, block_tokens)
     return KVLayout((page_bytes,) * num_layers, 1, block_tokens, most_blocks * block_tokens, "inferred")
 
@@ -105,14 +104,13 @@ def infer_layout(found: Iterable[Facts]) -> KVLayout | None:
 def check_image(layout: KVLayout, key: ChunkKey, num_blocks: int, image: ByteArray) -> Damage | None:
     """Whether ``image`` is the chunk ``key`` of ``num_blocks`` blocks, whatever codec it names: None, or why not.
 
-    With a codec the checksums of the encoded layers are compared, and that the padding is zeros; that the layers can
-    be decoded is not tried. Never raises, whatever the bytes are.
+    With a codec, the checksums of the encoded layers must agree and the padding must be zeros; decoding is not tried.
+    Never raises, whatever the bytes are.
     """
-    begin = image[: chunkfile.header_bytes(layout)]
-    codec = chunkfile.codec_of(begin) or "none"
-    if codec != "none":
-        begin = image[: chunkfile.header_bytes(layout, codec)]
+    codec = chunkfile.codec_in(layout, image)
+    begin = image[: chunkfile.header_bytes(layout, codec)]
     if codec == "none" or codec not in CODEC_NAMES:
+        begin = image[: chunkfile.header_bytes(layout)]
         if len(image) != chunkfile.file_bytes(layout, num_blocks):
             return _explained(layout, key, num_blocks, begin)
         return chunkfile.verify(layout, key, num_blocks, begin, image[len(begin) :])
@@ -135,10 +133,10 @@ def check_image(layout: KVLayout, key: ChunkKey, num_blocks: int, image: ByteArr
 
 
 def _explained(layout: KVLayout, key: ChunkKey, num_blocks: int, begin: ByteArray) -> Damage:
-    """Why a file of a wrong size is no chunk: another number of blocks says more than the size does."""
+    """Why a file of a wrong size is not the chunk: another number of blocks explains more than the size does."""
     facts = read_facts(begin.tobytes())
     if facts is None:
         return Damage.NOT_A_CHUNK if len(begin) == chunkfile.header_bytes(layout) else Damage.SIZE
-    sums = "0" * _SUM_DIGITS * layout.num_layers
+    sums = "0" * chunkfile.CHECKSUM_DIGITS * layout.num_layers
     damage = chunkfile.compare(layout, key, num_blocks, begin, sums)
     return damage if damage in {Damage.VERSION, Damage.NAMESPACE, Damage.KEY, Damage.LENGTH} else Damage.SIZE

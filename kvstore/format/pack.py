@@ -1,7 +1,7 @@
-"""A pack: chunks of one model in one file, to be shipped. ``docs/FORMAT.md`` describes it byte by byte.
+"""A pack: chunks of one model in one file, for shipping. ``docs/FORMAT.md`` describes it byte by byte.
 
-A pack is written once, from front to back, one chunk at a time, under another name until it is whole; so an export that
-was interrupted goes on where it stopped. Every chunk in it is the content of a chunk file, with checksums of its own.
+A pack is written once, from front to back, one chunk at a time, under another name until it is complete; an interrupted
+export resumes where it stopped. Every chunk in it is the content of a chunk file, with its own checksums.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -26,7 +27,7 @@ from kvstore.keys import ChunkKey, Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from kvstore.chunks import ByteArray
@@ -42,14 +43,14 @@ _MAX_FRONT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """The chunks of one worker: whose they are, their geometry, and the folders below the engine's that held them."""
+    """The chunks of one worker: their namespace and layout, and the folders below the engine's that held them."""
 
     namespace: Namespace
     layout: KVLayout
     folders: tuple[str, ...] = ("",)
 
     def to_tree(self) -> dict[str, object]:
-        """As it stands in the front of a pack."""
+        """Its form in the front of a pack."""
         return {
             "namespace": dict(self.namespace.fields),
             "layout": json.loads(self.layout.to_json()),
@@ -58,7 +59,7 @@ class Shard:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, object]) -> Shard:
-        """What ``to_tree`` made.
+        """Undo ``to_tree``.
 
         Raises:
             KeyError, TypeError, LayoutError: it is something else.
@@ -73,81 +74,20 @@ class Shard:
 
 
 class Extent(NamedTuple):
-    """Where a chunk lies in a pack."""
+    """Where a chunk is in a pack."""
 
     offset: int
     size_bytes: int
 
 
-class PackWriter:
-    """Writes a pack, or goes on with one that was interrupted. Belongs to one thread.
+class _File:
+    """A descriptor that ``close`` and the end of a ``with`` close."""
 
-    Args:
-        path: the pack; until ``finish`` it is ``path`` with ``.partial`` behind it.
-        shards: whose chunks it will hold.
-
-    Attributes:
-        held: what is in it already, also from before an interruption.
-
-    Raises:
-        ConfigError: the file cannot be written, or what stands there is the begin of another pack.
-    """
-
-    def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
-        self.held: dict[tuple[int, ChunkRef], Extent] = {}
-        self._path = path
-        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        self._shards = list(shards)
-        self._front = _front(self._shards)
-        try:
-            self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                self._end = self._resume()
-            except BaseException:
-                os.close(self._fd)
-                raise
-        except OSError as error:
-            raise _unwritable(path, error) from error
-
-    @property
-    def size_bytes(self) -> int:
-        """What was written so far."""
-        return self._end
-
-    def add(self, shard: int, ref: ChunkRef, image: ByteArray) -> None:
-        """Append a chunk: the content of a chunk file, which the caller has checked.
-
-        Raises:
-            ConfigError: there is no room, or the file cannot be written.
-        """
-        assert len(image) % ALIGNMENT_BYTES == 0
-        try:
-            write_whole(self._fd, [image.data], self._end)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
-        self.held[shard, ref] = Extent(self._end, len(image))
-        self._end += len(image)
-
-    def finish(self) -> None:
-        """Write the index, make it durable, and give the pack its name.
-
-        Raises:
-            ConfigError: see ``add``.
-        """
-        index = b"".join(
-            _RECORD.pack(shard, ref.num_blocks, ref.prefix_key, *extent) for (shard, ref), extent in self.held.items()
-        )
-        end = _END.pack(END_MAGIC, self._end, len(self.held), xxhash.xxh3_128_digest(self._front + index))
-        try:
-            write_whole(self._fd, [memoryview(index + end)], self._end)
-            os.ftruncate(self._fd, self._end + len(index) + len(end))
-            os.fsync(self._fd)
-            self._partial.rename(self._path)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
 
     def close(self) -> None:
-        """Let go of the file. What was not finished can be gone on with."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -160,8 +100,70 @@ class PackWriter:
     ) -> None:
         self.close()
 
+
+class PackWriter(_File):
+    """Writes a pack, or resumes an interrupted one; close it in either case. Belongs to one thread.
+
+    Args:
+        path: the pack; until ``finish`` its name is ``path`` with ``.partial`` appended.
+        shards: whose chunks it will hold.
+
+    Attributes:
+        held: the chunks in it, also those from before an interruption.
+
+    Raises:
+        ConfigError: the file cannot be written, or there is the begin of another pack.
+    """
+
+    def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
+        self.held: dict[tuple[int, ChunkRef], Extent] = {}
+        self._path = path
+        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self._shards = list(shards)
+        self._front = _front(self._shards)
+        with _writing(path):
+            super().__init__(os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            try:
+                self._end = self._resume()
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes written so far."""
+        return self._end
+
+    def add(self, shard: int, ref: ChunkRef, image: ByteArray) -> None:
+        """Append the content of a chunk file, which the caller has checked.
+
+        Raises:
+            ConfigError: there is no room, or the file cannot be written.
+        """
+        assert len(image) % ALIGNMENT_BYTES == 0
+        with _writing(self._path):
+            write_whole(self._fd, [image.data], self._end)
+        self.held[shard, ref] = Extent(self._end, len(image))
+        self._end += len(image)
+
+    def finish(self) -> None:
+        """Write the index, sync the file, and give the pack its name.
+
+        Raises:
+            ConfigError: see ``add``.
+        """
+        index = b"".join(
+            _RECORD.pack(shard, ref.num_blocks, ref.prefix_key, *extent) for (shard, ref), extent in self.held.items()
+        )
+        end = _END.pack(END_MAGIC, self._end, len(self.held), xxhash.xxh3_128_digest(self._front + index))
+        with _writing(self._path):
+            write_whole(self._fd, [memoryview(index + end)], self._end)
+            os.ftruncate(self._fd, self._end + len(index) + len(end))
+            os.fsync(self._fd)
+            self._partial.rename(self._path)
+
     def _resume(self) -> int:
-        """Take in the sound chunks of an interrupted export; where the next one goes."""
+        """Keep the sound chunks of an interrupted export; returns where the next one goes."""
         found = read_front(self._fd, len(self._front))
         if found != self._front:
             if len(found) == len(self._front) or found[: len(MAGIC)] not in (MAGIC, b""):
@@ -190,7 +192,7 @@ class PackWriter:
         return end
 
 
-class Pack:
+class Pack(_File):
     """A pack open for reading. Thread-safe.
 
     Attributes:
@@ -202,10 +204,10 @@ class Pack:
         self.path = path
         self.shards = shards
         self.extents = extents
-        self._fd = fd
+        super().__init__(fd)
 
     def read_into(self, extent: Extent, views: Sequence[memoryview]) -> bool:
-        """Fill ``views`` from the begin of a chunk on; False if the file ends before.
+        """Fill ``views`` from the begin of a chunk; False if the file ends too early.
 
         Raises:
             OSError: the system refused.
@@ -213,7 +215,7 @@ class Pack:
         return read_whole(self._fd, views, extent.offset)
 
     def read(self, extent: Extent) -> ByteArray | None:
-        """The content of a chunk's file; None if the pack ends before.
+        """The content of a chunk's file; None if the pack ends too early.
 
         Raises:
             OSError: the system refused.
@@ -233,7 +235,7 @@ class Pack:
         return None if damage is None else str(damage)
 
     def describe(self) -> dict[str, object]:
-        """What is in it."""
+        """What it holds, for people."""
         return {
             "file_bytes": os.fstat(self._fd).st_size,
             "shards": [
@@ -248,26 +250,12 @@ class Pack:
             ],
         }
 
-    def close(self) -> None:
-        """Let go of the file. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def open_pack(path: Path) -> Pack:
-    """Open a pack; its front and index are checked, its chunks are checked when they are read.
+    """Open a pack and check its front and index. Chunks are checked when they are read.
 
     Raises:
-        ConfigError: it is no whole pack.
+        ConfigError: it is not a complete pack.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -284,15 +272,15 @@ def _opened(fd: int, path: Path) -> Pack:
     size_bytes = os.fstat(fd).st_size
     begin = read_front(fd, _FRONT.size)
     if len(begin) < _FRONT.size or not begin.startswith(MAGIC):
-        raise ConfigError(f"{path} is no pack, or one of another version of kvstore")
+        raise ConfigError(f"{path} is not a pack, or one of another version of kvstore")
     front_bytes = _front_bytes(_FRONT.unpack(begin)[1])
     end = read_front(fd, _END.size, max(0, size_bytes - _END.size))
     if len(end) < _END.size or front_bytes > _MAX_FRONT_BYTES or not end.startswith(END_MAGIC):
-        raise ConfigError(f"the pack {path} is not whole: copy it again, or export it again")
+        raise ConfigError(f"the pack {path} is incomplete: copy it again, or export it again")
     _, index_offset, count, digest = _END.unpack(end)
     front = read_front(fd, front_bytes)
     if index_offset + count * _RECORD.size + _END.size != size_bytes:
-        raise ConfigError(f"the pack {path} is not whole: copy it again, or export it again")
+        raise ConfigError(f"the pack {path} is incomplete: copy it again, or export it again")
     index = read_front(fd, count * _RECORD.size, index_offset)
     if xxhash.xxh3_128_digest(front + index) != digest:
         raise ConfigError(f"the index of the pack {path} is damaged: copy it again, or export it again")
@@ -304,7 +292,7 @@ def _opened(fd: int, path: Path) -> Pack:
     extents: list[dict[ChunkRef, Extent]] = [{} for _ in shards]
     for shard, blocks, key, offset, length in _RECORD.iter_unpack(index):
         if shard >= len(shards) or offset + length > index_offset or length % ALIGNMENT_BYTES:
-            raise ConfigError(f"the index of the pack {path} makes no sense: export it again")
+            raise ConfigError(f"the index of the pack {path} is inconsistent: export it again")
         extents[shard][ChunkRef(key, blocks)] = Extent(offset, length)
     return Pack(fd, path, shards, extents)
 
@@ -326,6 +314,12 @@ def _read_whole(fd: int, extent: Extent) -> ByteArray | None:
     return np.frombuffer(view, np.uint8) if read_whole(fd, [view], extent.offset) else None
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    reason = os.strerror(error.errno or 0)
-    return ConfigError(f"the pack {path} cannot be written: {reason}; make room or name another file, then go on")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns the errors of writing into ``ConfigError``."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        message = f"the pack {path} cannot be written: {reason}; make room or name another file, then export again"
+        raise ConfigError(message) from error

@@ -1,6 +1,6 @@
-"""Reads and writes of files that go on until all is done: the system may do less than it was asked for.
+"""Reads and writes of files that continue until all bytes are moved.
 
-A signal, a network filesystem, or more than 2 GiB at once cuts a call short, which says nothing about the file's end.
+A signal, a network filesystem, or more than 2 GiB at once cuts a system call short, which does not mean the file's end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
-    """Fill ``views`` from a file; False if it ends before.
+    """Fill ``views`` from a file; False if the file ends too early.
 
     Raises:
         OSError: the system refused.
@@ -30,7 +30,7 @@ def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
 
 
 def read_front(fd: int, most_bytes: int, offset_bytes: int = 0) -> bytes:
-    """What a file has from an offset on, but no more than ``most_bytes``.
+    """The content of a file from an offset on, at most ``most_bytes``.
 
     Raises:
         OSError: the system refused.
@@ -60,7 +60,7 @@ def write_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> None
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``views`` after ``done`` bytes."""
+    """The rest of ``views`` after ``done`` bytes."""
     rest = []
     for view in views:
         if done < view.nbytes:

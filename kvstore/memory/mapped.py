@@ -1,4 +1,4 @@
-"""Memory that is mapped: asked for in huge pages, and touched before it is needed."""
+"""Mapped memory: in huge pages where possible, and populated before it is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
 
-_STEP_BYTES = 8 << 20  # how much is populated between two looks at whether to stop
+_STEP_BYTES = 8 << 20  # populated between two checks whether to stop
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a foreign call releases the GIL
@@ -20,7 +20,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_bytes(num_bytes: int, fd: int = -1) -> ByteArray:
-    """Addresses for ``num_bytes``: of a file, shared, or of nothing yet, private. The last view unmaps them.
+    """Map ``num_bytes``: of a file, shared, or anonymous and private. Dropping the last view unmaps them.
 
     Raises:
         OSError, OverflowError, ValueError: the system refused.
@@ -32,11 +32,11 @@ def map_bytes(num_bytes: int, fd: int = -1) -> ByteArray:
 
 
 def populate(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool]) -> bool:
-    """Touch every page of a part of some memory, without changing what is in it; False if it was stopped."""
+    """Touch every page of a range without changing its content; False if ``stops`` ended it early."""
     address = memory.ctypes.data
     for offset in range(begin, end, _STEP_BYTES):
         if stops():
             return False
-        # Fails on Linux before 5.14: there pages come on first use.
+        # Fails on Linux before 5.14, where pages are allocated on first use.
         _libc.madvise(address + offset, min(_STEP_BYTES, end - offset), _MADV_POPULATE_WRITE)
     return True

@@ -1,8 +1,8 @@
 """Locking host memory in place, so that a GPU copies to and from it at full speed.
 
-A pool of tens of GiB takes the driver seconds to pin. So it is pinned in pieces, on the thread that populates them, and
-a copy works before its piece is pinned, only slower. One rule comes from CUDA: a copy must not touch both pinned and
-other memory, so a piece consists of whole slots.
+Pinning a pool of tens of GiB takes the driver seconds. So it is pinned in pieces, on the threads that populate them;
+until its piece is pinned, a copy works, only slower. CUDA requires that no copy touches both pinned and other memory,
+so a piece consists of whole slots.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Pinner(Protocol):
 
 
 class NoPinner:
-    """For machines, or processes, without a GPU: ordinary memory is as good there."""
+    """For processes without a GPU, which need no pinned memory."""
 
     def pin(self, address: int, num_bytes: int) -> str | None:  # noqa: ARG002 - there is nothing to do
-        """Pretend."""
+        """Do nothing."""
         return None
 
     def unpin(self, address: int) -> None:
-        """Pretend."""
+        """Do nothing."""
 
 
 class CudaPinner:
@@ -48,13 +48,13 @@ class CudaPinner:
         return f"cudaHostRegister returned error {error}" if error else None
 
     def unpin(self, address: int) -> None:
-        """See ``Pinner``. An error is of no use to anybody: the memory is on its way out."""
+        """See ``Pinner``. Errors are ignored: the memory is being given back."""
         with torch.cuda.device(self._device):
             _cudart().cudaHostUnregister(address)
 
 
 def find_pinner() -> Pinner:
-    """The pinner for this process: CUDA's where CUDA is in use already, as a process without it must not open it."""
+    """The pinner for this process: CUDA's only where CUDA is in use already, as others must not open a context."""
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return CudaPinner() if in_use else NoPinner()
 

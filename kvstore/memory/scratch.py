@@ -1,4 +1,4 @@
-"""Buffers that chunks are encoded into and decoded from: a few, made when they are first needed, and used again."""
+"""A few reused buffers for encoding and decoding chunks, allocated when first needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvstore.chunks import ByteArray
 
-SCRATCH_BUFFERS = 4  # as many threads encode; more of them than cores would not be faster
+SCRATCH_BUFFERS = 4  # the number of threads that encode at once; more than there are cores would not be faster
 
 
 class Scratch:
@@ -24,7 +24,7 @@ class Scratch:
 
     Args:
         size_bytes: of each.
-        timeout_s: how long to wait where all are in use; None waits until one is free.
+        timeout_s: how long to wait while all are in use; None waits until one is free.
     """
 
     def __init__(self, size_bytes: int, timeout_s: float | None = None) -> None:
@@ -36,10 +36,10 @@ class Scratch:
 
     @contextmanager
     def borrowed(self) -> Iterator[ByteArray]:
-        """A buffer for one chunk, with whatever is in it.
+        """A buffer for one chunk, with arbitrary content.
 
         Raises:
-            TierError: all of them are in use for too long.
+            TierError: all of them were in use for ``timeout_s``.
         """
         try:
             buffer = self._buffers.get(timeout=self._timeout_s)

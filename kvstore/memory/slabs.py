@@ -1,9 +1,9 @@
 """A pool of memory cut into equal slots, touched before it is needed.
 
 Fresh pages cost about ten times a copy, so the pool is mapped once, asks for huge pages, and is populated, and pinned
-for the GPU if there is one, by threads in the background. They go upwards, as the index hands slots out: a store finds
-its slot ready, and one that does not works as well, only slower. Slots start at page boundaries, as direct I/O wants.
-Who owns which slot is the index's business, not the pool's.
+for the GPU if there is one, by threads in the background. They go upwards, as the index hands out slots, so most stores
+find their slot ready; the others work as well, only slower. Slots start at page boundaries, as direct I/O wants. The
+index decides who owns which slot.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class SlabPool:
         self._slots_per_piece = max(1, piece_bytes // slot_bytes)
         self._num_pieces = -(-num_slots // self._slots_per_piece)
         self._lock = threading.Lock()
-        self._done: set[int] = set()  # pieces populated out of order
-        self._ready_pieces = 0  # pieces populated from the start on
-        self._pinned: dict[int, int] = {}  # address to bytes
+        self._pinned: list[int] = []  # addresses of pieces
         self._pins = True
         self._closing = threading.Event()
         self._threads = [
@@ -69,17 +67,6 @@ class SlabPool:
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def ready_slots(self) -> int:
-        """Slots, from number 0 on, that have been populated, and pinned where that works."""
-        return min(self._ready_pieces * self._slots_per_piece, self.num_slots)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that are pinned now."""
-        with self._lock:
-            return sum(self._pinned.values())
 
     def slot(self, number: int) -> ByteArray:
         """The bytes of slot ``number``: uint8 ``[slot_bytes]``, page-aligned, the same view each time."""
@@ -98,7 +85,7 @@ class SlabPool:
         for thread in self._threads:
             thread.join()
         with self._lock:
-            pinned, self._pinned = self._pinned, {}
+            pinned, self._pinned = self._pinned, []
         for address in pinned:
             self._pinner.unpin(address)
 
@@ -111,7 +98,6 @@ class SlabPool:
             if not populate(self._bytes, begin, end, self._closing.is_set):
                 return
             self._pin(self._address + begin, end - begin)
-            self._finish(piece)
 
     def _pin(self, address: int, num_bytes: int) -> None:
         """Pin one piece; after the first that fails, the rest stays as it is."""
@@ -120,18 +106,11 @@ class SlabPool:
         problem = self._pinner.pin(address, num_bytes)
         with self._lock:
             if problem is None:
-                self._pinned[address] = num_bytes
+                self._pinned.append(address)
                 return
             is_first, self._pins = self._pins, False
         if is_first:
             logger.warning("cannot pin the CPU pool (%s): copies between it and the GPU are slower", problem)
-
-    def _finish(self, piece: int) -> None:
-        with self._lock:
-            self._done.add(piece)
-            while self._ready_pieces in self._done:
-                self._done.remove(self._ready_pieces)
-                self._ready_pieces += 1
 
 
 def _map(num_bytes: int) -> ByteArray:

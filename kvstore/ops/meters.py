@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvstore.catalog.index import ChunkIndex
     from kvstore.handover.pusher import PushCounters
     from kvstore.tiers.base import Tier
-    from kvstore.tiers.guards import LatencyHistogram
     from kvstore.transfer.mover import MoverCounters
 
 _MEMORY: Final = Place.MEMORY.value
@@ -92,10 +91,10 @@ class WorkerMeter:
 
     def __init__(self, tiers: OpenTiers, moved: Callable[[], MoverCounters]) -> None:
         self._moved = moved
+        self._disk = tiers.disk
         self._tiers = {place: _Observed(tier) for place, tier in ((_DISK, tiers.disk), (_REMOTE, tiers.remote)) if tier}
         self._source = secrets.token_hex(8)  # tells this worker's gauges from those of others
         self._meter = Meter()
-        self._latencies: dict[tuple[str, int], LatencyHistogram] = {}
         self._levels: dict[str, float] = {}
 
     def read(self, tally: Tally) -> None:
@@ -106,9 +105,9 @@ class WorkerMeter:
             self._read_tier(place, observed, totals, tally)
             states = [_SEVERITY[breaker.stats().state] for breaker in observed.breakers()]
             levels[metrics.BREAKER_STATE.key(place)] = max(states, default=0)
-        if _DISK in self._tiers:
-            levels[metrics.DISK_USED_BYTES.key()] = self._tiers[_DISK].tier.used_bytes
-            levels[metrics.DISK_CAPACITY_BYTES.key()] = self._tiers[_DISK].tier.usable_bytes
+        if self._disk is not None:
+            levels[metrics.DISK_USED_BYTES.key()] = self._disk.used_bytes
+            levels[metrics.DISK_CAPACITY_BYTES.key()] = self._disk.usable_bytes
         self._meter.advance(totals, tally)
         for key, value in levels.items():
             if self._levels.get(key) != value:
@@ -120,20 +119,11 @@ class WorkerMeter:
         totals[moved.key(place, "load")] = observed.tier.counters.bytes_read
         totals[moved.key(place, "store")] = observed.tier.counters.bytes_written
         totals[metrics.CORRUPT_CHUNKS.key(place)] = observed.tier.counters.corrupt
-        errors = timeouts = 0
-        for number, statistics in enumerate(observed.statistics):
-            stats = statistics.snapshot()
-            operations = (stats.contains, stats.get, stats.put, stats.remove, stats.clear, stats.reset)
-            errors += sum(operation.errors for operation in operations)
-            timeouts += sum(operation.timeouts for operation in operations)
-            for direction, operation in (("load", stats.get), ("store", stats.put)):
-                where = (f"{place} {direction}", number)
-                tally.observe(
-                    metrics.TIER_CALL_SECONDS.key(place, direction), operation.latency.since(self._latencies.get(where))
-                )
-                self._latencies[where] = operation.latency
-        totals[metrics.TIER_ERRORS.key(place)] = errors
-        totals[metrics.TIER_TIMEOUTS.key(place)] = timeouts
+        for statistics in observed.statistics:
+            for direction, operation in _DIRECTIONS.items():
+                tally.observe(metrics.TIER_CALL_SECONDS.key(place, direction), statistics.take_times_s(operation))
+        totals[metrics.TIER_ERRORS.key(place)] = sum(statistics.errors for statistics in observed.statistics)
+        totals[metrics.TIER_TIMEOUTS.key(place)] = sum(statistics.timeouts for statistics in observed.statistics)
 
 
 def push_totals(pushed: PushCounters) -> dict[str, float]:

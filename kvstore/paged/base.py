@@ -1,9 +1,9 @@
 """Whole blocks between a paged KV cache and slab slots, as opaque bytes.
 
-A backend may pack a block in any way it likes (vLLM's CPU backend transposes K inside it), so nothing here looks
-inside: a block is the dense region of bytes its strides span, found once when the caches are registered. Copies are
-numpy's: on the machine this was written on, ``take`` into a prepared buffer reached 0.86 and fancy assignment 1.0 of
-memcpy, both without an allocation, where torch's indexing reached 0.2 to 0.5.
+A backend may arrange a block in any way (vLLM's CPU backend transposes K inside it), so nothing here looks inside: a
+block is the dense region of bytes that its strides span, found once when the caches are registered. Copies use numpy:
+measured, ``take`` into a prepared buffer reached 0.86 and fancy assignment 1.0 of memcpy's bandwidth, both without an
+allocation, where torch's indexing reached 0.2 to 0.5.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _Copy = tuple[npt.NDArray[Any], BlockIds, npt.NDArray[Any]]
 
 
 class ChunkBlocks(NamedTuple):
-    """Where some blocks of a chunk are: ``first_block ...`` of its payload, and ``block_ids`` of the paged cache.
+    """Some blocks of a chunk: from ``first_block`` on in its payload, and ``block_ids`` in the paged cache.
 
-    Made by ``PagedKV.chunk``, which has checked the ids. ``pages`` are those of every plane in order, in host memory.
+    Made by ``PagedKV.chunk``, which checks the ids. ``pages`` are those of every plane in order, in host memory.
     """
 
     block_ids: BlockIds
@@ -62,63 +62,63 @@ class PagedKV(Protocol):
     """The paged KV cache of one worker, addressed by block ids.
 
     ``payload`` below is a row of ``layout.payload_bytes(n)`` uint8 in the order of ``layout``, in host memory or on the
-    cache's ``device``; ``block_ids`` are int64, each in ``[0, num_blocks)`` and none of those that the serving engine
-    keeps for itself, in ordinary host memory. Not thread-safe against a running model: call between forward passes.
+    cache's ``device``; ``block_ids`` are int64 in ordinary host memory, each in ``[0, num_blocks)`` and none reserved
+    by the serving engine. Not thread-safe against a running model: call between forward passes.
     """
 
     layout: KVLayout
     num_blocks: int
     device: torch.device
 
-    def beside(self) -> PagedKV:
+    def for_thread(self) -> PagedKV:
         """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs."""
 
     def with_help(self, copiers: Copiers) -> PagedKV:
-        """The same cache, whose blocks several threads copy, where it is processors that do that."""
+        """The same cache, whose blocks several threads copy if the CPU does that."""
 
     def moment(self) -> Moment:
-        """The present, in the order of what the model's thread launches."""
+        """Now, in the order of what the model's thread launches."""
 
     def after(self, moment: Moment) -> None:
-        """Let what the calling thread launches from now on come after ``moment``. To be called on ``beside()``."""
+        """Order what the calling thread launches from now on after ``moment``. Call it on ``for_thread()``."""
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
-        """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``, which is right once ``reach`` returns."""
+        """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``, which is valid once ``reach`` returns."""
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
         """Copy blocks ``first_block ... first_block + len(block_ids)`` of a payload of ``chunk_blocks`` blocks.
 
-        Done, as far as kernels launched later can see, when it returns. The payload must not change before ``wait``.
+        Kernels launched after it returns see the blocks. The payload must not change before ``wait``.
         """
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
-        """Blocks to be moved layer by layer. ``chunk_blocks`` are in the payload, ``len(block_ids)`` unless told.
+        """Blocks to move layer by layer. ``chunk_blocks`` are in the payload, by default ``len(block_ids)``.
 
         Raises:
             InvalidCallError: names the first id that is outside the cache.
         """
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """Copy one layer of the blocks of several chunks into their payloads: right after ``reach``, or ``wait``."""
+        """Copy one layer of several chunks' blocks into their payloads, which are valid after ``reach`` or ``wait``."""
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy one layer of the blocks of several chunks to where kernels launched later see it.
+        """Copy one layer of several chunks into their blocks, where kernels launched later see it.
 
         The payloads must not change before ``wait``.
         """
 
     def reach(self, moment: Moment) -> None:
-        """Wait for a moment that ``gather`` or ``gather_layer`` returned. From any thread."""
+        """Wait for a moment that ``gather`` or ``gather_layer`` returned. Any thread may call it."""
 
     def wait(self) -> None:
-        """Wait until all that was launched so far has been done."""
+        """Wait until everything launched so far is done."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into a payload on the cache's own device.
 
-        In the order of the current stream, like the kernels around it: launched when it returns, and not waited for.
+        In the order of the current stream, like the kernels around it. Launches and does not wait.
         """
 
     def scatter_on_device(
@@ -141,7 +141,7 @@ class PlaneRows:
     def axes(self, page_tokens: int) -> tuple[int, int, int] | None:
         """The elements of a page of ``page_tokens`` tokens as rows of ``[a, tokens, b]``.
 
-        None if the shape does not tell which dimension is that of the tokens, or has no heads, as with MLA.
+        None if the shape does not tell which dimension holds the tokens, or there are no heads, as with MLA.
         """
         tokens = [dim for dim in self.dims[:-1] if dim[0] * self.kernel_blocks == page_tokens]
         if len(tokens) != 1:
@@ -151,14 +151,14 @@ class PlaneRows:
 
 
 def find_planes(name: str, cache: LayerCache, num_blocks: int) -> list[PlaneRows]:
-    """The dense regions that hold a block of layer ``name``.
+    """Find the dense regions that hold a block of layer ``name``.
 
-    Understands blocks in dimension 0 with any order behind it (vLLM's ``[B, H, N, C]``, ``[B, 2, N, H, D]``, MLA's
+    Supports blocks in dimension 0 with the others in any order (vLLM's ``[B, H, N, C]``, ``[B, 2, N, H, D]``, MLA's
     ``[B, N, C]``), K/V in front (``[2, B, N, H, D]``), a (key, value) pair of tensors, and kernel blocks that divide a
     block.
 
     Raises:
-        LayoutError: anything else, with the shape and the strides.
+        LayoutError: any other layout; the message has the shape and the strides.
     """
     if not isinstance(cache, torch.Tensor):
         return [plane for part in cache for plane in find_planes(name, part, num_blocks)]
@@ -249,8 +249,8 @@ class HostPagedKV:
             run = list(alike)
             self._runs.append(_Run(run, word, len(run) * words * word.itemsize))
 
-    def beside(self) -> PagedKV:
-        """See ``PagedKV``: nothing here belongs to one thread. Without help: other processors are the model's."""
+    def for_thread(self) -> PagedKV:
+        """See ``PagedKV``: nothing here belongs to one thread. It copies alone: the other cores are the model's."""
         return self.with_help(ALONE)
 
     def with_help(self, copiers: Copiers) -> PagedKV:
@@ -317,7 +317,7 @@ class HostPagedKV:
         rows, block_ids, target = one
         if self._dense:
             rows.take(block_ids, axis=0, out=target, mode="clip")
-        else:  # take() would first copy a whole cache whose blocks lie apart
+        else:  # take() would first copy the whole cache if its blocks are not adjacent
             for number, block in enumerate(block_ids):
                 target[number] = rows[block]
 
@@ -328,8 +328,8 @@ class HostPagedKV:
     def _pages(self, payload: ByteArray, chunk_blocks: int) -> Iterator[Page]:
         """Pair each plane's rows with its ``[chunk_blocks, words]`` part of the payload.
 
-        Iterating over one view of a run takes 0.14 us a plane; slicing, viewing and reshaping for each took 1.1 us,
-        which for the 24 layers of a small model is 26 us a chunk instead of 3.
+        Iterating over one view of a run takes 0.14 us a plane. Slicing, viewing and reshaping for each plane took
+        1.1 us: for the 24 layers of a small model 26 us a chunk instead of 3.
         """
         begin = 0
         for run in self._runs:

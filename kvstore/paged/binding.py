@@ -1,4 +1,4 @@
-"""From registered tensors to a paged KV cache: find every layer's blocks, derive the layout, choose how to copy."""
+"""Makes a paged KV cache of a model's tensors: finds every layer's blocks, derives the layout, chooses how to copy."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def bind_paged_kv(
         num_blocks: blocks of the serving engine's block manager.
         block_tokens: tokens in such a block.
         chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
-        reserved_blocks: so many blocks, from the first on, which the serving engine keeps for itself: nothing is ever
-            copied from them, nor to them.
-        packing: what decides, besides strides, the order of bytes in a block: on CPUs, the instruction set in use.
-        has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. Not so for
-            MLA's latents; blocks that are packed never tell.
+        reserved_blocks: the number of blocks, from the first on, that the serving engine reserves: they are neither
+            read nor written.
+        packing: what else, besides strides, decides the order of bytes in a block: on CPUs, the instruction set in use.
+        has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. They do not
+            for MLA's latents, nor for packed blocks.
 
     Raises:
         LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.

@@ -1,8 +1,8 @@
-"""Many copies, shared between the caller and a few helping threads.
+"""Many copies, shared between the caller and a few helper threads.
 
-One thread rarely reaches the memory bandwidth of a machine: on two processors of one kind, two threads copied 1.9 times
-as much as one. Everybody takes the next copy as soon as the last is done, and a helper that has not begun is not waited
-for, so that threads which the system holds up cost no more than the copies that they are at.
+One thread rarely reaches a machine's memory bandwidth: measured, two threads copied 1.9 times as much as one. Each
+takes the next copy as soon as its last one is done, and nobody waits for a helper that has not started, so a thread
+that the system does not schedule delays at most the copy it is at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-_MAX_THREADS = 4  # of one engine: others want to copy too
+_MAX_THREADS = 4  # of one engine, to leave bandwidth for others
 
 
 class Copiers:
@@ -30,7 +30,7 @@ class Copiers:
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "kvstore-copy")  # has no thread before it is used
 
     def each(self, items: Iterable[Item], copy: Callable[[Item], None]) -> None:
-        """Copy everything, in any order. What a copy raises is raised here, once nobody copies any more."""
+        """Copy everything, in any order. If a copy raises, so does this, after all copies under way have ended."""
         if not self._helpers:
             for item in items:
                 copy(item)
@@ -60,9 +60,9 @@ class Copiers:
 
 
 ALONE = Copiers(1)
-"""Whoever copies without help. It has no thread to end, so that all may share it."""
+"""Copies without helpers. It has no thread to end, so all may share it."""
 
 
 def copy_threads() -> int:
-    """As many as there are processors for the calling thread: one where vLLM has bound it to a core of its own."""
+    """As many threads as the calling thread has cores: one where vLLM has bound it to a single core."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))

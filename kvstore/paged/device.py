@@ -1,9 +1,9 @@
 """Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-The same interface as ``pages.HostPagedKV``. On their way to host memory blocks pass a dense staging buffer on the
-device (``staging.py``); to a slot on the device they need none. Gathers and scatters run on the current stream, so a
-gather waits for the kernels that write the blocks, and kernels launched after a scatter see it; copies run beside it.
-What is moved ``beside`` the model has a stream of its own instead of the current one.
+On their way to host memory blocks pass through a dense staging buffer on the device (``staging.py``); to a slot on the
+device they need none. Gathers and scatters run on the current stream, so a gather waits for the kernels that write the
+blocks, and kernels launched after a scatter see it. Copies to and from the host run on streams of their own.
+``for_thread`` gives another thread a stream of its own instead of the current one.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ class DevicePagedKV:
         has_stream = has_stream and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
 
-    def beside(self) -> PagedKV:
-        """See ``pages.PagedKV``."""
+    def for_thread(self) -> PagedKV:
+        """See ``PagedKV``."""
         return DevicePagedKV(self._layers, self.layout, self.num_blocks, self._allowed.start, has_stream=True)
 
     def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
-        """See ``pages.PagedKV``: the device copies by itself."""
+        """See ``PagedKV``: the device copies by itself."""
         return self
 
     def moment(self) -> Moment:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def after(self, moment: Moment) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         if self._stream is not None and moment is not None:
             torch.cuda.set_stream(self._stream)  # of this thread
             self._stream.wait_event(moment)
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         size_bytes = self.layout.payload_bytes(len(block_ids))
         target = torch.from_numpy(payload)[:size_bytes]
         return self._staging.carry_out(
@@ -75,7 +75,7 @@ class DevicePagedKV:
         )
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)  # before anything is copied
         size_bytes = self.layout.payload_bytes(chunk_blocks)
         source = torch.from_numpy(payload)[:size_bytes]
@@ -87,12 +87,12 @@ class DevicePagedKV:
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         last: Moment = None  # copies leave one after the other
         for batch in self._batches(layer, chunks):
             for plane in range(self._planes):
@@ -100,7 +100,7 @@ class DevicePagedKV:
         return last
 
     def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         for batch in self._batches(layer, chunks):
             for plane in range(self._planes):
                 self._scatter_plane(layer, plane, batch, self._ids_of(batch))
@@ -126,15 +126,15 @@ class DevicePagedKV:
         self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
 
     def reach(self, moment: Moment) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         self._staging.streams.reach(moment)
 
     def wait(self) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         self._staging.streams.wait()
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         ids = self._ids(block_ids)
         for rows, target in self._pages(payload, len(block_ids)):
             torch.index_select(rows, 0, ids, out=target)
@@ -142,7 +142,7 @@ class DevicePagedKV:
     def scatter_on_device(
         self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
     ) -> None:
-        """See ``pages.PagedKV``."""
+        """See ``PagedKV``."""
         ids = self._ids(block_ids)
         last_block = first_block + len(block_ids)
         for rows, source in self._pages(payload, chunk_blocks):
@@ -151,7 +151,7 @@ class DevicePagedKV:
     def _ids(self, block_ids: BlockIds) -> torch.Tensor:
         """Checked ids, on the device.
 
-        They are in ordinary memory, which the driver has copied from when the call returns, so nobody waits for it.
+        The driver has read them, from ordinary memory, when the call returns: nobody has to wait.
         """
         check_block_ids(block_ids, self._allowed)
         return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
@@ -167,7 +167,7 @@ class DevicePagedKV:
         return pairs
 
     def _batches(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[list[ChunkBlocks]]:
-        """As many chunks at a time as have room in the staging buffer for one plane of a layer."""
+        """Groups of as many chunks as fit into the staging buffer with one plane of a layer."""
         max_blocks = self._staging.size_bytes // self.layout.page_bytes[layer]
         batch: list[ChunkBlocks] = []
         for chunk in chunks:
@@ -179,7 +179,7 @@ class DevicePagedKV:
             yield batch
 
     def _ids_of(self, chunks: Sequence[ChunkBlocks]) -> torch.Tensor:
-        """The ids of several chunks' blocks, on the device; the same chunks' next layer finds them there."""
+        """The ids of several chunks' blocks, on the device; kept there for the same chunks' next layer."""
         parts = [chunk.block_ids for chunk in chunks]
         if self._uploaded is not None:
             known, ids = self._uploaded
@@ -207,6 +207,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _as_rows(staged: torch.Tensor, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Room for that many blocks of a plane in a staging buffer."""
+    """The part of a staging buffer for that many blocks of a plane."""
     size_bytes = num_blocks * rows.shape[1] * rows.element_size()
     return staged[:size_bytes].view(rows.dtype).view(num_blocks, rows.shape[1])

@@ -1,8 +1,8 @@
-"""Room on a device through which blocks pass on their way to host memory and back.
+"""Buffers on a device through which blocks pass on their way to host memory and back.
 
-On PCIe the size of a copy decides its speed, so blocks are gathered into one dense buffer, which leaves in one copy.
-There are two buffers, used in turn: while one is copied, on a stream beside the model's, the other is gathered or
-scattered on the model's. Events put both in order on the device, and the host waits only for what it needs.
+Over PCIe large copies are fast and small ones slow, so blocks are gathered into one dense buffer, which is copied at
+once. There are two buffers, used in turn: while one is copied on a stream of its own, the other is gathered or
+scattered on the model's stream. Events order both on the device, and the host waits only for what it needs.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ BUFFERS = 2
 
 
 class Way(Enum):
-    """Which way a copy goes; PCIe carries both at once."""
+    """The direction of a copy; PCIe carries both at once."""
 
     IN = "host to device"
     OUT = "device to host"
 
 
 class Streams(Protocol):
-    """The current stream of the calling thread, and one beside it for the copies of each way."""
+    """The current stream of the calling thread, and a copy stream for each direction."""
 
     def now(self) -> Moment:
-        """The present of the current stream."""
+        """The end of what the current stream has been given so far."""
 
     def hold(self, moment: Moment) -> None:
-        """Let what the current stream is given from now on come after ``moment``."""
+        """Order what the current stream is given from now on after ``moment``."""
 
     def launch(self, way: Way, work: Work, after: Moment) -> Moment:
-        """Do ``work`` beside the current stream, after ``after``. Returns its end."""
+        """Launch ``work`` on a copy stream, after ``after``. Returns its end."""
 
     def reach(self, moment: Moment) -> None:
-        """Wait, on the host, for ``moment``."""
+        """Let the host wait for ``moment``."""
 
     def wait(self) -> None:
-        """Wait, on the host, for everything launched so far on any of these streams."""
+        """Let the host wait for everything launched so far on any of these streams."""
 
     def keep(self, memory: torch.Tensor) -> None:
-        """Tell the allocator that streams beside the current one use ``memory``, which may be dropped at any time."""
+        """Tell the allocator that the copy streams use ``memory``, which may be dropped at any time."""
 
 
 class NoStreams:
-    """For a device that does everything at once: the CPU."""
+    """For the CPU, where work is done when its call returns."""
 
     def now(self) -> Moment:
         """See ``Streams``."""
@@ -78,7 +78,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._beside = {way: torch.cuda.Stream(device) for way in Way}  # type: ignore[no-untyped-call]
+        self._copying = {way: torch.cuda.Stream(device) for way in Way}  # type: ignore[no-untyped-call]
 
     def now(self) -> Moment:
         """See ``Streams``."""
@@ -91,7 +91,7 @@ class CudaStreams:
 
     def launch(self, way: Way, work: Work, after: Moment) -> Moment:
         """See ``Streams``."""
-        stream = self._beside[way]
+        stream = self._copying[way]
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
@@ -105,12 +105,12 @@ class CudaStreams:
 
     def wait(self) -> None:
         """See ``Streams``."""
-        for stream in (torch.cuda.current_stream(self._device), *self._beside.values()):
+        for stream in (torch.cuda.current_stream(self._device), *self._copying.values()):
             stream.synchronize()
 
     def keep(self, memory: torch.Tensor) -> None:
         """See ``Streams``."""
-        for stream in self._beside.values():
+        for stream in self._copying.values():
             memory.record_stream(stream)
 
 
@@ -135,7 +135,7 @@ class Staging:
         self._turn = 0
 
     def carry_out(self, gather: Use, copy: Use) -> Moment:
-        """Fill a buffer on the current stream, then copy it to the host beside it. Returns when it is there."""
+        """Fill a buffer on the current stream, then copy it to the host on a copy stream. Returns the copy's end."""
         turn, buffer = self._next()
         self.streams.hold(self._free[turn])
         gather(buffer)
@@ -143,7 +143,7 @@ class Staging:
         return self._free[turn]
 
     def carry_in(self, copy: Use, scatter: Use) -> None:
-        """Copy from the host into a buffer, beside the current stream, then empty it on the current stream."""
+        """Copy from the host into a buffer on a copy stream, then empty it on the current stream."""
         turn, buffer = self._next()
         self.streams.hold(self.streams.launch(Way.IN, lambda: copy(buffer), self._free[turn]))
         scatter(buffer)

@@ -21,7 +21,7 @@ from kvstore.errors import ClosedError, LayoutError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.server.spaces import Space
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import BoundedTier
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import CircuitBreaker, Crew, Deadline, GuardOptions, find, guarded
@@ -56,7 +56,7 @@ class Shelf(NamedTuple):
     """One namespace's tier, as it is and guarded."""
 
     raw: DiskTier
-    tier: Tier
+    tier: BoundedTier
 
     @property
     def is_dispensable(self) -> bool:

@@ -1,6 +1,7 @@
 """Tests for tiers and policies of other packages, and for ours.
 
-One suite that every tier and every wrapper of a tier must pass, and one for policies (``policies.py``).
+One suite that every tier and every wrapper of a tier must pass, a longer one for tiers that keep to a bound
+(``BoundedTierConformance``), and one for policies (``policies.py``).
 
 A tier's test is a class that says how to open the tier and how to reach its storage behind its back::
 
@@ -15,7 +16,7 @@ Needs pytest and hypothesis: ``pip install 'vllm-kvstore[testing]'``. ``docs/tie
 from __future__ import annotations
 
 try:
-    import hypothesis  # noqa: F401 - asked for here, so that the error says what to install
+    import hypothesis  # noqa: F401 - imported here, so that the error says what to install
     import pytest
 except ImportError as error:
     raise ImportError(f"kvstore.testing needs {error.name}: pip install 'vllm-kvstore[testing]'") from error
@@ -25,6 +26,7 @@ _PARTS = (
     "buffers",
     "contents",
     "damage",
+    "ending",
     "harness",
     "layers",
     "lending",
@@ -36,9 +38,9 @@ _PARTS = (
 )
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
-# After the line above, or a failed assertion would not show its values.
-from kvstore.testing.conformance import TierConformance  # noqa: E402
-from kvstore.testing.harness import MINE, TierHarness  # noqa: E402
+# Below the line above, or a failed assertion would not show its values.
+from kvstore.testing.conformance import BoundedTierConformance, TierConformance  # noqa: E402
+from kvstore.testing.harness import MINE, BoundedHarness, TierHarness  # noqa: E402
 from kvstore.testing.lending import LendingTests  # noqa: E402
 from kvstore.testing.machine import TierMachine  # noqa: E402
 from kvstore.testing.policies import PolicyConformance  # noqa: E402
@@ -46,6 +48,8 @@ from kvstore.testing.policy_machine import PolicyMachine  # noqa: E402
 
 __all__ = [
     "MINE",
+    "BoundedHarness",
+    "BoundedTierConformance",
     "LendingTests",
     "PolicyConformance",
     "PolicyMachine",

@@ -1,33 +1,42 @@
-"""A tier keeps to its bound, counts its bytes and its events, and ends."""
+"""A tier keeps to its bound, accounts for its bytes, and tells what it holds."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from kvstore.chunks import Outcome
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError
-from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, OTHER, TierHarness, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, FEW_CHUNKS, LAYOUTS, MINE, BoundedHarness, make_ref
+from kvstore.tiers.base import TierSetup
 
-A, B, C = make_ref(1), make_ref(2), make_ref(3)
+A, B = make_ref(1), make_ref(2)
 FEW = [make_ref(number) for number in range(1, FEW_CHUNKS + 1)]
 STORED, FULL, HIT = Outcome.STORED, Outcome.FULL, Outcome.HIT
 
 
-class BoundsTests(TierHarness):
-    """Capacity, accounting, counters, close."""
+class BoundsTests(BoundedHarness):
+    """Capacity, accounting, scan."""
+
+    def test_the_bound_may_be_rounded_down_but_never_up(self) -> None:
+        """It is told to people."""
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
+        assert tier.usable_bytes <= tier.capacity_bytes == FEW_CHUNKS * tier.stored_bytes(EVEN.blocks_per_chunk)
 
     @pytest.mark.parametrize("geometry", LAYOUTS)
     def test_stored_bytes_cover_the_payload(self, geometry: str) -> None:
         """And do not shrink with the length."""
         layout = LAYOUTS[geometry]
-        tier = self.start(layout)
+        tier = self.start_bounded(layout)
         sizes = [tier.stored_bytes(blocks) for blocks in range(1, layout.blocks_per_chunk + 1)]
         assert all(size >= layout.payload_bytes(blocks) for blocks, size in enumerate(sizes, start=1))
         assert sizes == sorted(sizes)
 
     def test_used_bytes_are_the_sum_of_stored_bytes(self) -> None:
         """To the byte, while nothing was removed."""
-        tier = self.start()
+        tier = self.start_bounded()
         for number in range(12):
             self.put(make_ref(number, 1 + number % 4))
             assert tier.used_bytes == sum(size for _, size in tier.scan()) == self.raw_used_bytes()
@@ -43,7 +52,7 @@ class BoundsTests(TierHarness):
     def test_full_writes_nothing(self) -> None:
         """What was refused is nowhere, and what was there is unharmed."""
         self.only_with_exact_sizes()
-        tier = self.start(chunks=FEW_CHUNKS)
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
         used_bytes = tier.used_bytes
         refused = make_ref(91)
@@ -64,7 +73,7 @@ class BoundsTests(TierHarness):
     def test_what_is_removed_makes_room(self) -> None:
         """At once, for as many chunks as were removed."""
         self.only_with_exact_sizes()
-        tier = self.start(chunks=FEW_CHUNKS)
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
         tier.remove([A, B])
         assert self.put(make_ref(91), make_ref(92)) + self.put(make_ref(93)) == [STORED, STORED, FULL]
@@ -73,7 +82,7 @@ class BoundsTests(TierHarness):
 
     def test_room_of_one_length_serves_another(self) -> None:
         """Chunks of other lengths can take what a removed one gave back."""
-        tier = self.start(chunks=FEW_CHUNKS)
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
         tier.remove([A])
         assert self.put(make_ref(91, 1)) == [STORED]
@@ -83,7 +92,7 @@ class BoundsTests(TierHarness):
 
     def test_clear_makes_room(self) -> None:
         """For all that fits."""
-        tier = self.start(chunks=FEW_CHUNKS)
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
         for version in range(3):
             assert self.put(*FEW, version=version) == [STORED] * FEW_CHUNKS
             tier.clear()
@@ -91,68 +100,102 @@ class BoundsTests(TierHarness):
 
     def test_no_byte_is_lost_over_many_rounds(self) -> None:
         """Storing and removing again and again, in a tier that is nearly full."""
-        tier = self.start(chunks=FEW_CHUNKS)
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
         keep = FEW_CHUNKS - 1
         for number in range(60):
             assert self.put(make_ref(number, 1 + number % 4)) == [STORED]
             tier.remove([make_ref(number - keep, 1 + (number - keep) % 4)] if number >= keep else [])
             self.check_bytes()
 
-    def test_counters_add_up(self) -> None:
-        """One event for every chunk asked for, whatever its batch."""
+    def test_what_is_refused_is_counted(self) -> None:
+        """As full, beside what is stored."""
         self.only_with_exact_sizes()
-        tier = self.start(chunks=FEW_CHUNKS)
-        refused = make_ref(91)
+        tier = self.start_bounded(chunks=FEW_CHUNKS)
         self.put(*FEW)
-        self.put(refused)
+        self.put(make_ref(91))
         self.put(A)
-        self.get(A, B, refused, refused)
-        self.get(refused)
-        found = tier.counters
-        assert (found.stored, found.full, found.hits, found.misses) == (FEW_CHUNKS + 1, 1, 2, 3)
-        assert (found.corrupt, found.failed) == (0, 0)
+        assert (tier.counters.stored, tier.counters.full, tier.counters.failed) == (FEW_CHUNKS + 1, 1, 0)
 
-    def test_bytes_moved_are_counted(self) -> None:
-        """At least the payloads, unless a codec is at work, and none for what did not move."""
-        tier = self.start()
+    def test_bytes_moved_are_bytes_stored(self) -> None:
+        """And no more."""
+        tier = self.start_bounded()
         self.put(A, make_ref(2, 1))
-        self.get(A, C)
-        found = tier.counters
-        assert self._least_bytes(5) <= found.bytes_written <= tier.used_bytes
-        assert self._least_bytes(4) <= found.bytes_read <= tier.stored_bytes(4)
+        self.get(A)
+        assert tier.counters.bytes_written <= tier.used_bytes
+        assert tier.counters.bytes_read <= tier.stored_bytes(4)
 
-    def _least_bytes(self, num_blocks: int) -> int:
-        return EVEN.payload_bytes(num_blocks) if self.exact_sizes else 1
-
-    def test_looking_is_not_counted(self) -> None:
-        """Neither ``contains`` nor ``scan`` is a hit or a miss."""
-        tier = self.start()
-        self.put(A)
-        tier.contains([A, B])
-        tier.scan()
-        assert (tier.counters.hits, tier.counters.misses) == (0, 0)
-
-    def test_close_may_be_repeated(self) -> None:
-        """Also for a tier that was never used."""
-        tier = self.start()
+    def test_scan_after_close_is_refused(self) -> None:
+        """Like every other call."""
+        tier = self.start_bounded()
         tier.close()
-        tier.close()
+        with pytest.raises(ClosedError):
+            tier.scan()
 
-    def test_calls_after_close_are_refused(self) -> None:
-        """Every method, with the exception made for it."""
-        tier = self.start()
-        self.put(A)
-        tier.close()
-        transfers = [make_transfer(EVEN, A)]
-        calls = (
-            lambda: tier.get(transfers),
-            lambda: tier.put(transfers),
-            lambda: tier.contains([A]),
-            lambda: tier.remove([A]),
-            tier.clear,
-            lambda: tier.reset(OTHER),
-            tier.scan,
-        )
-        for call in calls:
-            with pytest.raises(ClosedError):
-                call()
+    def test_scan_tells_stored_bytes(self) -> None:
+        """By which the index keeps the tier within its bound."""
+        tier = self.start_bounded()
+        refs = [make_ref(blocks, blocks) for blocks in range(1, 5)]
+        self.put(*refs)
+        assert dict(tier.scan()) == {ref: tier.size_of(ref) for ref in refs}
+
+    def test_scan_names_the_longest_untouched_first(self) -> None:
+        """A hit and a put are touches, so an index that is filled from a scan evicts in the right order."""
+        refs = [make_ref(number) for number in range(8)]
+        tier = self.start_bounded()
+        self.put(*refs)
+        time.sleep(self.pause_s)
+        self.get(*refs[::2])
+        self.put(refs[1], version=1)
+        tier.contains(refs)
+        touched = {*refs[::2], refs[1]}
+        for restarted in (False, True)[: 1 + self.persistent]:
+            if restarted:
+                self.restart()
+            order = [ref for ref, _ in self.bounded.scan()]
+            assert set(order[:3]) == set(refs) - touched
+            assert set(order[3:]) == touched
+
+    def test_sizes_are_found_again_after_a_restart(self) -> None:
+        """Of each chunk, and of all."""
+        self._only_where_chunks_outlive_the_tier()
+        tier = self.start_bounded()
+        self.put(*(make_ref(number, 1 + number % 4) for number in range(12)))
+        found, used_bytes = dict(tier.scan()), tier.used_bytes
+        self.restart()
+        assert dict(self.bounded.scan()) == found
+        assert self.bounded.used_bytes == used_bytes == self.raw_used_bytes()
+
+    def test_a_lowered_bound_holds_at_once(self) -> None:
+        """Chunks that no longer fit go; those that stay are whole."""
+        self._only_where_chunks_outlive_the_tier()
+        self.only_with_exact_sizes()
+        tier = self.start_bounded()
+        self.put(*(make_ref(number) for number in range(4 * FEW_CHUNKS)))
+        capacity_bytes = FEW_CHUNKS * tier.stored_bytes(4)
+        self.stop()
+        self._open(TierSetup(MINE, EVEN, capacity_bytes))
+        self.check_bytes()
+        kept = [ref for ref, _ in self.bounded.scan()]
+        assert len(kept) == FEW_CHUNKS
+        assert self.get(*kept) == [HIT] * FEW_CHUNKS
+
+    def test_the_bound_holds_under_concurrent_puts(self) -> None:
+        """Twelve threads put into a tier with room for six chunks: six are stored."""
+        self.only_with_exact_sizes()
+        self.start(chunks=FEW_CHUNKS)
+        stored: list[ChunkRef] = []
+
+        def put(number: int) -> None:
+            if self.put(make_ref(number)) == [STORED]:
+                stored.append(make_ref(number))
+            self.check_bound()
+
+        with ThreadPoolExecutor(2 * FEW_CHUNKS) as threads:
+            list(threads.map(put, range(2 * FEW_CHUNKS)))
+        assert len(stored) == FEW_CHUNKS
+        assert self.held() == set(stored)
+        self.check_bytes()
+
+    def _only_where_chunks_outlive_the_tier(self) -> None:
+        if not self.persistent:
+            pytest.skip("this tier does not outlive its process")

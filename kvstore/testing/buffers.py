@@ -156,7 +156,8 @@ class BufferTests(TierHarness):
             tier.put(batch)
         with pytest.raises(InvalidCallError):
             tier.get(batch)
-        assert tier.scan() == []
+        assert tier.contains([FULL]) == [False]
+        assert self.held() == set()
 
     @pytest.mark.parametrize("kind", BAD_BUFFERS)
     def test_impossible_buffers_are_refused(self, kind: str) -> None:
@@ -166,6 +167,7 @@ class BufferTests(TierHarness):
         batch = [make_transfer(EVEN, FULL), Transfer(make_ref(9), bad)]
         with pytest.raises(InvalidCallError):
             tier.put(batch)
-        assert tier.scan() == []
+        assert tier.contains([FULL]) == [False]
+        assert self.held() == set()
         with pytest.raises(InvalidCallError):
             tier.get(batch)

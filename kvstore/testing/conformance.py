@@ -1,4 +1,4 @@
-"""The whole suite in one class."""
+"""The whole suites, one class each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from kvstore.testing.bounds import BoundsTests
 from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests
+from kvstore.testing.ending import EndingTests
 from kvstore.testing.layers import LayerTests
 from kvstore.testing.lending import LendsOrSaysSo
 from kvstore.testing.machine import MachineTests
@@ -18,10 +19,14 @@ class TierConformance(
     BufferTests,
     LayerTests,
     LendsOrSaysSo,
-    BoundsTests,
+    EndingTests,
     DamageTests,
     RestartTests,
     ThreadTests,
     MachineTests,
 ):
     """What every tier must pass. Subclass it under a name that begins with ``Test``, and fill in the hooks."""
+
+
+class BoundedTierConformance(TierConformance, BoundsTests):
+    """What every ``BoundedTier`` must pass."""

@@ -1,4 +1,4 @@
-"""How the tests reach a tier, and the storage behind it: the hooks to fill in, and short words for common calls."""
+"""How the tests reach a tier and the storage behind it: hooks to fill in, and short words for common calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-from kvstore.tiers.base import Tier, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
 MINE = Namespace({"model": "conformance"})
@@ -36,81 +36,76 @@ _UNTOUCHED = 0xA5
 class TierHarness(ABC):
     """One storage place, and the tier that is opened over it.
 
-    A subclass fills in the hooks. The raw ones go round the tier, so that it cannot vouch for itself; they are asked
+    A subclass fills in the hooks. The raw ones bypass the tier, so that it cannot vouch for itself. They are asked
     about chunks of the namespace ``MINE`` only, while no call is under way.
 
     Attributes:
         persistent: whether a tier opened again over the same folder finds its chunks.
-        pause_s: chunks touched closer together may be named in another order: heads of prompts after their tails, or
-            what a storage with coarse times cannot tell apart.
-        checks_bytes: whether the tier finds out that its storage was changed behind its back. Then ``raw_write`` and
+        checks_bytes: whether the tier notices that its storage was changed behind its back. Then ``raw_write`` and
             ``raw_remove`` are needed.
-        exact_sizes: whether a chunk occupies all that ``stored_bytes`` says. Not so where a codec is at work.
+        exact_sizes: whether a chunk takes at least the bytes of its payload. Not so with a codec.
         folder: an empty folder for this harness alone.
     """
 
     persistent: ClassVar[bool] = False
     checks_bytes: ClassVar[bool] = False
-    pause_s: ClassVar[float] = 1.1
     exact_sizes: ClassVar[bool] = True
     folder: Path
     tier: Tier
     layout: KVLayout
+    _setup: TierSetup
     _is_started = False
 
     @abstractmethod
     def open_tier(self, setup: TierSetup) -> Tier:
-        """Open the tier over the storage of this harness. Again, after a close: a restart."""
+        """Open the tier over the storage of this harness. Again after a close: a restart."""
 
     @abstractmethod
     def raw_read(self, ref: ChunkRef) -> bytes | None:
-        """What the storage holds for a chunk, headers and all; None if nothing."""
+        """What the storage holds for a chunk, headers included; None if nothing."""
 
     @abstractmethod
     def raw_used_bytes(self) -> int:
-        """What the storage really holds, in the unit of ``used_bytes``."""
-
-    def only_with_exact_sizes(self) -> None:
-        """Skip a test that fills a tier by numbers of chunks."""
-        if not self.exact_sizes:
-            pytest.skip("the contents decide how many chunks this tier holds")
+        """What the storage really holds."""
 
     @staticmethod
     def with_options(setup: TierSetup, **options: object) -> TierSetup:
-        """The same setup with options that only this tier has, for ``open_tier``."""
+        """The same setup with options of this kind of tier, for ``open_tier``."""
         return replace(setup, options={**setup.options, **options})
 
     def raw_write(self, ref: ChunkRef, value: bytes) -> None:
-        """Put other bytes in the place of a chunk that is held."""
+        """Replace the stored bytes of a chunk that is held."""
         raise NotImplementedError
 
     def raw_remove(self, ref: ChunkRef) -> None:
-        """Take a chunk that is held away."""
+        """Delete the stored bytes of a chunk that is held."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
     def _storage(self, tmp_path: Path) -> Iterator[None]:
         """A fresh folder for each test, and the end of the last tier."""
-        self.folder = tmp_path
+        self.begin(tmp_path)
         yield
         self.stop()
 
+    def begin(self, folder: Path) -> None:
+        """Use an empty folder from now on."""
+        self.folder = folder
+        self._named: dict[ChunkRef, None] = {}  # every chunk that was put
+
     def start(self, layout: KVLayout = EVEN, *, chunks: int = _ROOMY_CHUNKS, namespace: Namespace = MINE) -> Tier:
-        """Open, or open again, a tier with room for ``chunks`` full chunks."""
+        """Open, or open again, a tier. If it has a bound, it has room for ``chunks`` full chunks."""
         self.stop()
-        roomy = TierSetup(namespace, layout, _ROOMY_CHUNKS * 2 * (layout.slot_bytes + ALIGNMENT_BYTES))
-        if chunks == _ROOMY_CHUNKS:
-            return self._open(roomy)
-        tier = self._open(roomy)  # only to ask how much a chunk takes
-        capacity_bytes = chunks * tier.stored_bytes(layout.blocks_per_chunk)
-        self.stop()
-        return self._open(TierSetup(namespace, layout, capacity_bytes))
+        return self._open(TierSetup(namespace, layout, self._room_bytes(layout, chunks)))
+
+    def _room_bytes(self, layout: KVLayout, chunks: int) -> int:  # noqa: ARG002 - where there is a bound
+        return UNBOUNDED_BYTES
 
     def _open(self, setup: TierSetup) -> Tier:
+        self._setup = setup
         self.layout = setup.layout
         self.tier = self.open_tier(setup)
         self._is_started = True
-        self.tier.scan()
         return self.tier
 
     def stop(self) -> None:
@@ -121,16 +116,20 @@ class TierHarness(ABC):
 
     def restart(self) -> Tier:
         """Close the tier and open one with the same geometry and bound."""
-        capacity_bytes = self.tier.capacity_bytes
         self.stop()
-        return self._open(TierSetup(MINE, self.layout, capacity_bytes))
+        return self._open(replace(self._setup, namespace=MINE))
 
     def put(self, *refs: ChunkRef, version: int = 0) -> list[Outcome]:
         """Store the chunks in one batch."""
-        return self.tier.put([make_transfer(self.layout, ref, version) for ref in refs])
+        return self.put_all([make_transfer(self.layout, ref, version) for ref in refs])
+
+    def put_all(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Store a batch that the test has made."""
+        self._named.update(dict.fromkeys(transfer.ref for transfer in transfers))
+        return self.tier.put(transfers)
 
     def get(self, *refs: ChunkRef, version: int = 0) -> list[Outcome]:
-        """Read the chunks in one batch; what is a hit must have the right bytes."""
+        """Read the chunks in one batch; a hit must have the right bytes."""
         transfers = [Transfer(ref, make_buffer(self.layout.slot_bytes)) for ref in refs]
         outcomes = self.tier.get(transfers)
         for outcome, (ref, buffer, _) in zip(outcomes, transfers, strict=True):
@@ -140,14 +139,100 @@ class TierHarness(ABC):
         return outcomes
 
     def held(self) -> set[ChunkRef]:
-        """The chunks that the tier says it holds."""
-        return {ref for ref, _ in self.tier.scan()}
+        """The chunks that the tier says it holds, of all that were put."""
+        named = list(self._named)
+        return {ref for ref, is_held in zip(named, self.tier.contains(named), strict=True) if is_held}
+
+    def check_bytes(self) -> None:
+        """If all chunks are gone, nothing is left of them."""
+        assert self.held() or not self.raw_used_bytes()
+
+    def check_bound(self) -> None:  # noqa: B027 - where there is a bound
+        """A tier that has a bound keeps to it. May be called while calls are under way."""
+
+    def put_answers(
+        self,
+        ref: ChunkRef,  # noqa: ARG002 - where there is a bound
+        held: Collection[ChunkRef],  # noqa: ARG002
+        batch: Iterable[ChunkRef] = (),  # noqa: ARG002
+    ) -> set[Outcome]:
+        """What a tier that holds some chunks may answer when another one is put, in a batch."""
+        return {Outcome.STORED}
+
+
+class BoundedHarness(TierHarness):
+    """The same for tiers that keep to a bound.
+
+    Attributes:
+        pause_s: ``scan`` may order chunks touched closer together in another way: heads of prompts after their tails,
+            or because the storage has coarse times.
+        exact_sizes: whether a chunk occupies all that ``stored_bytes`` says. Not so with a codec.
+    """
+
+    pause_s: ClassVar[float] = 1.1
+
+    @property
+    def bounded(self) -> BoundedTier:
+        """The tier."""
+        assert isinstance(self.tier, BoundedTier)
+        return self.tier
+
+    def start_bounded(self, layout: KVLayout = EVEN, *, chunks: int = _ROOMY_CHUNKS) -> BoundedTier:
+        """``start``."""
+        self.start(layout, chunks=chunks)
+        return self.bounded
+
+    def only_with_exact_sizes(self) -> None:
+        """Skip a test that fills a tier by numbers of chunks."""
+        if not self.exact_sizes:
+            pytest.skip("the contents decide how many chunks this tier holds")
+
+    def _room_bytes(self, layout: KVLayout, chunks: int) -> int:
+        roomy_bytes = _ROOMY_CHUNKS * 2 * (layout.slot_bytes + ALIGNMENT_BYTES)
+        if chunks == _ROOMY_CHUNKS:
+            return roomy_bytes
+        self._open(TierSetup(MINE, layout, roomy_bytes))  # only to ask how much a chunk takes
+        chunk_bytes = self.bounded.stored_bytes(layout.blocks_per_chunk)
+        self.stop()
+        return chunks * chunk_bytes
+
+    def _open(self, setup: TierSetup) -> Tier:
+        tier = super()._open(setup)
+        self.bounded.scan()
+        return tier
+
+    def held(self) -> set[ChunkRef]:
+        """The chunks that the tier says it holds, each of them once."""
+        refs = [ref for ref, _ in self.bounded.scan()]
+        assert len(refs) == len(set(refs))
+        return set(refs)
 
     def check_bytes(self) -> None:
         """Compare what the tier counts with what is there."""
-        assert self.tier.used_bytes == self.raw_used_bytes()
-        assert self.tier.used_bytes <= self.tier.capacity_bytes
-        assert self.tier.used_bytes >= sum(size for _, size in self.tier.scan())
+        self.check_bound()
+        assert self.bounded.used_bytes == self.raw_used_bytes()
+        assert self.bounded.used_bytes >= sum(size for _, size in self.bounded.scan())
+
+    def check_bound(self) -> None:
+        """It keeps to its bound."""
+        assert self.bounded.used_bytes <= self.bounded.capacity_bytes
+
+    def put_answers(self, ref: ChunkRef, held: Collection[ChunkRef], batch: Iterable[ChunkRef] = ()) -> set[Outcome]:
+        """What it may answer; if it has several parts, other chunks of the batch may come first."""
+        if ref in held:
+            return {Outcome.STORED}
+        answers = self._answers(ref, held)
+        if self.bounded.usable_bytes < self.bounded.capacity_bytes:
+            answers |= self._answers(ref, {*held, *batch})
+        return answers
+
+    def _answers(self, ref: ChunkRef, held: Iterable[ChunkRef]) -> set[Outcome]:
+        tier = self.bounded
+        need_bytes = tier.stored_bytes(ref.num_blocks) + sum(tier.size_of(other) for other in {*held} - {ref})
+        if need_bytes <= tier.usable_bytes:
+            return {Outcome.STORED}
+        is_certain = need_bytes > tier.capacity_bytes and self.exact_sizes
+        return {Outcome.FULL} if is_certain else {Outcome.STORED, Outcome.FULL}
 
 
 def make_ref(number: int, num_blocks: int = 4) -> ChunkRef:

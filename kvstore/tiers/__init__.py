@@ -1,9 +1,9 @@
 """Tiers: where chunks live outside the slab pool. ``base.py`` holds the contract, this file the registry.
 
-A tier has a name and a factory, which takes a ``TierSetup``. Ours are listed in ``BUILT_IN``; those of other packages
-are found by the entry-point group ``kvstore.tiers``. A tier that a remote URL may lead to has schemes, too: ours are in
-``BUILT_IN_SCHEMES``, those of others in the group ``kvstore.schemes``, where the value is the same factory. What a
-scheme means is decided here and nowhere else. ``docs/tiers.md`` shows how to write a tier.
+A tier has a name and a factory, which takes a ``TierSetup``. ``BUILT_IN`` lists ours; other packages announce theirs in
+the entry-point group ``kvstore.tiers``. A tier behind remote URLs also has schemes: ours are in ``BUILT_IN_SCHEMES``,
+those of other packages in the group ``kvstore.schemes``, where the value is the same factory. Only this module decides
+what a scheme means. ``docs/tiers.md`` shows how to write a tier.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 GROUP = "kvstore.tiers"
 SCHEME_GROUP = "kvstore.schemes"
 
-# Names, not imports: a tier is imported when it is opened.
+# Names, not imports: opening a tier imports it.
 BUILT_IN = (
-    EntryPoint("cpu", "kvstore.tiers.cpu:CpuTier.open", GROUP),
     EntryPoint("disk", "kvstore.tiers.disk.tier:DiskTier.open", GROUP),
-    EntryPoint("gpu", "kvstore.tiers.gpu.tier:GpuTier.open", GROUP),
     EntryPoint("pack", "kvstore.tiers.pack:PackTier.open", GROUP),
     EntryPoint("redis", "kvstore.tiers.redis.tier:RedisTier.open", GROUP),
     EntryPoint("server", "kvstore.tiers.server.tier:ServerTier.open", GROUP),
@@ -42,10 +40,10 @@ BUILT_IN_SCHEMES = tuple(
     for scheme in schemes
 )
 
-_EXTRAS = {"redis": "redis", "server": "server"}  # what has to be installed for a tier
+_EXTRAS = {"redis": "redis", "server": "server"}  # the extra that a tier needs
 
 READ_ONLY = frozenset({"pack"})
-"""Tiers to which nothing is sent."""
+"""Tiers that store nothing."""
 
 
 def tier_behind(url: str) -> str:
@@ -85,7 +83,7 @@ def known_schemes() -> dict[str, list[EntryPoint]]:
 
 
 def known_tiers() -> dict[str, list[EntryPoint]]:
-    """The factories of every name, ours first. More than one is a conflict, told when that name is opened."""
+    """The factories of every name, ours first. Several are a conflict, which opening that name reports."""
     return _known(BUILT_IN, GROUP)
 
 
@@ -93,7 +91,7 @@ def _known(built_in: tuple[EntryPoint, ...], group: str) -> dict[str, list[Entry
     known: dict[str, list[EntryPoint]] = {}
     for entry in (*built_in, *entry_points(group=group)):
         others = known.setdefault(entry.name, [])
-        if entry.value not in {other.value for other in others}:  # the same package may be found twice
+        if entry.value not in {other.value for other in others}:  # a package may be found twice
             others.append(entry)
     return known
 
@@ -106,7 +104,7 @@ def open_tier(name: str, setup: TierSetup) -> Tier:
     """Open the tier that is registered under ``name``.
 
     Raises:
-        ConfigError: see ``load_tier``; or what the tier itself objects to.
+        ConfigError: see ``load_tier``; or the tier refuses its setup.
     """
     return load_tier(name)(setup)
 

@@ -6,13 +6,13 @@ What every tier promises:
 - *Misses and "full" are values.* ``TierError`` means that the whole tier is broken; what it held counts as missing.
 - *Never a wrong byte.* ``get`` answers ``HIT`` only after key, length and checksums agreed. Bytes that do not agree are
   removed, counted, and answered as ``CORRUPT``. After anything but ``HIT`` the buffer's content is undefined.
-- *All or nothing.* ``get`` and ``scan`` see a chunk only once ``put`` wrote all of it, also across ``kill -9``.
-- *Bounded.* ``used_bytes`` never exceeds ``capacity_bytes`` and equals what the storage really holds.
+- *All or nothing.* ``get`` sees a chunk only once ``put`` has written all of it, even after ``kill -9``.
 - *Thread-safe.* Any method may be called from any thread; no lock is held during I/O.
-- *A write belongs to its epoch.* ``put`` stores nothing for a transfer that names another namespace than the tier is in
-  when it stores: however long it took on its way, and whatever it waited for, ``reset`` was there first.
+- *A write belongs to its epoch.* ``put`` stores nothing for a transfer that names another namespace than the tier is
+  in at that moment. However long the write was under way, a ``reset`` in between wins.
 
-A tier decides nothing: the index says what goes in and what goes out.
+``Tier`` is enough for storage that several engines share and that evicts by itself, such as a remote one. The local
+disk is a ``BoundedTier``: the index decides what it holds, so it accounts for every byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import PREFIX_KEY_BYTES, Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
-UNBOUNDED_BYTES = sys.maxsize  # as a capacity: whatever the storage holds
+UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
 
 
@@ -39,10 +39,10 @@ class Transfer(NamedTuple):
     """One chunk to move.
 
     ``buffer`` is a uint8 array of at least the payload's bytes rounded up to 4096, starting at an address that is a
-    multiple of 4096 (a slab slot). ``put`` reads the payload from it and may set the padding behind it to zero.
+    multiple of 4096 (a slab slot). ``put`` reads the payload from it and may zero the padding behind it.
 
-    ``namespace_id`` is for ``put``: whose bytes these are. A tier that is in another namespace, because a ``reset``
-    came in between, answers ``FAILED`` and stores nothing. None for the namespace that the tier is in.
+    ``namespace_id`` is for ``put``: the namespace of these bytes. A tier that is in another namespace, because of a
+    ``reset`` in between, answers ``FAILED`` and stores nothing. None means the namespace that the tier is in.
     """
 
     ref: ChunkRef
@@ -50,13 +50,13 @@ class Transfer(NamedTuple):
     namespace_id: bytes | None = None
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
-        """Whether a tier in this namespace may store it. To be asked under the lock under which ``reset`` moves."""
+        """Whether a tier in this namespace may store it. Ask while holding the lock under which ``reset`` moves."""
         return namespace_id is None or self.namespace_id in (None, namespace_id)
 
 
 @dataclass
 class TierCounters:
-    """Events since the tier was opened. Read without a lock: single numbers are exact, sets of them nearly so."""
+    """Events since the tier was opened. Read without a lock: each number is exact, several together nearly so."""
 
     hits: int = 0
     misses: int = 0
@@ -64,12 +64,12 @@ class TierCounters:
     stored: int = 0
     full: int = 0
     failed: int = 0
-    swept: int = 0  # leftovers of a crash, or unusable files, removed at start
+    swept: int = 0  # leftovers of a crash and unusable files, removed at start
     bytes_read: int = 0
     bytes_written: int = 0
 
     def count(self, outcome: Outcome, num_bytes: int) -> None:
-        """Count what became of one chunk, and its bytes if they moved. Not atomic: needs the tier's lock."""
+        """Count one chunk's outcome, and its bytes if they moved. Not atomic: hold the tier's lock."""
         name = _COUNTER_OF[outcome]
         setattr(self, name, getattr(self, name) + 1)
         if outcome is Outcome.HIT:
@@ -89,11 +89,11 @@ _COUNTER_OF = {
 
 
 class Loan:
-    """Memory of a tier, lent for reading: a context manager, whose end gives it back. Any thread may end it.
+    """Memory of a tier, lent for reading: a context manager that gives it back at its end. Any thread may end it.
 
     Attributes:
         outcomes: of each chunk: HIT, MISS, CORRUPT or FAILED.
-        payloads: of each chunk, read-only; None if it is no HIT. Nobody may look at one after the end.
+        payloads: of each chunk, read-only; None unless it is a HIT. Must not be used after the end.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Loan:
 
     @classmethod
     def refused(cls, num_chunks: int) -> Loan:
-        """One in which every chunk ``FAILED``."""
+        """A loan in which every chunk ``FAILED``."""
         return cls([Outcome.FAILED] * num_chunks, [None] * num_chunks)
 
     def __enter__(self) -> Self:
@@ -125,18 +125,18 @@ class Loan:
 
 
 GIVEN_BY_URL: Final = ("url", "connections", "timeout_s")
-"""Options of every tier that a remote URL leads to. Others of the configuration come only if they are set."""
+"""The options that every tier behind a remote URL gets. It gets others only if the configuration sets them."""
 
 
 @dataclass(frozen=True)
 class TierSetup:
-    """What a tier is opened with: the arguments of every factory in the registry ``kvstore.tiers``.
+    """The arguments of every factory in the registry ``kvstore.tiers``.
 
     Attributes:
         namespace: whose chunks the tier holds.
         layout: the geometry of the chunks.
-        capacity_bytes: never exceeded.
-        options: what only this kind of tier has, such as a folder.
+        capacity_bytes: the bound of a ``BoundedTier``. ``UNBOUNDED_BYTES`` for a tier behind a remote URL.
+        options: those of this kind of tier, such as a folder.
     """
 
     namespace: Namespace
@@ -145,10 +145,10 @@ class TierSetup:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def require_known_options(self, *known: str) -> None:
-        """Turn down options that the tier does not have.
+        """Refuse options that the tier does not have.
 
         Raises:
-            ConfigError: names the first such option, and those that there are.
+            ConfigError: names the first unknown option, and the known ones.
         """
         unknown = next((name for name in self.options if name not in known), None)
         if unknown is not None:
@@ -174,10 +174,10 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
 
 
 def check_ref(layout: KVLayout, ref: ChunkRef) -> None:
-    """Turn down a chunk that cannot be.
+    """Refuse a key or a length that no chunk has.
 
     Raises:
-        InvalidCallError: it has no such key or length.
+        InvalidCallError: says what a chunk has.
     """
     if len(ref.prefix_key) != PREFIX_KEY_BYTES or not 0 < ref.num_blocks <= layout.blocks_per_chunk:
         raise InvalidCallError(
@@ -187,10 +187,10 @@ def check_ref(layout: KVLayout, ref: ChunkRef) -> None:
 
 
 def check_layers(layout: KVLayout, layers: range) -> None:
-    """Turn down layers that a chunk does not have.
+    """Refuse layers that a chunk does not have.
 
     Raises:
-        InvalidCallError: they are none, not in a row, or not in the layout.
+        InvalidCallError: there are none, they are not in a row, or not in the layout.
     """
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= layout.num_layers:
         raise InvalidCallError(f"{layers} are not some of the {layout.num_layers} layers of a chunk, in a row")
@@ -200,30 +200,20 @@ class Tier(ABC):
     """A storage tier for the chunks of one namespace. See the module's docstring for what it promises."""
 
     name: str
-    capacity_bytes: int
     counters: TierCounters
-
-    @abstractmethod
-    def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, with its stored bytes, the longest untouched first.
-
-        ``put`` and a ``HIT`` are touches. Chunks touched without a pause of more than a second may come in another
-        order: a prompt is touched from its head to its tail, and should be evicted the other way. Called before any
-        other use, as it may have to look through the storage; later calls are allowed, and tell what is true then.
-        """
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """The tiers of which it consists and which may break one by one, as they are now: often only itself."""
+        """The tiers that it consists of now, each of which may break alone: for most tiers, only itself."""
         return (self,)
 
     @property
     def answers(self) -> bool:
-        """Whether any part of it answers, as far as is known: False while all of them are left alone."""
+        """Whether any part of it is in use: False while circuit breakers bypass all of them."""
         return True
 
     def check(self) -> None:  # noqa: B027 - most tiers have nothing to find out
-        """Find out whether the storage can be used, for those who want to know at start.
+        """Find out at start whether the storage can be used.
 
         Raises:
             TierError: it cannot; the message says why.
@@ -250,10 +240,10 @@ class Tier(ABC):
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:  # noqa: ARG002 - see below
         """Read some layers of chunks to their places in the buffers: HIT, MISS, CORRUPT or FAILED each.
 
-        ``HIT`` says that key, length and the checksums of these layers agreed. A tier that has ``reads_layers`` leaves
-        all other bytes of the buffers alone, so that layers read before are still what they were; any other reads
-        whole chunks. Who reads a chunk in several calls sees to it that it is not replaced in between. It counts as a
-        hit once, with its last layer.
+        ``HIT`` means that key, length and the checksums of these layers agreed. A tier with ``reads_layers`` leaves all
+        other bytes of the buffers alone, so that layers read before stay valid; any other tier reads whole chunks.
+        Callers that read a chunk in several calls must prevent its replacement meanwhile. Such a chunk counts as one
+        hit, with its last layer.
 
         Raises:
             InvalidCallError: a chunk or a buffer breaks the contract, or there are no such layers; nothing was moved.
@@ -261,20 +251,16 @@ class Tier(ABC):
         """
         return self.get(transfers)
 
-    def layer_bytes(self, num_blocks: int, layers: range) -> int:  # noqa: ARG002 - reads all of them
-        """What ``get_layers`` reads of a chunk of that many blocks, headers aside."""
-        return self.stored_bytes(num_blocks)
-
     @property
     def lends(self) -> bool:
-        """Whether ``borrow`` is there."""
+        """Whether ``borrow`` works."""
         return False
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Lend the memory in which chunks lie, to be read from where they are: a ``get`` without the copy.
+        """Lend the memory in which chunks lie, to be read in place: a ``get`` without the copy.
 
-        What is lent stays what it is until the loan ends, even if the chunk is replaced or removed, or the storage
-        goes away. At most ``MAX_LENT`` chunks; those for which the borrower holds too much already have ``FAILED``.
+        Lent bytes do not change until the loan ends, even if the chunk is replaced or removed, or the storage goes
+        away. At most ``MAX_LENT`` chunks. Chunks beyond what one borrower may hold have ``FAILED``.
 
         Raises:
             InvalidCallError: the tier does not lend, or not so many, or there are no chunks like these.
@@ -286,7 +272,7 @@ class Tier(ABC):
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, replacing equal ones: STORED, FULL or FAILED each.
 
-        FAILED also for what belongs to another namespace than the tier is in, see ``Transfer``.
+        FAILED also for chunks of another namespace than the tier is in, see ``Transfer``.
 
         Raises:
             InvalidCallError: a chunk or a buffer breaks the contract; nothing was moved.
@@ -295,7 +281,7 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks; those that are not here are ignored."""
+        """Forget chunks; unknown ones are ignored."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -303,17 +289,40 @@ class Tier(ABC):
 
     @abstractmethod
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk, and keep those to come under a namespace that is new: the weights were changed.
+        """Forget every chunk, and keep later ones under a new namespace, because the weights have changed.
 
-        From the end of this call on, however it ends, nothing stored before can be got here. One that timed out holds
-        back all calls after it until it has ended.
+        After this call, however it ends, nothing stored before can be read here. A reset that timed out holds back all
+        later calls until it has ended.
 
         Raises:
             TierError: the storage would not let go of the old chunks; ``put`` fails until it does.
         """
 
-    def drop_spares(self, wanted_bytes: int) -> None:  # noqa: B027 - most tiers keep nothing for later use
-        """Give back storage that is only kept to be used again, until so many bytes are free, or there is none of it.
+    @abstractmethod
+    def close(self) -> None:
+        """Release files and locks. Idempotent; later calls raise ``ClosedError``."""
+
+
+class BoundedTier(Tier):
+    """A tier that keeps to a bound, and accounts for every byte of it: an index decides what it holds.
+
+    ``used_bytes`` never exceeds ``capacity_bytes``, and equals what the storage really holds. ``scan`` sees only whole
+    chunks, like ``get``.
+    """
+
+    capacity_bytes: int
+
+    @abstractmethod
+    def scan(self) -> list[tuple[ChunkRef, int]]:
+        """Every chunk held, with its stored bytes, the longest untouched first.
+
+        ``put`` and a ``HIT`` are touches. Chunks touched without a pause of more than a second may come in another
+        order: a prompt is touched from its head to its tail, and should be evicted the other way. Call it once before
+        any other use, as it may have to look through the storage; later calls tell what is held then.
+        """
+
+    def drop_spares(self, wanted_bytes: int) -> None:
+        """Give back storage that is only kept for reuse, until so many bytes are free or none of it is left.
 
         Raises:
             TierError: the storage did not answer.
@@ -321,12 +330,12 @@ class Tier(ABC):
 
     @abstractmethod
     def stored_bytes(self, num_blocks: int) -> int:
-        """What a chunk of that many blocks occupies at most, by which the index keeps the tier within its bound."""
+        """The most that a chunk of that many blocks occupies. With it the index keeps the tier within its bound."""
 
     def size_of(self, ref: ChunkRef) -> int:
-        """What a chunk that is held occupies; ``stored_bytes`` if it is not, or if all of its length take the same.
+        """What a chunk that is held occupies; ``stored_bytes`` if it is not, or if its length alone decides.
 
-        Answers from memory. Less than ``stored_bytes`` only where a codec is at work.
+        Answers from memory. Less than ``stored_bytes`` only with a codec.
         """
         return self.stored_bytes(ref.num_blocks)
 
@@ -342,7 +351,3 @@ class Tier(ABC):
     @abstractmethod
     def used_bytes(self) -> int:
         """Bytes occupied now, everything included."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release files and locks. Idempotent; calls after it raise ``ClosedError``."""

@@ -1,22 +1,13 @@
-"""Batches that are served in several places at once."""
+"""Batches that several tiers serve at once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
-
-
-def grouped(places: Iterable[int | None]) -> dict[int, list[int]]:
-    """For each place named, the positions where it is."""
-    groups: dict[int, list[int]] = {}
-    for position, place in enumerate(places):
-        if place is not None:
-            groups.setdefault(place, []).append(position)
-    return groups
 
 
 def all_of(calls: Sequence[Future[None]], result: T) -> Future[T]:

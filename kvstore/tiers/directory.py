@@ -1,4 +1,4 @@
-"""Asks a remote tier what it holds: beside a scheduler, which must not wait, or on the caller's thread."""
+"""Asks a remote tier what it holds: on other threads for a scheduler, which must not wait, or on the caller's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.tiers.questions import Answer, Asker, Question
 
 
 class RemoteDirectory:
-    """Questions to a remote tier. Those of ``ask`` are answered on threads of its own, many together.
+    """Questions to a remote tier. ``ask`` answers on threads of its own, many questions together.
 
     Args:
         tiers: the same storage, opened once for each namespace that must hold its part of a chunk: one for each shard.
@@ -30,7 +30,7 @@ class RemoteDirectory:
         self._asker = Asker("kvstore-ask", self._ask, self._changed)
         self._shards = ThreadPoolExecutor(max(1, len(self._tiers) - 1), "kvstore-ask-shard")
         self._lock = threading.Lock()  # of what follows
-        self._source_askers: dict[str, Asker] = {}  # by address: one that hangs holds up nobody but who named it
+        self._source_askers: dict[str, Asker] = {}  # by address: one that hangs delays only requests that name it
         self._is_closed = False
         self._resetting: Future[None] | None = None
 
@@ -41,12 +41,12 @@ class RemoteDirectory:
         tell: Callable[[Question], object] | None = None,
         since: int = 0,
     ) -> Question:
-        """Start to find out which chunks are there, every part of them.
+        """Start to find out which chunks are there with all their parts.
 
         Args:
             refs: the chunks.
-            source: one of the engines that requests may name, to ask only that; empty for all but those.
-            tell: is called with the question when it is done, on a thread that must not be held up.
+            source: the only engine to ask, one of those that requests may name; empty to ask the tier and its peers.
+            tell: is called with the question when it is done, on a thread that must not be blocked.
             since: is kept with the question.
         """
         question = Question(refs, tell, since)
@@ -61,7 +61,7 @@ class RemoteDirectory:
             return self._changed.wait_for(lambda: all(question.is_done for question in waiting), timeout_s)
 
     def answer(self, refs: Sequence[ChunkRef]) -> list[Answer]:
-        """``ask``, and wait for it, for no longer than the tiers' deadline: one hand-over between threads less.
+        """``ask`` and wait, at most as long as the tiers' deadline. Saves a hand-over between threads.
 
         Raises:
             ClosedError: after ``close``.
@@ -70,15 +70,15 @@ class RemoteDirectory:
         return self._ask(tuple(refs))
 
     def reset(self, namespaces: Sequence[Namespace]) -> None:
-        """Ask about other namespaces from now on, one for each tier, in their order."""
+        """Ask about other namespaces from now on, one for each tier in order."""
         self._resetting = self._asker.then(partial(self._reset, tuple(namespaces)))
 
     def close(self) -> None:
-        """End the threads, and close the tiers: a question under way ends within its deadline."""
+        """End the threads, and close the tiers. A question under way ends within its deadline."""
         with self._lock:
             self._is_closed = True
             askers = [self._asker, *self._source_askers.values()]
-        for asker in askers:  # all of them, before one is waited for
+        for asker in askers:  # all of them, before waiting for one
             asker.refuse()
         for asker in askers:
             asker.close()
@@ -91,15 +91,15 @@ class RemoteDirectory:
             if source not in self._source_askers and not self._is_closed:
                 ask = partial(self._ask_source, source)
                 self._source_askers[source] = Asker("kvstore-ask-source", ask, self._changed)
-            return self._source_askers.get(source, self._asker)  # which is closed, too, and says so
+            return self._source_askers.get(source, self._asker)  # which is closed, too, and answers so
 
     def _ask(self, refs: Sequence[ChunkRef]) -> list[Answer]:
-        """Ask all shards at once: one that hangs costs a deadline, several together no more."""
+        """Ask all shards at once, so that several that hang cost one deadline together."""
         others = [self._shards.submit(_held, tier, refs) for tier in self._tiers[1:]]
         return _together([*(_held(tier, refs) for tier in self._tiers[:1]), *(other.result() for other in others)])
 
     def _ask_source(self, source: str, refs: Sequence[ChunkRef]) -> list[Answer]:
-        """Ask an engine that was named, shard by shard; one that does not answer is not asked for the other shards."""
+        """Ask a named engine, shard by shard; after a shard without a single chunk the others are not asked."""
         self._await_reset()
         parts: list[Sequence[Answer]] = []
         for tier in self._tiers:
@@ -122,24 +122,24 @@ class RemoteDirectory:
             try:
                 tier.reset(namespace)
             except TierError:
-                continue  # what could not be removed is out of reach all the same
+                continue  # chunks that could not be removed are unreachable even so
 
 
 def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Answer]:
     with_peers = find(tier, PeersTier)
     try:
         return with_peers.look(refs) if with_peers else tier.contains(refs)
-    except TierError:  # said by the circuit breaker, once
+    except TierError:  # the circuit breaker has logged it
         return [None] * len(refs)
 
 
 def _together(parts: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """Of several shards: there if all have their part, not there if one is known to lack it."""
+    """The answers of several shards: a chunk is there if all have their part, and not there if one lacks it."""
     return [all_have(answers) for answers in zip(*parts, strict=True)]
 
 
 def all_have(answers: Sequence[Answer]) -> Answer:
-    """One answer of several, each about a part of a chunk."""
+    """One answer about a chunk, from the answers about its parts."""
     if False in answers:
         return False
     return None if None in answers else True

@@ -1,7 +1,7 @@
-"""The pack tier: a pack, read-only, as the tier behind memory and disk. ``remote_url: pack:///data/system.kvpack``.
+"""The pack tier: a read-only pack as the tier behind memory and disk. ``remote_url: pack:///data/system.kvpack``.
 
-It keeps the reading half of the contract. A ``put`` is answered with FULL; ``remove``, ``clear`` and a damaged chunk
-make chunks invisible until the pack is opened again, and the file is never written to.
+It keeps the reading half of the contract. ``put`` answers ``FULL``; ``remove``, ``clear`` and damage hide chunks until
+the pack is opened again. The file is never written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
 from kvstore.keys import ChunkKey
-from kvstore.tiers.base import GIVEN_BY_URL, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import GIVEN_BY_URL, BoundedTier, TierCounters, TierSetup, Transfer, payload_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 SCHEME = "pack"
 
 
-class PackTier(Tier):
+class PackTier(BoundedTier):
     """The chunks of one namespace in a pack.
 
     Args:
         pack: closed with the tier.
-        namespace: whose chunks are wanted.
-        layout: the geometry of the chunks.
-        capacity_bytes: of no effect but on ``scan``: nothing is ever stored here.
+        namespace: of the wanted chunks.
+        layout: of the chunks.
+        capacity_bytes: without effect, as nothing is ever stored here.
 
     Raises:
         ConfigError: the pack has no chunks of this namespace; names the fields that differ.
@@ -65,7 +65,7 @@ class PackTier(Tier):
         """Open the pack that the option ``url`` names, ``pack:///path``; the registry's factory.
 
         Raises:
-            ConfigError: see the class; or it is no whole pack.
+            ConfigError: see the class; or the file is not a complete pack.
         """
         setup.require_known_options(*GIVEN_BY_URL)
         pack = open_pack(path_of(setup.options.get("url")))
@@ -76,7 +76,7 @@ class PackTier(Tier):
             raise
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk, in the order in which they were exported, heads of prompts last."""
+        """Every chunk, in the reverse order of their export: heads of prompts last."""
         self._check_open()
         with self._lock:
             return [(ref, extent.size_bytes) for ref, extent in reversed(self._chunks.items())]
@@ -87,7 +87,7 @@ class PackTier(Tier):
         return [ref in self._chunks for ref in refs]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
+        """Read chunks into their buffers, one after the other; callers on several threads overlap."""
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
         self._check_open()
         return [
@@ -95,47 +95,47 @@ class PackTier(Tier):
         ]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """There is no room for anything: FULL."""
+        """Answer ``FULL``: there is no room for anything."""
         for transfer in transfers:
             payload_view(self._layout, transfer)
         self._check_open()
         return [self._count(Outcome.FULL, 0) for _ in transfers]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Show chunks no more, until the pack is opened again."""
+        """Hide chunks until the pack is opened again."""
         self._check_open()
         with self._lock:
             for ref in refs:
                 self._chunks.pop(ref, None)
 
     def clear(self) -> None:
-        """Show nothing more, until the pack is opened again."""
+        """Hide every chunk until the pack is opened again."""
         self._check_open()
         with self._lock:
             self._chunks.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Show nothing more: a pack has no chunks of weights that were changed while running."""
+        """Hide every chunk: a pack has none of weights that changed while the engine was running."""
         self.clear()
         self._namespace_id = namespace.id
 
     def stored_bytes(self, num_blocks: int) -> int:
-        """The most that a chunk of that many blocks can take."""
+        """The largest size of a chunk of that many blocks."""
         return chunkfile.file_bytes(self._layout, num_blocks, "any")
 
     def size_of(self, ref: ChunkRef) -> int:
-        """What a chunk takes in the pack."""
+        """The size of the chunk in the pack."""
         extent = self._chunks.get(ref)
         return extent.size_bytes if extent else self.stored_bytes(ref.num_blocks)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all chunks shown."""
+        """Bytes of all chunks that are not hidden."""
         with self._lock:
             return sum(extent.size_bytes for extent in self._chunks.values())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._is_closed = True
         self._pack.close()
 
@@ -156,17 +156,18 @@ class PackTier(Tier):
         return Outcome.CORRUPT, 0
 
     def _read(self, ref: ChunkRef, extent: Extent, payload: ByteArray) -> Damage | None:
-        """Fill the payload from a chunk's place in the pack.
+        """Fill the payload from a chunk in the pack.
 
         Raises:
             OSError: the system refused.
         """
         layout, key = self._layout, ChunkKey(self._namespace_id, ref.prefix_key)
-        header = np.empty(min(chunkfile.header_bytes(layout), extent.size_bytes), np.uint8)
-        if not self._pack.read_into(extent, [header.data]):
+        begin = np.empty(min(chunkfile.header_bytes(layout, "any"), extent.size_bytes), np.uint8)
+        if not self._pack.read_into(extent, [begin.data]):
             return Damage.SIZE
-        codec = chunkfile.codec_of(header) or "none"
+        codec = chunkfile.codec_in(layout, begin)
         if codec == "none" or codec not in CODEC_NAMES:
+            header = begin[: chunkfile.header_bytes(layout)]
             if extent.size_bytes != chunkfile.file_bytes(layout, ref.num_blocks):
                 return Damage.SIZE
             if not self._pack.read_into(extent, [header.data, payload.data]):
@@ -198,15 +199,15 @@ def path_of(url: object) -> Path:
     """
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme != SCHEME or parts.netloc or not parts.path.startswith("/"):
-        raise ConfigError("a pack is named by its whole path, such as pack:///data/system.kvpack")
+        raise ConfigError("a pack is named by its absolute path, such as pack:///data/system.kvpack")
     return Path(unquote(parts.path))
 
 
 def find_shard(pack: Pack, namespace: Namespace, layout: KVLayout) -> int:
-    """Which shard of a pack holds the chunks of a namespace.
+    """The number of the shard that holds the chunks of a namespace.
 
     Raises:
-        ConfigError: none does; names the fields in which the nearest one differs.
+        ConfigError: none does; names the fields in which the closest one differs.
     """
     differing = [namespace.differing_fields(shard.namespace) for shard in pack.shards]
     for number, (shard, fields) in enumerate(zip(pack.shards, differing, strict=True)):
@@ -217,5 +218,5 @@ def find_shard(pack: Pack, namespace: Namespace, layout: KVLayout) -> int:
     nearest = min(differing, key=len, default=["everything: it is empty"])
     raise ConfigError(
         f"the pack {os.fspath(pack.path)} was made for something else: it differs in {', '.join(nearest)}; "
-        "export it with the same model, dtype and layout, or do without it"
+        "export it with the same model, dtype and layout, or do not use it"
     )

@@ -1,11 +1,11 @@
-"""Peers: what other engines hold, read beside a tier of one's own.
+"""Peers: other engines, whose chunks are read in addition to those of the own tier.
 
-A chunk is read from the own tier if that has it, otherwise from whichever peer does; nothing is ever sent to a peer,
-or removed there. Peers are asked side by side, each within the deadline of what guards it, and nobody waits for one
-that hangs once another has said yes. One that fails holds nothing; the others go on.
+A chunk is read from the own tier if that has it, otherwise from any peer that does. Nothing is ever sent to a peer or
+removed there. All peers are asked at once, each within the deadline of its guard; once one has said yes, nobody waits
+for the others. A peer that fails counts as empty.
 
-Besides there are *sources*: engines that a request may name, of which the configuration lists every one. A source is
-asked about, and read for, the chunks of requests that name it, and for nobody else's.
+*Sources* are engines that a request may name; the configuration lists all of them. A source is asked and read only for
+requests that name it.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ from urllib.parse import urlsplit
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
-from kvstore.layout import KVLayout, round_up
-from kvstore.protocol.runs import PAGE_BYTES
-from kvstore.tiers.base import UNBOUNDED_BYTES, Loan, Tier, TierCounters, Transfer, payload_view
+from kvstore.layout import KVLayout
+from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view
 from kvstore.tiers.batches import all_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROUTES: Final = 65_536  # chunks that are to be read from a source, and have not been
+_MAX_ROUTES: Final = 65_536  # chunks yet to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
-_MAX_REMOVED: Final = 65_536  # chunks that are remembered
+_MAX_REMOVED: Final = 65_536  # chunks on record
 _MAX_PORT: Final = 65_535
 _Held = list[bool | None]  # for each chunk, whether it is there; None: nobody could say
 
 
 class PeersTier(Tier):
-    """A tier over one of its own, which is read and written, and peers, which are read. Thread-safe.
+    """An own tier, which is read and written, and peers, which are only read. Thread-safe.
 
-    ``remove`` and ``clear`` leave alone what peers hold. A chunk that was removed is not read from them any more,
-    as its bytes may be wrong; one that was cleared may be.
+    ``remove`` and ``clear`` do not touch what peers hold. A removed chunk is no longer read from them, as its bytes may
+    be wrong; a cleared one may be.
 
     Args:
-        own: guarded; None for none: then ``put`` answers ``FAILED``. ``close`` closes it.
-        peers: addresses that are read as long as the tier is open.
-        open_peer: opens an address for a namespace, guarded, without connecting; ``ConfigError`` if it is none.
+        own: guarded. Without one, ``put`` answers ``FAILED``. ``close`` closes it.
+        peers: addresses to read from as long as the tier is open.
+        open_peer: opens an address for a namespace, guarded, without connecting; raises ``ConfigError`` if it is wrong.
         namespace: whose chunks these are.
         layout: their geometry.
-        sources: addresses of the engines that requests may name; opened when the first one does.
+        sources: addresses of the engines that requests may name; opened when a request first names them.
 
     Raises:
-        ConfigError: a peer's address is none.
+        ConfigError: a peer's address is wrong.
     """
 
     name = "peers"
@@ -67,7 +66,6 @@ class PeersTier(Tier):
         sources: Iterable[str] = (),
     ) -> None:
         self.own = own
-        self.capacity_bytes = own.capacity_bytes if own else UNBOUNDED_BYTES
         self.counters = TierCounters()
         self._open_peer = open_peer
         self._namespace = namespace
@@ -76,27 +74,27 @@ class PeersTier(Tier):
         self._fixed = _open_all(peers, open_peer, namespace)
         self._listed = frozenset(sources) - self._fixed.keys()
         self._sources: dict[str, Tier] = {}  # of these, those that are open
-        self._routes: OrderedDict[ChunkRef, str] = OrderedDict()  # the source to read a chunk from, once
+        self._routes: OrderedDict[ChunkRef, str] = OrderedDict()  # from which source to read a chunk, once
         self._removed: OrderedDict[ChunkRef, None] = OrderedDict()
         self._is_closed = False
         self._askers = ThreadPoolExecutor(_MAX_ASKING, "kvstore-peers")
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """The own tier, the peers, and the sources that are open, with what is wrapped around them."""
+        """The own tier, the peers, and the open sources, each with its guards."""
         with self._lock:
             others = [*self._fixed.values(), *self._sources.values()]
         return (*((self.own,) if self.own else ()), *others)
 
     @property
     def answers(self) -> bool:
-        """Always: nothing is written to peers, so only a question finds out that they are back."""
+        """Always: nothing is written to peers, so only a question can find out that they are back."""
         return True
 
     def read_from(self, source: str, refs: Iterable[ChunkRef]) -> None:
-        """Read these chunks from a source, too, the next time that each of them is read. Of others nothing changes.
+        """Read each of these chunks from a source, too, the next time it is read.
 
-        Without effect if the source is not listed; a peer is read anyway.
+        Does nothing if the source is not listed; a peer is read anyway.
         """
         if source in self._listed:
             with self._lock:
@@ -106,22 +104,17 @@ class PeersTier(Tier):
                 while len(self._routes) > _MAX_ROUTES:
                     self._routes.popitem(last=False)
 
-    def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk of the own tier."""
-        self._check_open()
-        return self.own.scan() if self.own else []
-
     def check(self) -> None:
-        """Find out whether the own tier can be used. Peers may come and go."""
+        """Find out whether the own tier can be used; peers may come and go."""
         if self.own:
             self.own.check()
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether the own tier or a peer holds it; one that fails holds nothing."""
+        """For each chunk, whether the own tier or a peer holds it; a tier that fails counts as empty."""
         return [bool(is_there) for is_there in self.look(refs)]
 
     def look(self, refs: Sequence[ChunkRef]) -> _Held:
-        """``contains``, but None where one of those that failed might have said yes."""
+        """``contains``, but None where a tier that failed might have said yes."""
         self._check_open()
         wanted = list(refs)
         held: _Held = [False] * len(wanted)
@@ -138,13 +131,13 @@ class PeersTier(Tier):
         return held
 
     def look_at(self, source: str, refs: Sequence[ChunkRef]) -> _Held:
-        """For each chunk, whether a source holds it; nobody can say if the source is not listed, or fails."""
+        """For each chunk, whether a source holds it; None if the source is not listed, or fails."""
         self._check_open()
         peer = self._source(source)
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Read chunks into their buffers: from the own tier, and what that lacks from peers.
+        """Read chunks into their buffers: from the own tier, and the missing ones from peers.
 
         Raises:
             TierTimeoutError: one of them did not answer in time, and may still use its chunks' buffers.
@@ -166,11 +159,11 @@ class PeersTier(Tier):
 
     @property
     def lends(self) -> bool:
-        """Whether the own tier does, and nobody else may be read: what others hold has to be copied."""
+        """Whether the own tier does, and there is nobody else to read from: chunks of others must be copied."""
         return self.own is not None and self.own.lends and not self._fixed and not self._listed
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """As the own tier, which is all that is looked at."""
+        """Lend chunks of the own tier, which is the only one that is asked."""
         self._check_open()
         if self.own is None or not self.lends:
             return super().borrow(refs)
@@ -195,7 +188,7 @@ class PeersTier(Tier):
         return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forget chunks: they go from the own tier, and are not read from peers.
+        """Forget chunks: remove them from the own tier, and no longer read them from peers.
 
         Raises:
             TierError: as the own tier.
@@ -220,7 +213,7 @@ class PeersTier(Tier):
             self.own.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk, and look for another namespace's, also at peers and sources.
+        """Forget every chunk, and move to another namespace, also at peers and sources.
 
         Raises:
             TierError: as the own tier.
@@ -237,23 +230,8 @@ class PeersTier(Tier):
         if self.own:
             self.own.reset(namespace)
 
-    def stored_bytes(self, num_blocks: int) -> int:
-        """As the own tier; without one, what it takes at a peer."""
-        if self.own:
-            return self.own.stored_bytes(num_blocks)
-        return round_up(self._layout.payload_bytes(num_blocks), PAGE_BYTES)
-
-    def size_of(self, ref: ChunkRef) -> int:
-        """As the own tier."""
-        return self.own.size_of(ref) if self.own else self.stored_bytes(ref.num_blocks)
-
-    @property
-    def used_bytes(self) -> int:
-        """What the own tier holds."""
-        return self.own.used_bytes if self.own else 0
-
     def close(self) -> None:
-        """Close the own tier, and hang up on peers; waits as long as the slowest of them, which is bounded."""
+        """Close the own tier, and disconnect from peers; waits for the slowest of them, which is bounded."""
         with self._lock:
             if self._is_closed:
                 return
@@ -261,8 +239,6 @@ class PeersTier(Tier):
         self._askers.shutdown(wait=False, cancel_futures=True)
         for closing in _close_all(self.parts):
             closing.join()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -273,7 +249,7 @@ class PeersTier(Tier):
             return dict(self._fixed)
 
     def _source(self, url: str) -> Tier | None:
-        """A source, opened if it is the first time; None if it is not listed."""
+        """A source, opened the first time; None if it is not listed."""
         with self._lock:
             self._check_open()
             if url in self._listed and url not in self._sources:
@@ -296,7 +272,7 @@ class PeersTier(Tier):
         return held
 
     def _read_from_peers(self, reading: _Reading) -> None:
-        """Read what is missing, from each peer that has it as soon as it says so: nobody waits for the others."""
+        """Read the missing chunks, each from the first peer that says it has it: nobody waits for the others."""
         unread = reading.unread()
         asked = {}
         for peer, positions in [
@@ -317,7 +293,7 @@ class PeersTier(Tier):
                 break
 
     def _take_routes(self, reading: _Reading, unread: Sequence[int]) -> list[tuple[Tier, list[int]]]:
-        """The sources that some of the chunks are to be read from, each with the positions of its chunks."""
+        """The sources to read some of the chunks from, each with the positions of its chunks."""
         by_source: dict[str, list[int]] = {}
         with self._lock:
             for position in unread if self._routes else ():
@@ -329,10 +305,10 @@ class PeersTier(Tier):
 
 
 def at_rank(url: str, rank: int) -> str:
-    """The address of another engine's worker of a rank: its port is that much higher than the first worker's.
+    """The address of the worker of a rank in another engine: the first worker's port plus the rank.
 
     Raises:
-        ConfigError: the address is no ``kvs://host:port``, or there is no port so high.
+        ConfigError: the address is no ``kvs://host:port``, or the port is too high.
     """
     try:
         parts = urlsplit(url)
@@ -346,7 +322,7 @@ def at_rank(url: str, rank: int) -> str:
 
 
 class _Reading:
-    """Transfers on their way, and what has become of each so far."""
+    """Transfers, and the outcome of each so far."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self.transfers = transfers
@@ -355,19 +331,19 @@ class _Reading:
         self._lost: set[int] = set()  # positions of these buffers
 
     def unread(self) -> list[int]:
-        """The positions of what has not been read, and may be read from elsewhere."""
+        """The positions of the chunks that were not read, and whose buffers are free for another try."""
         outcomes = enumerate(self.outcomes)
         return [number for number, outcome in outcomes if outcome is not Outcome.HIT and number not in self._lost]
 
     def read(self, tier: Tier, positions: Sequence[int]) -> None:
-        """Let a tier read some of them."""
+        """Read some of them from a tier."""
         try:
             answers = tier.get([self.transfers[position] for position in positions])
         except TierTimeoutError as error:
             self.late.append(error.pending)
             self._lost.update(positions)
             answers = [Outcome.FAILED] * len(positions)
-        except (TierError, ClosedError):  # said by the circuit breaker, once; or the peer has just been let go
+        except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
             answers = [Outcome.FAILED] * len(positions)
         for position, answer in zip(positions, answers, strict=True):
             self.outcomes[position] = answer
@@ -376,12 +352,12 @@ class _Reading:
 def _held(tier: Tier, refs: Sequence[ChunkRef]) -> _Held:
     try:
         return list(tier.contains(refs))
-    except (TierError, ClosedError):  # said by the circuit breaker, once; or the peer has just been let go
+    except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
         return [None] * len(refs)
 
 
 def _either(one: bool | None, other: bool | None) -> bool | None:
-    """Whether a chunk is at one of two places."""
+    """Whether a chunk is in one of two places."""
     if one or other:
         return True
     return None if one is None or other is None else False
@@ -390,7 +366,7 @@ def _either(one: bool | None, other: bool | None) -> bool | None:
 def _open_all(
     urls: Iterable[str], open_peer: Callable[[str, Namespace], Tier], namespace: Namespace
 ) -> dict[str, Tier]:
-    """All peers by their addresses; one that cannot be opened leaves none open."""
+    """All peers by address; if one cannot be opened, none stays open."""
     with ExitStack() as opened:
         peers: dict[str, Tier] = {}
         for url in urls:
@@ -401,7 +377,7 @@ def _open_all(
 
 
 def _close_all(tiers: Iterable[Tier]) -> list[threading.Thread]:
-    """Close tiers side by side, each on a thread of its own: one that hangs holds up nobody."""
+    """Close tiers at once, each on a thread of its own, so that one that hangs does not delay the others."""
     closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
     for closer in closers:
         closer.start()

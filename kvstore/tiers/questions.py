@@ -1,6 +1,6 @@
-"""Questions to a tier about what it holds. What has queued since the last one is asked together, as one.
+"""Questions to a tier about what it holds. Questions that queued up during the last one are asked together, as one.
 
-So a burst of requests costs a few round trips, and not one each.
+So a burst of requests costs a few round trips, instead of one for each.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ logger = logging.getLogger(__name__)
 MAX_TOGETHER: Final = 4096  # chunks asked about at once, unless a single question has more: a message of a cache server
 
 Answer = bool | None
-"""Whether a chunk is there. None: nobody could say, as who was asked failed, or did not answer in time."""
+"""Whether a chunk is there. None: unknown, as the tier failed or did not answer in time."""
 
 
 class Question:
-    """Chunks that somebody asked about, and in time what was answered. Read by who asked, written by an ``Asker``.
+    """Chunks that a caller asks about, and later the answers, which an ``Asker`` writes.
 
     Attributes:
         refs: the chunks.
-        since: the serial of the asker's ``RemoteView`` when it asked.
+        since: the serial of the caller's ``RemoteView`` when it asked.
         asked_s, answered_s: when; by ``time.monotonic``.
         answers: for each chunk, once ``is_done``.
         told: the same, by chunk.
-        is_done: everything is known that will be known.
+        is_done: the answers are final.
     """
 
     __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "since", "tell", "told")
@@ -53,11 +53,11 @@ class Question:
 
 
 class Asker:
-    """Asks on a thread of its own, in the order in which the questions came.
+    """Asks on a thread of its own, in the order of the questions.
 
     Args:
         name: of the thread.
-        ask: answers about chunks; it may take its time, and what it raises means that nobody could say.
+        ask: answers about chunks. It may block; if it raises, the answers are unknown.
         changed: is notified when questions are done; several askers may share one.
     """
 
@@ -73,19 +73,19 @@ class Asker:
         self._thread = ThreadPoolExecutor(1, name)
 
     def put(self, question: Question) -> None:
-        """Queue a question. After ``close`` it is done at once, without an answer."""
+        """Queue a question. After ``close`` it is done at once, with unknown answers."""
         if not self._queue(question):
             self._finish([question], [None] * len(question.refs))
 
     def then(self, action: Callable[[], None]) -> Future[None]:
-        """Do something after the questions so far, and before those to come. After ``close`` it is cancelled."""
+        """Run an action after all earlier questions and before all later ones. After ``close`` it is cancelled."""
         done: Future[None] = Future()
         if not self._queue((action, done)):
             done.cancel()
         return done
 
     def refuse(self) -> None:
-        """Take no more questions; those that wait get no answer."""
+        """Take no more questions; the answers of those that wait are unknown."""
         with self._lock:
             self._is_closed = True
             waiting = list(self._waiting)
@@ -97,7 +97,7 @@ class Asker:
                 item[1].cancel()
 
     def close(self) -> None:
-        """``refuse``, and end the thread, which ends with the question under way."""
+        """``refuse``, and end the thread after the question under way."""
         self.refuse()
         self._thread.shutdown(wait=True)
 
@@ -125,7 +125,7 @@ class Asker:
                 carry_out((first[1], first[0]))
 
     def _take_more(self, first: Question) -> list[Question]:
-        """The questions that can be asked together with a first one."""
+        """The waiting questions that fit into one call with the first one."""
         together, num_refs = [], len(first.refs)
         while self._waiting and isinstance(question := self._waiting[0], Question):
             num_refs += len(question.refs)
@@ -140,10 +140,10 @@ class Asker:
         answers: Sequence[Answer] = ()
         try:
             answers = self._ask(refs)
-        except KVStoreError:  # said by the circuit breaker, once
+        except KVStoreError:  # the circuit breaker has logged it
             pass
-        except Exception:  # a bug; whoever waits must not wait for ever, and the thread goes on
-            logger.exception("asking a remote tier ended with an error that nobody expected")
+        except Exception:  # a bug; callers must not wait forever, and the thread goes on
+            logger.exception("asking a remote tier failed unexpectedly")
         self._finish(questions, answers if len(answers) == len(refs) else [None] * len(refs))
 
     def _finish(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:

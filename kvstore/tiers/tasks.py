@@ -1,4 +1,4 @@
-"""Work whose result somebody waits for, on threads of one's own."""
+"""Actions with futures, for threads that are not those of an executor."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 def carry_out(work: Work) -> None:
-    """Do it on this thread, unless it was withdrawn; its future gets what it returns or raises."""
+    """Run the action on this thread, unless it was cancelled; its future gets the result or the exception."""
     future, action = work
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = action()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits raises it
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the result raises it
         future.set_exception(error)
     else:
         future.set_result(result)
     finally:
-        del future, work  # or what it raised would keep this frame alive, and this frame what it raised
+        del future, work  # or its exception and this frame would keep each other alive

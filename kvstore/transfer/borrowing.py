@@ -1,4 +1,4 @@
-"""Loads straight from the memory of a tier that lends it: a batch is scattered while the next one is being lent."""
+"""Loads straight from a tier's memory: one batch is scattered while the next one is being lent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.tiers.base import Loan
 from kvstore.transfer.lane import Lane
 
-BATCH: Final = 8  # chunks in one loan: so few that what a server reads from disk does not keep the others waiting
+BATCH: Final = 8  # chunks in one loan: few, as one that the server must read from disk holds up the others
 _AHEAD: Final = 2  # loans at a time
 _Lending = tuple[Sequence[int], Future[Loan]]
 
 
 def use_borrowed(lane: Lane, refs: Sequence[ChunkRef], use: Callable[[int, ByteArray], None]) -> list[Outcome]:
-    """Borrow chunks, and call ``use`` with the number and the payload of each that is there, on the caller's thread.
+    """Borrow chunks, and call ``use`` with the number and the payload of each hit, on the caller's thread.
 
-    What is refused because too much is lent already is asked for again by itself. Nothing stays lent if ``use`` raises.
+    Chunks refused because too much is lent are borrowed again, one by one. Nothing stays lent if ``use`` raises.
     """
     outcomes = [Outcome.FAILED] * len(refs)
     waiting: deque[Sequence[int]] = deque(

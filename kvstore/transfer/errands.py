@@ -1,17 +1,19 @@
-"""What a tier is to forget, in order and on a thread of its own: nobody who asks for it waits for the tier.
+"""Removals, clears and resets of one tier, in order and on a thread of their own, so that no caller waits for the tier.
 
-Removals that wait are carried out together. A clear or a reset takes the place of all that waits before it, and what
-comes after it waits for it. Each errand has a number; whoever must come after some of them waits for the last one.
+Waiting removals are carried out together. A clear or a reset replaces everything that waits before it. Each errand has
+a number: a write that must come after some of them waits for the last one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
@@ -25,28 +27,28 @@ _MAX_REFS: Final = 1024  # removed in one call, which has a deadline
 Then = Callable[[], None]
 
 
-class _Sweep(NamedTuple):
-    """A clear, or with a namespace a reset; its number, and what is called then."""
+@dataclass(eq=False)
+class _Errand:
+    """Removals; or a sweep, which is a clear, or with a namespace a reset.
 
-    namespace: Namespace | None
-    number: int
-    then: list[Then]
+    Attributes:
+        refs: the chunks to remove; None for a sweep.
+        namespace: the one that a reset enters.
+        number: of the last call that is done with this errand.
+        then: called afterwards, even if it failed.
+    """
 
-
-class _Errand(NamedTuple):
-    """What is carried out at once: a sweep, or removals; and what is called then, whatever came of it."""
-
-    sweep: _Sweep | None
-    refs: dict[ChunkRef, None]
-    then: list[Then]
-    number: int  # of the last one that this one stands for
+    refs: dict[ChunkRef, None] | None
+    namespace: Namespace | None = None
+    number: int = 0
+    then: list[Then] = field(default_factory=list)
 
 
 class Errands:
     """Removals, clears and resets of one tier. Thread-safe; only ``wait`` and ``close`` wait.
 
     Args:
-        tier: that its errors come within a deadline is the business of the wrappers around it.
+        tier: its wrappers see to it that every call ends in time.
         complain: called with what could not be done, and why.
     """
 
@@ -55,11 +57,8 @@ class Errands:
         self._complain = complain
         self._thread = ThreadPoolExecutor(1, f"kvstore-order-{tier.name}")
         self._changed = threading.Condition()
-        self._sweep: _Sweep | None = None  # waits; it is older than the removals that wait
-        self._removals: dict[ChunkRef, None] = {}
-        self._then: list[Then] = []
+        self._waiting: deque[_Errand] = deque()  # a sweep, then removals, or only one of them
         self._under_way: _Errand | None = None
-        self._is_scheduled = False
         self._is_closed = False
         self._queued = 0
         self._done = 0
@@ -71,77 +70,78 @@ class Errands:
 
     @property
     def pending(self) -> int:
-        """Chunks that wait to be removed, or are; everything counts as one."""
+        """Chunks whose removal waits or is under way; a clear or a reset counts as one."""
         with self._changed:
-            under_way = self._under_way
-            now = 0 if under_way is None else max(1, len(under_way.refs))
-            return now + len(self._removals) + (self._sweep is not None)
+            return sum(max(1, len(errand.refs or ())) for errand in self._unfinished())
 
-    def hides(self, refs: Iterable[ChunkRef]) -> bool:
-        """Whether any of some chunks must not be read any more, though the tier may still have it."""
+    def hides(self, refs: Collection[ChunkRef]) -> bool:
+        """Whether any of these chunks must no longer be read, though the tier may still have it."""
         with self._changed:
-            under_way = self._under_way
-            if self._sweep is not None or (under_way is not None and under_way.sweep is not None):
-                return True
-            leaving = under_way.refs if under_way is not None else {}
-            return any(ref in self._removals or ref in leaving for ref in refs)
+            return any(errand.refs is None or any(ref in errand.refs for ref in refs) for errand in self._unfinished())
 
     def remove(self, refs: Iterable[ChunkRef], then: Then | None = None) -> None:
-        """Take chunks off the tier. ``then`` is called in any case, once, when that was tried."""
+        """Remove chunks from the tier. ``then`` is called once, after the attempt or ``close``."""
         with self._changed:
             is_taken = not self._is_closed
             if is_taken:
-                self._removals.update(dict.fromkeys(refs))
+                if not self._waiting or self._waiting[-1].refs is None:
+                    self._add(_Errand({}))
+                errand = self._waiting[-1]
+                assert errand.refs is not None
+                errand.refs.update(dict.fromkeys(refs))
+                self._number(errand)
                 if then is not None:
-                    self._then.append(then)
-                self._schedule()
+                    errand.then.append(then)
         if not is_taken and then is not None:
             _call([then])
 
     def clear(self) -> None:
-        """Take everything off the tier."""
-        self._take_all(None)
+        """Remove everything from the tier."""
+        self._sweep(None)
 
     def reset(self, namespace: Namespace) -> None:
-        """Let the tier forget everything, and enter another namespace."""
-        self._take_all(namespace)
+        """Remove everything from the tier, which enters another namespace."""
+        self._sweep(namespace)
 
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
-        """Wait until the errands up to a number have been tried; False if time ran out, or they were given up."""
+        """Wait until the errands up to a number have been tried; False if time ran out, or ``close`` came first."""
         with self._changed:
             self._changed.wait_for(lambda: self._done >= number or self._is_closed, timeout_s)
             return self._done >= number
 
     def close(self) -> None:
-        """Give up what waits, and end the thread: what is under way ends within the tier's deadline."""
+        """Drop what waits, and end the thread: a call under way ends within the tier's deadline."""
         with self._changed:
             self._is_closed = True
-            then = (self._sweep.then if self._sweep is not None else []) + self._then
-            self._removals, self._then, self._sweep = {}, [], None
+            then = [action for errand in self._waiting for action in errand.then]
+            self._waiting.clear()
             self._changed.notify_all()
         _call(then)
         self._thread.shutdown(wait=True)
 
-    def _take_all(self, namespace: Namespace | None) -> None:
+    def _unfinished(self) -> list[_Errand]:
+        return [*self._waiting] if self._under_way is None else [self._under_way, *self._waiting]
+
+    def _sweep(self, namespace: Namespace | None) -> None:
         with self._changed:
             if self._is_closed:
                 return
-            before, self._then = self._then, []
-            self._removals = {}  # they go with everything else
-            if self._sweep is not None:
-                before = self._sweep.then + before
-                namespace = namespace or self._sweep.namespace  # a reset that has not begun also clears
-            self._schedule()
-            self._sweep = _Sweep(namespace, self._queued, before)
+            sweep = _Errand(None, namespace)
+            for errand in self._waiting:
+                sweep.then += errand.then
+                sweep.namespace = sweep.namespace or errand.namespace  # a reset that has not begun also clears
+            self._waiting.clear()  # they go with everything else
+            self._number(sweep)
+            self._add(sweep)
 
-    def _schedule(self) -> None:
-        """Number an errand, and see that somebody takes it up. Needs the lock."""
+    def _number(self, errand: _Errand) -> None:
+        """Give an errand the next number. Needs the lock."""
         self._queued += 1
-        if not self._is_scheduled:
-            self._start()
+        errand.number = self._queued
 
-    def _start(self) -> None:
-        self._is_scheduled = True
+    def _add(self, errand: _Errand) -> None:
+        """Let an errand wait, and the thread take up one more. Needs the lock."""
+        self._waiting.append(errand)
         self._thread.submit(self._carry_out).add_done_callback(_tell)
 
     def _carry_out(self) -> None:
@@ -150,7 +150,7 @@ class Errands:
             return
         try:
             self._try(errand)
-        finally:  # whatever was raised: others wait for this one
+        finally:  # also if it raises: others wait for this one
             with self._changed:
                 self._under_way = None
                 self._done = errand.number
@@ -158,36 +158,32 @@ class Errands:
             _call(errand.then)
 
     def _next(self) -> _Errand | None:
+        """Take up the first errand, or a part of it. None if a sweep has replaced it, or ``close`` came."""
         with self._changed:
-            self._is_scheduled = False
-            if self._is_closed:
+            if not self._waiting:
                 return None
-            sweep, self._sweep = self._sweep, None
-            if sweep is not None:
-                self._under_way = _Errand(sweep, {}, sweep.then, sweep.number)
-            elif len(self._removals) > _MAX_REFS:
-                self._under_way = _Errand(None, dict.fromkeys(islice(self._removals, _MAX_REFS)), [], self._done)
-                for ref in self._under_way.refs:
-                    del self._removals[ref]
-            else:
-                self._under_way = _Errand(None, self._removals, self._then, self._queued)
-                self._removals, self._then = {}, []
-            if self._under_way.number < self._queued:  # there is more
-                self._start()
-            return self._under_way
+            errand = self._waiting.popleft()
+            if errand.refs is not None and len(errand.refs) > _MAX_REFS:
+                part = dict.fromkeys(islice(errand.refs, _MAX_REFS))
+                for ref in part:
+                    del errand.refs[ref]
+                self._add(errand)  # removals are the last to wait, so it is the first again
+                errand = _Errand(part, number=self._done)
+            self._under_way = errand
+            return errand
 
     def _try(self, errand: _Errand) -> None:
-        sweep = errand.sweep
-        what = "remove chunks from" if sweep is None else "clear" if sweep.namespace is None else "reset"
+        is_reset = errand.namespace is not None
+        what = "remove chunks from" if errand.refs is not None else "reset" if is_reset else "clear"
         try:
-            if sweep is None:
+            if errand.refs is not None:
                 self._tier.remove(errand.refs)
-            elif sweep.namespace is None:
-                self._tier.clear()
+            elif errand.namespace is not None:
+                self._tier.reset(errand.namespace)
             else:
-                self._tier.reset(sweep.namespace)
+                self._tier.clear()
         except ClosedError:
-            pass  # a write that hung came to its end after close: the next start finds what it left
+            pass  # a write that hung has ended after ``close``: the next start finds what it left
         except TierError as error:
             self._complain(what, error)
 
@@ -201,6 +197,6 @@ def _call(then: Iterable[Then]) -> None:
 
 
 def _tell(errand: Future[None]) -> None:
-    """A defect must not stay in a future that nobody asks."""
+    """Log a defect that would stay in a future nobody asks."""
     if not errand.cancelled() and (error := errand.exception()) is not None:
-        logger.error("what a tier was to forget could not be carried out", exc_info=error)
+        logger.error("removing chunks from a tier failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""What a flush has found."""
+"""The result of a flush."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Flushed(NamedTuple):
-    """What was to be written to slower tiers since the last flush, and is not there. False if there is any.
+    """Writes to slower tiers since the last flush that did not store their chunk. True if there are none.
 
     Chunks that were removed, cleared or reset before they were written do not count.
 
     Attributes:
-        failed: writes that a tier has refused, or that could not be begun.
-        full: writes for which there was no room, in a tier or in the queue to it.
+        failed: writes that a tier refused, or that could not begin.
+        full: writes for which there was no room, in a tier or in its queue.
         pending: writes and removals that had not ended when time ran out.
     """
 
@@ -24,5 +24,5 @@ class Flushed(NamedTuple):
         return not any(self)
 
     def plus(self, other: Flushed) -> Flushed:
-        """What two tiers have not taken."""
+        """The sum over two tiers."""
         return Flushed(self.failed + other.failed, self.full + other.full, self.pending + other.pending)

@@ -1,67 +1,87 @@
-"""Chunks that are loaded again and again, kept on the device: such a load does not pass the host.
+"""The GPU tier: chunks that are loaded again and again, kept on the device, so that a load does not pass the host.
 
-A copy of what memory holds, and nothing else knows of it: not the index, so it can only make a load faster, and never
-right or wrong. Each worker decides for itself. A copy counts for one content of one slot: whatever removes a chunk, or
-stores or loads it again, gives it another, so that no removal has to be told here.
+They are copies of what memory holds, and nothing else knows of them: not the index, so a copy can only make a load
+faster, never right or wrong. Each worker decides for itself. A copy counts for one content of one slot: whatever
+removes a chunk, or stores or loads it again, gives it another, so no removal has to be told here.
+
+``gather`` and ``scatter`` are launched on the caller's current stream, in line with the model's kernels, and nobody
+waits for them. With a paged cache in host memory the same code runs there, for tests.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import TierError
+from kvstore.errors import ConfigError
+from kvstore.memory.device import DeviceSlots
 
 if TYPE_CHECKING:
+    from kvstore.chunks import ChunkRef
+    from kvstore.memory.labelled import Filling
     from kvstore.paged.base import BlockIds, PagedKV
-    from kvstore.tiers.cpu import Filling
-    from kvstore.tiers.gpu.tier import GpuTier
 
 logger = logging.getLogger(__name__)
 
-PROMOTE_AT = 2  # loads of a chunk from memory after which it is worth a place
-_REMEMBERED_PER_SLOT = 8
+PROMOTE_AT: Final = 2  # loads of a chunk from memory after which it is worth a slot
+_REMEMBERED_PER_SLOT: Final = 8
+
+
+class _Copy(NamedTuple):
+    slot: int
+    filling: Filling  # what it is a copy of
 
 
 class HotChunks:
-    """What the GPU tier holds, and what is on its way to deserve it. For the model's thread only.
+    """A bounded number of copies, and how often other chunks were loaded. For the model's thread only.
 
     Args:
-        gpu: a tier on the device of ``paged``; ``close`` closes it.
-        paged: the model's KV cache.
+        paged: the model's KV cache; the copies are on its device.
+        max_bytes: bound of the device memory, taken at once.
+
+    Raises:
+        ConfigError: the bound does not hold a chunk, or the device has no room.
     """
 
-    def __init__(self, gpu: GpuTier, paged: PagedKV) -> None:
-        self._gpu = gpu
+    def __init__(self, paged: PagedKV, max_bytes: int) -> None:
+        slot_bytes = paged.layout.slot_bytes
+        num_slots = max_bytes // slot_bytes
+        if num_slots < 1:
+            raise ConfigError(
+                f"{max_bytes} bytes of device memory do not hold one chunk of {slot_bytes}: "
+                "raise max_local_gpu_size, or set it to 0"
+            )
         self._paged = paged
-        self._order: OrderedDict[ChunkRef, Filling] = OrderedDict()  # held: copies of what; the longest unused first
-        self._loads: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks that are not held
-        self._max_loads = _REMEMBERED_PER_SLOT * (gpu.capacity_bytes // paged.layout.slot_bytes)
-        self._is_broken = False
+        self._slots = DeviceSlots(num_slots, slot_bytes, paged.device)
+        self._free = list(range(num_slots))
+        self._copies: OrderedDict[ChunkRef, _Copy] = OrderedDict()  # the longest unused first
+        self._loads: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks without a copy
+        self._max_loads = _REMEMBERED_PER_SLOT * num_slots
 
     def scatter(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds, first_block: int) -> bool:
-        """Load a chunk's blocks if what memory holds of it now was copied. False if it must come from memory."""
-        if self._is_broken or ref not in self._order:
+        """Load a chunk's blocks from the copy of what memory holds of it now. False if it must come from memory."""
+        copy = self._copies.get(ref)
+        if copy is None:
             return False
-        if self._order[ref] != filling:  # it was removed since, or came again
-            del self._order[ref]
-            self._gpu.remove([ref])
+        if copy.filling != filling:  # it was removed since, or came again
+            self._drop(ref)
             return False
+        payload_bytes = self._paged.layout.payload_bytes(ref.num_blocks)
         try:
-            outcome = self._gpu.scatter(ref, self._paged, block_ids, first_block)
-        except TierError as error:
-            self._give_up(error)
+            with self._slots.using(copy.slot) as memory:
+                self._paged.scatter_on_device(block_ids, memory[:payload_bytes], ref.num_blocks, first_block)
+        except RuntimeError as error:
+            self._give_up("scatter", error)
             return False
-        self._order.move_to_end(ref)
-        return outcome is Outcome.HIT
+        self._copies.move_to_end(ref)
+        return True
 
     def note_load(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
-        """A whole chunk has just been loaded from memory to these blocks: the second time, keep it."""
+        """A whole chunk has just been loaded from memory to these blocks: the second time, keep a copy."""
         loads = self._loads.pop(ref, 0) + 1
         if loads >= PROMOTE_AT:
-            self._promote(ref, filling, block_ids)
+            self._gather(ref, filling, block_ids)
             return
         self._loads[ref] = loads
         if len(self._loads) > self._max_loads:
@@ -69,32 +89,46 @@ class HotChunks:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._order.clear()
+        for ref in list(self._copies):
+            self._drop(ref)
         self._loads.clear()
-        self._gpu.clear()
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self._order.clear()
-        self._gpu.close()
+        self._leave_out()
+        self._slots.close()
 
-    def _promote(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
-        if self._is_broken:
+    def _gather(self, ref: ChunkRef, filling: Filling, block_ids: BlockIds) -> None:
+        """Copy a chunk from its blocks, in the place of the copy that was unused for longest if there is no other."""
+        self._drop(ref)
+        if not self._free and self._copies:
+            self._drop(next(iter(self._copies)))
+        if not self._free:
             return
+        slot = self._free[-1]
+        payload_bytes = self._paged.layout.payload_bytes(ref.num_blocks)
         try:
-            outcome = self._gpu.gather(ref, self._paged, block_ids)
-            if outcome is Outcome.FULL and self._order:
-                oldest, _ = self._order.popitem(last=False)
-                self._gpu.remove([oldest])
-                outcome = self._gpu.gather(ref, self._paged, block_ids)
-        except TierError as error:
-            self._give_up(error)
+            with self._slots.using(slot) as memory:
+                self._paged.gather_on_device(block_ids, memory[:payload_bytes])
+        except RuntimeError as error:
+            self._give_up("gather", error)
             return
-        if outcome is Outcome.STORED:
-            self._order[ref] = filling
+        self._free.pop()
+        self._copies[ref] = _Copy(slot, filling)
 
-    def _give_up(self, error: TierError) -> None:
+    def _drop(self, ref: ChunkRef) -> None:
+        """Forget a copy, if there is one. Its slot can be filled again at once: the device does it in order."""
+        if ref in self._copies:
+            self._free.append(self._copies.pop(ref).slot)
+
+    def _give_up(self, what: str, error: RuntimeError) -> None:
         """A device that fails once goes on failing."""
-        self._is_broken = True
-        self._order.clear()
-        logger.warning("the GPU tier is left out from now on: %s", error)
+        self._leave_out()
+        logger.warning(
+            "the GPU tier is left out from now on: cannot %s a chunk on %s: %s", what, self._paged.device, error
+        )
+
+    def _leave_out(self) -> None:
+        """Without a slot nothing is copied any more."""
+        self._copies.clear()
+        self._free.clear()

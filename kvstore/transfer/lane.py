@@ -1,12 +1,12 @@
-"""The way between slots and one slower tier: reads on threads of their own, writes behind, and what is under way.
+"""Transfers between slots and one slower tier: reads and writes on threads of their own, and what is in flight.
 
-Nobody who asks for something here waits for the tier. That it answers in time is the business of wrappers around it.
+No caller waits for the tier. The wrappers around the tier see to it that every call ends in time.
 
-- *A write belongs to the epoch in which it was begun.* Once ``clear`` or ``reset`` was called it stores nothing more,
-  and a read that was begun before brings nothing.
-- *In order.* A write waits for the removals, clears and resets asked for before it, so none of them undoes it.
-- *At once, for whoever reads.* What is to be removed is not there any more, though the tier may still have it; from
-  ``clear`` or ``reset`` on nothing is, until the tier has done it.
+- *A write belongs to the epoch in which it began.* After ``clear`` or ``reset`` it stores nothing, and a read that
+  began before brings nothing.
+- *In order.* A write waits for the removals, clears and resets requested before it, so none of them undoes it.
+- *At once, for readers.* A chunk to be removed is a miss from then on, though the tier may still have it. After
+  ``clear`` or ``reset`` every chunk is a miss until the tier has carried that out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError, TierTimeoutError
 from kvstore.keys import Namespace
+from kvstore.memory.labelled import LabelledPool
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import Loan, Tier, Transfer
-from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.errands import Errands
 from kvstore.transfer.flushed import Flushed
 
@@ -34,7 +34,7 @@ WRITE_THREADS = 4
 
 
 class Arrival(NamedTuple):
-    """How a read ended. ``pending`` is set if it was given up and may still write to its slot."""
+    """How a read ended. ``pending`` is set if it timed out and may still write to its slot."""
 
     outcome: Outcome
     pending: Future[Any] | None = None
@@ -48,9 +48,9 @@ class _Write:
         ref: which chunk.
         slot: where its bytes are.
         namespace_id: whose bytes these are.
-        sweeps: clears and resets before it; with the next one it is over.
+        sweeps: clears and resets before it; the next one makes it void.
         after: the last errand that must come before it.
-        is_unwanted: the chunk was removed meanwhile: it goes as soon as it is there.
+        is_unwanted: the chunk was removed meanwhile, and is removed from the tier as soon as it is there.
     """
 
     ref: ChunkRef
@@ -69,15 +69,15 @@ class Lane:
         tier: where chunks come from and go to; ``close`` closes it.
         on_written: called from any thread, exactly once for every ``write`` that has ended.
         read_threads: reads in flight at once.
-        asks_before_write: the part of the tier that is written, to be asked before: somebody else may have stored a
-            chunk there. None if nobody else writes.
-        leaves_writes: report a write as done and do nothing: another worker writes the same bytes, and removes them.
-        namespace_id: whose chunks these are, until ``reset``; None if the tier alone knows.
+        asks_before_write: asked before a write whether another engine has stored the chunk already: the part of the
+            tier that is written to. None if nobody else writes.
+        leaves_writes: report writes as done and do nothing: another worker writes and removes the same bytes.
+        namespace_id: whose chunks these are, until ``reset``; None if only the tier knows.
     """
 
     def __init__(
         self,
-        cpu: CpuTier,
+        cpu: LabelledPool,
         tier: Tier,
         on_written: Callable[[ChunkRef, bool], None],
         *,
@@ -104,21 +104,21 @@ class Lane:
 
     @property
     def reads_layers(self) -> bool:
-        """Whether some layers of a chunk can be had before the others."""
+        """Whether some layers of a chunk can be read before the others."""
         return self._tier.reads_layers
 
     def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
-        """Start to bring a chunk, or some layers of it, to a slot."""
-        buffer = self._cpu.claim(slot)  # now: should nothing come, what the slot held before is not taken for it
+        """Start to read a chunk, or some layers of it, into a slot."""
+        buffer = self._cpu.claim(slot)  # now: if nothing comes, what the slot held before must not be taken for it
         return self._readers.submit(self._read, ref, buffer, layers, self._sweeps)
 
     @property
     def lends(self) -> bool:
-        """Whether chunks can be read from where they are in the tier's memory."""
+        """Whether chunks can be read where they lie in the tier's memory."""
         return self._tier.lends
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Future[Loan]:
-        """Start to borrow chunks; a tier that is broken lends none. Whoever gets the loan ends it."""
+        """Start to borrow chunks; a broken tier lends none. The caller ends the loan."""
         return self._readers.submit(self._borrow, refs, self._sweeps)
 
     def write(self, ref: ChunkRef, slot: int) -> None:
@@ -133,13 +133,13 @@ class Lane:
         future.add_done_callback(lambda ended: self._after_write(write, ended))
 
     def refuse(self, ref: ChunkRef) -> None:
-        """Report a write that is not to be carried out."""
+        """Report a write as failed without carrying it out."""
         with self._lock:
             self._untold = self._untold.plus(Flushed(failed=1))
         self._on_written(ref, False)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Let chunks be taken off the tier; one that is just being written goes when it is there."""
+        """Start to remove chunks from the tier; one that is being written is removed after its write."""
         if self._leaves_writes:
             return
         with self._lock:
@@ -152,24 +152,24 @@ class Lane:
                 self._errands.remove(leaving)
 
     def clear(self) -> None:
-        """Let everything be taken off the tier."""
+        """Start to remove everything from the tier."""
         with self._lock:
-            self._sweeps += 1  # what was begun is over
+            self._sweeps += 1  # voids what began before
             self._errands.clear()
 
     def reset(self, namespace: Namespace) -> None:
-        """Let the tier forget everything, and keep what comes under another namespace."""
+        """Start to remove everything from the tier; what is stored from now on belongs to another namespace."""
         with self._lock:
-            self._sweeps += 1  # what was begun is over
+            self._sweeps += 1  # voids what began before
             self._namespace_id = namespace.id
             self._errands.reset(namespace)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the tier has forgotten what it is to forget so far; False if time ran out first."""
+        """Wait until all removals, clears and resets so far are done; False if time ran out first."""
         return self._errands.wait(self._errands.queued, timeout_s)
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Wait until all writes and removals asked for so far have ended; what came of those since the last flush."""
+        """Wait until all writes and removals so far have ended. Returns how those since the last flush ended."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self._lock.wait_for(lambda: not (self._writing or self._ending), timeout_s)
@@ -179,7 +179,7 @@ class Lane:
         return untold.plus(Flushed(pending=pending + (0 if is_settled else self._errands.pending)))
 
     def close(self) -> None:
-        """End all threads, give up the writes and removals that have not begun, and close the tier."""
+        """End all threads, drop the writes and removals that have not begun, and close the tier."""
         self._errands.close()  # first: writes wait for it
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
@@ -216,12 +216,12 @@ class Lane:
             return [Outcome.FAILED]
         if self._asks_before_write is not None and self._asks_before_write.contains([write.ref]) == [True]:
             return [Outcome.STORED]
-        if self._is_over(write):  # once more: the question took its time
+        if self._is_over(write):  # once more: asking took time
             return [Outcome.FAILED]
         return self._tier.put([Transfer(write.ref, source, write.namespace_id)])
 
     def _after_write(self, write: _Write, future: Future[Sequence[Outcome]]) -> None:
-        """Report a write, unless the tier has yet to say what became of it: until then the slot is in use."""
+        """Report a write, unless it timed out and may still read the slot: then once the tier is done with it."""
         error = None if future.cancelled() else future.exception()
         if isinstance(error, TierTimeoutError):
             self._log("cannot write to the %s tier: %s", error)

@@ -1,11 +1,11 @@
 """Loads and stores that advance one layer at a time, so that a model may compute a layer while the next is on its way.
 
-A slower tier that can is asked for groups of layers: first the foremost group of every chunk, then the next group of
-every chunk, so that no layer waits for bytes that are not needed yet. Any other tier brings whole chunks, for layer 0.
-Every layer is verified before it is scattered. In host memory the next one is scattered aside while the model computes;
-on a device a copy is only launched, so it needs no thread.
+A slower tier that can read single layers is asked for groups of them: the first group of every chunk, then the next
+group of every chunk, so that no layer waits for bytes that are needed later. Any other tier reads whole chunks, for
+layer 0. Every layer is verified before it is scattered. In host memory the next layer is scattered on a thread while
+the model computes; on a device a copy is only launched, which needs no thread.
 
-Nothing here holds a lock between two layers. Whoever begins must end: ``finish`` works in any state.
+Nothing here holds a lock between two layers. Whoever begins must call ``finish``, which works in any state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvstore.catalog.plans import LoadStep, Place
 from kvstore.chunks import ByteArray, Outcome
 from kvstore.keys import PrefixKey
 from kvstore.layout import KVLayout
+from kvstore.memory.labelled import Filling
 from kvstore.paged.base import ChunkBlocks
-from kvstore.tiers.cpu import Filling
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 
@@ -58,15 +58,14 @@ class LayerLoad:
         self._done_layers = 0
         self._groups_asked = 0
         self._mislabelled = 0
-        self._failed: set[PrefixKey] = set()
-        self._lost: set[PrefixKey] = set()
+        self._result = LoadResult(set(), set())
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
         self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
-        self._goes_aside = mover.paged.device.type == "cpu"
-        self._aside: Future[None] | None = None  # the next layer
+        self._uses_thread = mover.paged.device.type == "cpu"
+        self._next_layer: Future[None] | None = None  # scattered while the model computes
         self._returned_s = -math.inf  # when the last layer was there
-        self._scattering = threading.RLock()  # the collector may call ``halt`` on the very thread that scatters
+        self._scattering = threading.RLock()  # the garbage collector may call ``halt`` on the thread that scatters
         self._is_halted = False
 
     def move(self, layer: int) -> None:
@@ -76,25 +75,25 @@ class LayerLoad:
         """
         begin_s = time.perf_counter()
         self._read_ahead(layer)
-        if self._aside is None or self._aside.cancel():  # another load's layer may be in the way, for long
+        if self._next_layer is None or self._next_layer.cancel():  # it may wait long, for another load's layer
             self._bring(layer)
         else:
-            self._aside.result()
-        self._aside = None
+            self._next_layer.result()
+        self._next_layer = None
         computed_s, took_s = begin_s - self._returned_s, time.perf_counter() - begin_s
-        # A thread that is woken for nothing costs more than it brings where nothing is computed in between.
-        if self._goes_aside and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
+        # Where nothing is computed in between, waking the thread costs more than it saves.
+        if self._uses_thread and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
             self._read_ahead(layer + 1)
-            self._aside = self._mover.aside(lambda: self._bring(layer + 1))
+            self._next_layer = self._mover.in_background(lambda: self._bring(layer + 1))
         self._done_layers = layer + 1
         self._returned_s = time.perf_counter()
 
     def _bring(self, layer: int) -> None:
-        """Wait for a layer and scatter it. On any thread: it uses only what is its own."""
+        """Wait for a layer and scatter it. On any thread: it uses only this load's own state."""
         arrived = []
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
-            if key in self._failed:
+            if key in self._result.failed:
                 continue
             source = self._source(job.step, layer)
             if source is None or not len(job.block_ids):
@@ -129,25 +128,25 @@ class LayerLoad:
         """
         are_blocks_ours = not self._is_halted
         self.halt()
-        if self._aside is not None and not self._aside.cancel():
-            self._aside.exception()  # it waits for reads, each of which ends within its tier's deadline
+        if self._next_layer is not None and not self._next_layer.cancel():
+            self._next_layer.exception()  # it waits for reads, each of which ends within its tier's deadline
         for reading in self._reading.values():
             reading.end()
             if reading.is_whole:
                 self._mover.note_arrival(reading.step)
             else:
-                self._failed.add(reading.step.ref.prefix_key)
+                self._result.failed.add(reading.step.ref.prefix_key)
         self._mover.paged.wait()
         self._mover.counters.mislabelled_slots += self._mislabelled
         if are_blocks_ours and self._done_layers == self._num_layers:
             self._note_loads()
-        return LoadResult(self._failed, self._lost)
+        return self._result
 
     def _note_loads(self) -> None:
         """Every layer is in the blocks, and these are still the load's: copies on the device may be taken of them."""
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
-            if key in self._failed:
+            if key in self._result.failed:
                 continue
             filling = self._fillings.get(number) or self._mover.cpu.filling(job.step.slot, job.step.ref)
             self._mover.note_load(job, filling, is_hot=key in self._hot)
@@ -170,9 +169,7 @@ class LayerLoad:
             outcome = reading.wait(layer)
             source = reading.buffer if outcome is Outcome.HIT else None
         if source is None:
-            self._failed.add(step.ref.prefix_key)
-            if outcome in {Outcome.MISS, Outcome.CORRUPT}:
-                self._lost.add(step.ref.prefix_key)
+            self._result.note(step.ref, outcome)
         return source
 
 

@@ -1,8 +1,8 @@
-"""Carries out plans: paged KV cache <-> slots <-> slower tiers. Has no policy; the index decided.
+"""Carries out plans: paged KV cache <-> slots <-> slower tiers. Decides nothing; the index did.
 
-Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads
-from slower tiers run on threads of their lanes, several at once, and the caller scatters each as it arrives. Writes run
-behind, on other threads, so that a load never queues behind a store.
+Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads from
+slower tiers run on their lanes' threads, several at once, and the caller scatters each chunk as it arrives. Writes run
+on other threads, after the call, so that a load never queues behind a store.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format.deviation import deviation
 from kvstore.keys import Namespace, PrefixKey
+from kvstore.memory.labelled import Filling, LabelledPool
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.staging import Moment
-from kvstore.tiers.cpu import CpuTier, Filling
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.hot import HotChunks
@@ -57,6 +57,13 @@ class LoadResult(NamedTuple):
     failed: set[PrefixKey]
     lost: set[PrefixKey]
 
+    def note(self, ref: ChunkRef, outcome: Outcome) -> None:
+        """Take in what became of a chunk."""
+        if outcome is not Outcome.HIT:
+            self.failed.add(ref.prefix_key)
+        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
+            self.lost.add(ref.prefix_key)
+
 
 @dataclass
 class MoverCounters:
@@ -82,22 +89,22 @@ class Mover:
     """One worker's data path.
 
     ``load``, ``store``, ``clear`` and ``reset``, and what ``layerwise`` uses, are called from one thread at a time;
-    ``beside`` gives another thread one of its own. No two of them use a slot at the same time: the index sees to that.
+    ``for_thread`` makes a mover for another one. No two of them use a slot at the same time: the index sees to that.
 
     Args:
         paged: the model's KV cache.
         cpu: the pool; ``close`` closes it.
         lanes: the slower tiers, each with the threads that serve it; ``close`` closes them.
         hot: copies on the device of what is loaded often; ``close`` closes it.
-        stuck: slots that reads given up may still write to, as far as another mover knows them.
-        is_passage: nothing stays in the pool. What a remote tier lends is then scattered from there.
-        copy_threads: how many gather and scatter at once, where processors do it, the caller included.
+        stuck: slots that reads given up may still write to, shared with another mover.
+        is_passage: nothing stays in the pool. What a remote tier lends is then scattered straight from there.
+        copy_threads: how many threads gather and scatter at once on the CPU, the caller included.
     """
 
     def __init__(
         self,
         paged: PagedKV,
-        cpu: CpuTier,
+        cpu: LabelledPool,
         lanes: Mapping[Place, Lane],
         hot: HotChunks | None = None,
         stuck: dict[int, list[Future[Any]]] | None = None,
@@ -117,20 +124,20 @@ class Mover:
         may_borrow = is_passage and Place.DISK not in self._lanes and paged.device.type == "cpu"
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
-    def beside(self) -> Mover:
-        """One over the same tiers for another thread, to move blocks that the model does not use meanwhile.
+    def for_thread(self) -> Mover:
+        """A mover over the same tiers for another thread, for blocks that the model does not use meanwhile.
 
-        It counts for itself, knows nothing of copies on the device, and must be at rest when this one is closed.
+        It has its own counters, uses no copies on the device, and must be at rest when this one is closed.
         """
-        return Mover(self.paged.beside(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
+        return Mover(self.paged.for_thread(), self.cpu, self._lanes, stuck=self._stuck, is_passage=self._is_passage)
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:
-        """Bring chunks to the paged cache; the blocks of those that failed hold garbage.
+        """Load chunks into the paged cache; the blocks of those that failed hold garbage.
 
-        A job without blocks brings its chunk only to its slot.
+        A job without blocks loads its chunk into its slot only.
         """
         lender = self._may_lend
-        if lender is None or not lender.lends:  # a tier stops to lend when it gets peers, whose chunks are copied
+        if lender is None or not lender.lends:  # a tier with peers stops lending: their chunks are copied
             return self._load_through_slots(jobs)
         lent: list[LoadJob] = []
         others: list[LoadJob] = []
@@ -140,7 +147,7 @@ class Mover:
         return LoadResult(result.failed | borrowed.failed, result.lost | borrowed.lost)
 
     def _is_lent(self, job: LoadJob) -> bool:
-        """Whether a chunk is read from where it is lent: also one that another load was to bring to its slot."""
+        """Whether a chunk is read where the tier has it: also one that another load should have brought to its slot."""
         ref, slot, source = job.step
         is_elsewhere = source is Place.REMOTE or (source is Place.MEMORY and self.cpu.read(slot, ref) is None)
         return is_elsewhere and len(job.block_ids) > 0
@@ -154,29 +161,22 @@ class Mover:
 
         result = LoadResult(set(), set())
         for job, outcome in zip(jobs, use_borrowed(lender, [job.step.ref for job in jobs], scatter), strict=True):
-            self._note_failure(result, job.step.ref, outcome)
+            result.note(job.step.ref, outcome)
         return result
-
-    @staticmethod
-    def _note_failure(result: LoadResult, ref: ChunkRef, outcome: Outcome) -> None:
-        if outcome is not Outcome.HIT:
-            result.failed.add(ref.prefix_key)
-        if outcome in {Outcome.MISS, Outcome.CORRUPT}:
-            result.lost.add(ref.prefix_key)
 
     def _load_through_slots(self, jobs: Sequence[LoadJob]) -> LoadResult:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
-        finally:  # also if scattering raises: no read or copy may be left that uses a slot given back
+        finally:  # also if scattering raises: no read or copy may still use a slot that is given back
             for job, read in zip(jobs, reads, strict=True):
                 if read is not None:
                     self.end_read(job.step, read)
             self.paged.wait()
 
     def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
-        """Withdraw or await a read; if it was given up, mark its slot."""
-        if read.cancel() or read.exception() is not None:  # one that raised is over, too
+        """Cancel a read or wait for it; if it timed out, mark its slot as stuck."""
+        if read.cancel() or read.exception() is not None:  # one that raised has ended, too
             return
         if (pending := read.result().pending) is not None:
             self._stuck.setdefault(step.slot, []).append(pending)
@@ -193,7 +193,7 @@ class Mover:
             source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
                 self.counters.mislabelled_slots += outcome is Outcome.HIT
-                self._note_failure(result, ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
+                result.note(ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
                 continue
             is_hot = self.scatter_hot(job, filling)
             if len(job.block_ids) and not is_hot:
@@ -202,7 +202,7 @@ class Mover:
         return result
 
     def deviation(self, job: LoadJob) -> float | None:
-        """How far a chunk's blocks are from its bytes in a slot, to which it was loaded; None if it is not there."""
+        """How far a chunk's blocks differ from its bytes in its slot; None if the slot does not hold it."""
         stored = self.cpu.read(job.step.slot, job.step.ref)
         if stored is None:
             return None
@@ -211,24 +211,24 @@ class Mover:
         self.paged.reach(self.paged.gather(job.block_ids, fresh))
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
-    def aside(self, work: Callable[[], None]) -> Future[None]:
-        """Start something on a thread for what may be done while the model computes."""
+    def in_background(self, work: Callable[[], None]) -> Future[None]:
+        """Start something on the thread for what may be done while the model computes."""
         return self._layers.submit(work)
 
     def scatter_hot(self, job: LoadJob, filling: Filling | None) -> bool:
-        """Load a chunk from its copy on the device, if there is one of what its slot holds."""
+        """Load a chunk from its copy on the device, if that is a copy of what its slot holds."""
         if self._hot is None or filling is None or not len(job.block_ids):
             return False
         return self._hot.scatter(job.step.ref, filling, job.block_ids, job.first_block)
 
     def note_arrival(self, step: LoadStep) -> None:
-        """A slot holds all that was read into it."""
+        """A read into a slot is complete."""
         self.cpu.publish(step.slot, step.ref)
         self.counters.chunks_loaded_from_disk += step.source is Place.DISK
         self.counters.chunks_loaded_from_remote += step.source is Place.REMOTE
 
     def note_load(self, job: LoadJob, filling: Filling | None, *, is_hot: bool) -> None:
-        """A chunk is where it was to go, with what its slot held then; None if it did not pass through its slot."""
+        """A chunk has been loaded; ``filling`` is what its slot held then, None if it did not pass through its slot."""
         self.counters.chunks_loaded += 1
         self.counters.chunks_loaded_from_gpu += is_hot
         self.counters.bytes_scattered += self.paged.layout.payload_bytes(len(job.block_ids))
@@ -238,7 +238,7 @@ class Mover:
             self._hot.note_load(job.step.ref, filling, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
-        """Gather chunks into their slots, start their writes, and return the keys of those that failed.
+        """Gather chunks into their slots and start their writes. Returns the keys of those that failed.
 
         If gathering raises, the caller must count all of ``jobs`` as failed.
         """
@@ -263,11 +263,11 @@ class Mover:
         return failed
 
     def _gather(self, job: StoreJob) -> Moment:
-        """Start to fill a slot; what needs no gathering is there already."""
+        """Start to fill a slot, unless it holds the chunk already."""
         return self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot)) if job.step.gather else None
 
     def note_store(self, job: StoreJob) -> None:
-        """A slot holds all that was gathered into it: let it be read, and start its writes."""
+        """A gather into a slot is complete: let the chunk be read, and start its writes."""
         ref, slot = job.step.ref, job.step.slot
         if job.step.gather:
             self.cpu.publish(slot, ref)
@@ -286,18 +286,18 @@ class Mover:
         return failed
 
     def remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
-        """Let chunks be taken off a slower tier, if there is one. Waits for nothing; ``settle`` does."""
+        """Start to remove chunks from a slower tier, if there is one; ``settle`` waits for it."""
         if place in self._lanes:
             self._lanes[place].remove(refs)
 
     def clear(self) -> None:
-        """Forget everything, in every tier: in memory now, elsewhere as soon as may be. Waits for no tier."""
+        """Forget everything in every tier: in memory now, elsewhere as soon as possible. Waits for no tier."""
         for lane in self._lanes.values():
             lane.clear()
-        self._forget_memory()  # last: a read that a lane had let through till now has its slot taken away
+        self._forget_memory()  # last, so that reads which the lanes had let through lose their slots
 
     def reset(self, namespace: Namespace) -> None:
-        """``clear``, and keep what comes under another namespace. Nothing of before is found from here on."""
+        """``clear``, and enter another namespace: nothing stored before is found from now on."""
         for lane in self._lanes.values():
             lane.reset(namespace)
         self._forget_memory()  # last, as in ``clear``
@@ -308,12 +308,12 @@ class Mover:
             self._hot.clear()
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the slower tiers have forgotten what they are to forget; False if time ran out first."""
+        """Wait until the slower tiers have carried out all removals so far; False if time ran out first."""
         deadline_s = time.monotonic() + timeout_s
         return all(lane.settle(max(0.0, deadline_s - time.monotonic())) for lane in self._lanes.values())
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Wait until every write and removal asked for so far has ended; what came of those since the last flush."""
+        """Wait until all writes and removals so far have ended. Returns how those since the last flush ended."""
         deadline_s = time.monotonic() + timeout_s
         flushed = Flushed()
         for lane in self._lanes.values():
@@ -321,17 +321,17 @@ class Mover:
         return flushed
 
     def close(self, timeout_s: float) -> bool:
-        """Flush within the bound, then end all threads and close the tiers. False if writes were given up.
+        """Flush for at most ``timeout_s``, then end all threads and close the tiers. False if writes were dropped.
 
-        The end may take as long again, or 5 seconds if that is more. With a disk that hangs it goes on behind, and the
-        folder stays locked until then.
+        Closing may take as long again, or 5 seconds if that is more. If a disk hangs, closing continues in the
+        background, and the folder stays locked until it is done.
         """
         is_written = not self.flush(timeout_s).pending
         end = threading.Thread(target=self._end, name="kvstore-close", daemon=True)  # a disk must not keep the process
         end.start()
         end.join(max(timeout_s, _END_WAIT_S))
         if end.is_alive():
-            logger.warning("a tier hangs and is closed behind; a folder stays locked until that is done")
+            logger.warning("a tier hangs: closing continues in the background, and its folder stays locked until then")
         return is_written
 
     def _end(self) -> None:
@@ -349,21 +349,21 @@ class Mover:
             self._hot.close()
 
     def reads_layers(self, place: Place) -> bool:
-        """Whether some layers of a chunk can be had from there before the others."""
+        """Whether some layers of a chunk can be read from there before the others."""
         return place in self._lanes and self._lanes[place].reads_layers
 
     def start_read(self, step: LoadStep, layers: range | None = None) -> Future[Arrival]:
-        """Start to bring a chunk from a slower tier, or some layers of it, to its slot. To be ended by ``end_read``."""
+        """Start to read a chunk, or some layers of it, into its slot. ``end_read`` must follow."""
         lane = self._lanes.get(step.source)
         if lane is not None and not self.is_stuck(step.slot):
             return lane.read(step.ref, step.slot, layers)
-        self.cpu.claim(step.slot)  # a load that was to find the chunk there must not find what was there before
+        self.cpu.claim(step.slot)  # a load that counts on this read must not find what was there before
         refused: Future[Arrival] = Future()
         refused.set_result(Arrival(Outcome.MISS if lane is None else Outcome.FAILED))
         return refused
 
     def is_stuck(self, slot: int) -> bool:
-        """Whether a read given up may still write to a slot."""
+        """Whether a read that timed out may still write to a slot."""
         if not all(pending.done() for pending in self._stuck.get(slot, ())):
             return True
         self._stuck.pop(slot, None)

@@ -23,9 +23,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvstore.adapters.vllm.glue.binding import paged_kv_of
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.base import LayerCache
 from kvstore.transfer.mover import as_block_ids
 

@@ -10,7 +10,7 @@ import pytest
 from support.payloads import let_some_shrink
 
 from kvstore.chunks import ChunkRef
-from kvstore.testing import TierConformance
+from kvstore.testing import BoundedTierConformance
 from kvstore.testing.harness import MINE
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk import folder
@@ -19,7 +19,7 @@ from kvstore.tiers.disk.tier import DiskTier
 NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 
 
-class TestDiskTier(TierConformance):
+class TestDiskTier(BoundedTierConformance):
     persistent = True
     checks_bytes = True
 

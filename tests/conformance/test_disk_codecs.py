@@ -19,12 +19,14 @@ from support.schedules import schedules
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError
 from kvstore.format import chunkfile
+from kvstore.format.pack import PackWriter, Shard, open_pack
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import Tier, TierSetup, Transfer
+from kvstore.tiers.base import BoundedTier, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import GuardOptions, guarded
+from kvstore.tiers.pack import PackTier
 
 if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
@@ -85,11 +87,35 @@ def open_disk(folder: Path, codec: str, layout: KVLayout = LAYOUT, capacity_byte
     return tier
 
 
+def test_headers_that_a_codec_makes_longer(tmp_path: Path) -> None:
+    """Those of many layers. Chunks with and without a codec are found on disk, and in a pack."""
+    layout = KVLayout((4096,) * 160, 1, 16, 16)
+    capacity_bytes = 4 * chunkfile.file_bytes(layout, 1, "any")
+    refs = {codec: make_ref(number, 1) for number, codec in enumerate(("none", "lz4"))}
+    for codec, ref in refs.items():
+        tier = open_disk(tmp_path, codec, layout, capacity_bytes)
+        assert put(tier, ref, layout=layout) == [Outcome.STORED]
+        tier.close()
+    tier = open_disk(tmp_path, "lz4", layout, capacity_bytes)
+    with PackWriter(tmp_path / "pack", [Shard(MINE, layout)]) as writer:
+        for ref in refs.values():
+            assert get(tier, ref, layout) is Outcome.HIT
+            writer.add(0, ref, np.frombuffer(path_of(tmp_path, ref).read_bytes(), np.uint8))
+        writer.finish()
+    tier.close()
+    pack = open_pack(tmp_path / "pack")
+    assert [pack.check(0, ref) for ref in refs.values()] == [None, None]
+    packed = PackTier(pack, MINE, layout, capacity_bytes)
+    assert [get(packed, ref, layout) for ref in refs.values()] == [Outcome.HIT] * 2
+    packed.close()
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("direct", [None, False])
 def test_files_have_the_sizes_that_are_counted(tmp_path: Path, codec: str, direct: bool | None) -> None:
     options = {"folder": tmp_path, "direct": direct, "codec": codec}
     tier = open_tier("disk", TierSetup(MINE, LAYOUT, CAPACITY_BYTES, options))
+    assert isinstance(tier, BoundedTier)
     tier.codec_name = codec  # type: ignore[attr-defined]
     refs = [make_ref(number, 1 + number % 4) for number in range(8)]
     assert put(tier, *refs) == [Outcome.STORED] * 8
@@ -189,7 +215,7 @@ def test_chunks_of_another_codec_are_none(tmp_path: Path, writer: str, reader: s
     tier.close()
 
 
-def guard(tier: Tier) -> Tier:
+def guard(tier: BoundedTier) -> BoundedTier:
     return guarded(tier, GuardOptions(timeout_s=60.0))
 
 

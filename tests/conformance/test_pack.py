@@ -13,15 +13,15 @@ from kvstore.keys import Namespace
 from kvstore.testing.buffers import BufferTests
 from kvstore.testing.contents import ContentTests
 from kvstore.testing.damage import DamageTests
-from kvstore.testing.harness import MINE
+from kvstore.testing.harness import MINE, BoundedHarness, make_ref, make_transfer
 from kvstore.testing.layers import LayerTests
-from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer
+from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.pack import Source, export
 
 
-class Repacked(Tier):
+class Repacked(BoundedTier):
     """Writes go to a folder, reads to a pack, which is made anew after every write."""
 
     name = "repacked"
@@ -102,13 +102,13 @@ class Repacked(Tier):
         self._disk.close()
 
 
-class TestPackTier(ContentTests, BufferTests, DamageTests, LayerTests):
+class TestPackTier(BoundedHarness, ContentTests, BufferTests, DamageTests, LayerTests):
     """Not about room and restarts: nothing is stored in a pack, and it does not change."""
 
     checks_bytes = True
     exact_sizes = False
 
-    def open_tier(self, setup: TierSetup) -> Tier:
+    def open_tier(self, setup: TierSetup) -> BoundedTier:
         return Repacked(self.folder, setup)
 
     def raw_read(self, ref: ChunkRef) -> bytes | None:
@@ -141,13 +141,14 @@ class TestPackTier(ContentTests, BufferTests, DamageTests, LayerTests):
     def test_a_value_that_has_grown(self) -> None:
         pytest.skip("the index says how long a chunk is")
 
-    def test_scan_names_the_longest_untouched_first(self) -> None:
-        pytest.skip("nobody touches what is in a pack")
+    def test_scan_tells_stored_bytes(self) -> None:
+        self.start()
+        refs = [make_ref(blocks, blocks) for blocks in range(1, 5)]
+        self.put(*refs)
+        assert dict(self.pack.scan()) == {ref: self.pack.size_of(ref) for ref in refs}
 
     def test_the_storage_is_never_written_to(self) -> None:
         """FULL is the answer to every put, and damage stays where it is, unseen."""
-        from kvstore.testing.harness import make_ref, make_transfer
-
         self.start()
         self.put(make_ref(1), make_ref(2))
         self.pack.scan()

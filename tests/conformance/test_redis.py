@@ -26,9 +26,8 @@ from kvstore.layout import KVLayout
 from kvstore.testing import MINE, TierConformance
 from kvstore.testing.harness import ODD, make_buffer, make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
-from kvstore.tiers.guards import GuardOptions, guarded
-from kvstore.tiers.redis.chunk import PREFIX
-from kvstore.tiers.redis.ledger import WRITE_ID_BYTES, Ledger
+from kvstore.tiers.guards import GuardOptions, guarded, layers
+from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home
 from kvstore.tiers.redis.tier import RedisTier
 
 HANG_GUARD_S = 60.0
@@ -39,7 +38,6 @@ class Redis(TierConformance):
 
     persistent = True
     checks_bytes = True
-    pause_s = 2.5  # a server tells idle times in whole seconds of a clock that ticks once a second
     options: ClassVar[dict[str, object]] = {}
     admins: ClassVar[list[Any]]
     _last_folder: Path | None = None
@@ -68,8 +66,25 @@ class Redis(TierConformance):
 
     def raw_used_bytes(self) -> int:
         """Of all namespaces: after a reset the tier is in another one."""
+        return sum(len(admin.get(key)) for admin, key in self.all_keys())
+
+    def all_keys(self) -> list[tuple[Any, bytes]]:
+        """The keys of all chunks, each with a client of its server."""
         found = ((admin, key) for admin in self.admins for key in admin.scan_iter("kvs:*", 1000))
-        return sum(len(admin.get(key)) for admin, key in found if not key.endswith(b":epoch"))
+        return [(admin, key) for admin, key in found if not key.endswith(b":epoch")]
+
+    def redis_tier(self) -> RedisTier:
+        *_, tier = layers(self.tier)
+        assert isinstance(tier, RedisTier)
+        return tier
+
+    def check_bytes(self) -> None:
+        """Every chunk that is held has its commit and at least a part; no other key is left."""
+        tier = self.redis_tier()
+        expected = [tier._io.keys(tier._home, ref) for ref in self.held()]
+        there = {key for _, key in self.all_keys()}
+        assert there <= {key for keys in expected for key in keys}
+        assert all({commit, first} <= there for commit, first, *_ in expected)
 
     def test_the_padding_is_not_part_of_the_chunk(self) -> None:
         """As in the suite, but for the ids of the writes, which differ."""
@@ -133,48 +148,51 @@ class TestTcp(Redis):
             f"{tag}:c".encode(): write_id + bytes.fromhex("f80f000000000000") + header,
             f"{tag}:0".encode(): write_id + bytes(range(24)),
         }
-        assert tier.stored_bytes(2) == tier.used_bytes == 16 + 8 + len(header) + 24
+        assert tier.counters.bytes_written == 16 + 8 + len(header) + 24
         tier.close()
 
     def test_of_two_resets_at_once_each_sweeps_what_it_leaves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Chunks stored between the two are in a namespace of which nobody knows afterwards."""
-        tier = self.start()
-        strike_all = Ledger.strike_all
+        self.start()
+        tier = self.redis_tier()
+        enter = tier._enter
 
-        def strike_all_later(ledger: Ledger, change: Callable[[], bool]) -> None:
+        def enter_later(home: Home, instead_of: Home | None = None) -> Home:
             monkeypatch.undo()
             tier.reset(Namespace({"model": "the other's"}))
             assert self.put(make_ref(1)) == [Outcome.STORED]
-            strike_all(ledger, change)
+            return enter(home, instead_of)
 
-        monkeypatch.setattr(Ledger, "strike_all", strike_all_later)
+        monkeypatch.setattr(tier, "_enter", enter_later)
         tier.reset(Namespace({"model": "mine"}))
-        assert tier.used_bytes == self.raw_used_bytes() == 0
+        assert self.raw_used_bytes() == 0
 
     @pytest.mark.parametrize("name", ["get", "put", "remove"])
-    def test_a_call_of_the_old_epoch_does_not_strike_what_is_in_the_new_one(
+    def test_a_call_of_the_old_epoch_leaves_alone_what_is_in_the_new_one(
         self, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         """A clear, and the chunk stored again, after the call has learnt where it is and before what there is."""
-        tier = self.start()
-        ref = make_ref(1)
+        self.start()
+        tier, ref = self.redis_tier(), make_ref(1)
         call: dict[str, Callable[[], object]] = {
             "get": lambda: self.get(ref),
             "put": lambda: self.put(ref),
             "remove": lambda: tier.remove([ref]),
         }
         self.put(ref)
-        settled = Ledger.settled
+        current_home = tier._current_home
 
-        def settled_later(ledger: Ledger, *place: Any) -> set[bytes]:
+        def then_clear() -> Home:
+            home = current_home()
             monkeypatch.undo()
             tier.clear()
             assert self.put(ref) == [Outcome.STORED]
-            return settled(ledger, *place)
+            return home
 
-        monkeypatch.setattr(Ledger, "settled", settled_later)
+        monkeypatch.setattr(tier, "_current_home", then_clear)
         call[name]()
-        assert tier.used_bytes == self.raw_used_bytes() == tier.stored_bytes(ref.num_blocks)
+        assert self.get(ref) == [Outcome.HIT]
+        self.check_bytes()
 
 
 class TestTcpWithLz4(Redis):

@@ -1,4 +1,4 @@
-"""The redis tier with codecs: counts what the server really holds, in fewer parts, and never gives another codec's."""
+"""The redis tier with codecs: chunks in fewer parts, nothing left behind, and never a chunk of another codec."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from kvstore.layout import KVLayout
 from kvstore.memory.scratch import SCRATCH_BUFFERS, Scratch
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
-from kvstore.tiers.redis.chunk import PART_BYTES
-from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+from kvstore.tiers.redis.chunk import PART_BYTES, WRITE_ID_BYTES
 from kvstore.tiers.redis.tier import RedisTier
 
 LAYOUT = KVLayout((131072,) * 8, 1, 16, 64, element="bf16", page_axes=(4, 16, 1024))  # 4 MiB: five parts
@@ -51,8 +50,8 @@ def url(server: RedisServer, admin: Any) -> str:
     return f"redis://127.0.0.1:{server.port}"
 
 
-def open_redis(url: str, codec: str, layout: KVLayout = LAYOUT, capacity_bytes: int = UNBOUNDED_BYTES) -> RedisTier:
-    tier = open_tier("redis", TierSetup(MINE, layout, capacity_bytes, {"url": url, "codec": codec}))
+def open_redis(url: str, codec: str, layout: KVLayout = LAYOUT) -> RedisTier:
+    tier = open_tier("redis", TierSetup(MINE, layout, UNBOUNDED_BYTES, {"url": url, "codec": codec}))
     assert isinstance(tier, RedisTier)
     return tier
 
@@ -108,18 +107,13 @@ def test_values_have_the_sizes_that_are_counted(url: str, admin: Any, codec: str
     assert put(tier, *refs) == [STORED] * 6
     assert [get(tier, ref, lossy=codec == "int8") for ref in refs] == [HIT] * 6
     sizes = {ref: sum(lengths(admin, ref).values()) for ref in refs}
-    assert dict(tier.scan()) == sizes == {ref: tier.size_of(ref) for ref in refs}
-    assert tier.used_bytes == sum(sizes.values()) == sum(lengths(admin).values())
+    assert sum(sizes.values()) == sum(lengths(admin).values())
     assert tier.counters.bytes_written == tier.counters.bytes_read == sum(sizes.values())
-    assert all(size < tier.stored_bytes(ref.num_blocks) for ref, size in sizes.items())
     assert all(size < LAYOUT.payload_bytes(ref.num_blocks) for ref, size in sizes.items())
     tier.close()
     again = open_redis(url, codec)
-    assert again.size_of(refs[0]) == again.stored_bytes(1)  # not known yet
-    assert dict(again.scan()) == sizes == {ref: again.size_of(ref) for ref in refs}
-    assert again.used_bytes == sum(sizes.values())
     again.remove(refs[:3])
-    assert again.used_bytes == sum(lengths(admin).values()) == sum(sizes[ref] for ref in refs[3:])
+    assert sum(lengths(admin).values()) == sum(sizes[ref] for ref in refs[3:])
     again.close()
 
 
@@ -147,13 +141,14 @@ def test_fewer_parts_take_the_place_of_more_and_more_that_of_fewer(url: str, adm
     tier, ref = open_redis(url, "lz4"), make_ref(1)
     parts = {0: 4, 1: 5, 2: 1}  # a layer of zeros; as it is; all zeros
     for version in (1, 0, 2, 1, 2, 0, 1):
+        written_before = tier.counters.bytes_written
         assert put(tier, ref, version=version) == [STORED]
         assert set(lengths(admin, ref)) == {b"c", *(b"%d" % number for number in range(parts[version]))}
+        written_bytes = tier.counters.bytes_written - written_before
+        assert written_bytes == sum(lengths(admin).values())
         assert get(tier, ref, version) is HIT
-        assert tier.used_bytes == tier.size_of(ref) == sum(lengths(admin).values())
     tier.remove([ref])
     assert lengths(admin) == {}
-    assert tier.used_bytes == 0
     tier.close()
 
 
@@ -169,12 +164,12 @@ def test_what_does_not_shrink_is_stored_as_without_a_codec(url: str, admin: Any,
     for name in ("none", codec):
         assert tiers[name].put([Transfer(ref, slot)]) == [STORED]
         sizes.add(sum(lengths(admin, ref).values()))
-        assert dict(tiers[codec].scan()) == {ref: tiers[codec].size_of(ref)}
+        assert tiers[name].counters.bytes_written == sum(lengths(admin, ref).values())
         for tier in tiers.values():
             outcomes.add(tier.get([Transfer(ref, make_slot(layout))])[0])
     if codec != "split":  # which finds something even here
         assert outcomes == {HIT}
-        assert sizes == {tiers["none"].stored_bytes(4)}
+        assert sizes == {tiers["none"].counters.bytes_written}
     for tier in tiers.values():
         tier.close()
 
@@ -190,8 +185,7 @@ def test_chunks_without_a_codec_are_read_with_any(url: str, admin: Any, codec: s
     assert get(tier, make_ref(1), layout=layout) is get(tier, make_ref(2, 1), layout=layout) is HIT
     assert put(tier, make_ref(3), layout=layout) == [STORED]
     assert get(tier, make_ref(3), layout=layout, lossy=codec == "int8") is HIT
-    tier.scan()
-    assert tier.counters.bytes_read == sum(tier.size_of(ref) for ref in (make_ref(1), make_ref(2, 1), make_ref(3)))
+    assert tier.counters.bytes_read == sum(lengths(admin).values())
     tier.remove([make_ref(1), make_ref(2, 1), make_ref(3)])
     assert lengths(admin) == {}
     tier.close()
@@ -207,11 +201,10 @@ def test_chunks_of_another_codec_are_misses_and_go(url: str, admin: Any, writer:
     put(tier, *refs)
     tier.close()
     tier = open_redis(url, reader)
-    tier.scan()
     assert [get(tier, ref) for ref in refs[:2]] == [MISS, MISS]
     assert set(lengths(admin)) == {key for key in lengths(admin) if refs[2].prefix_key.hex().encode() in key}
     assert put(tier, *refs) == [STORED] * 3
-    assert tier.used_bytes == sum(lengths(admin).values())
+    assert tier.counters.bytes_written == sum(lengths(admin).values())
     assert tier.counters.corrupt == 0
     tier.close()
 
@@ -228,11 +221,11 @@ def test_damage_is_found_in_every_value(url: str, admin: Any, codec: str) -> Non
         admin.set(key, bytes(value))
         assert get(tier, ref) is Outcome.CORRUPT
         assert lengths(admin) == {}
-        assert tier.used_bytes == 0
         assert put(tier, ref) == [STORED]
         key = next(iter(admin.scan_iter("kvs:*}:" + purpose.decode())))
         admin.delete(key)
         assert get(tier, ref) is MISS
+        assert lengths(admin) == {}
         assert get(tier, ref) is MISS
         put(tier, ref)
     tier.close()
@@ -263,20 +256,22 @@ def test_replaced_while_it_is_read(url: str, admin: Any) -> None:
     for reader in readers:
         reader.join(60)
     assert wrong == []
-    assert tier.used_bytes == sum(lengths(admin).values())
+    assert set(lengths(admin, ref)) == {b"c", b"0"}, "the last one is all zeros"
+    assert len(lengths(admin)) == 2
     assert tier.counters.hits > 0
     tier.close()
 
 
 def test_a_user_with_the_documented_rights(server: RedisServer, url: str, admin: Any) -> None:
-    """And no more; a codec needs STRLEN besides."""
+    """And no more."""
     words = ACL_USER.split()[1:]
     admin.acl_setuser("kvstore", reset=True)
-    admin.execute_command("ACL", "SETUSER", *words, "+strlen")
+    admin.execute_command("ACL", "SETUSER", *words)
     tier = open_redis(f"redis://kvstore:s3cret@127.0.0.1:{server.port}", "split")
     put(tier, make_ref(1), make_ref(2))
     assert get(tier, make_ref(1)) is HIT
-    assert dict(tier.scan()) == {ref: tier.size_of(ref) for ref in (make_ref(1), make_ref(2))}
+    tier.remove([make_ref(1)])
+    assert tier.contains([make_ref(1), make_ref(2)]) == [False, True]
     tier.clear()
     assert lengths(admin) == {}
     tier.close()
@@ -317,7 +312,7 @@ ACTIONS = st.lists(
 
 @schedules()
 @given(actions=ACTIONS, codec=st.sampled_from(["lz4", "split"]))
-def test_counts_exactly_in_any_order(
+def test_nothing_is_left_in_any_order(
     url: str,
     admin: Any,
     actions: list[tuple[str, int, int, int]],
@@ -325,21 +320,15 @@ def test_counts_exactly_in_any_order(
 ) -> None:
     admin.flushall()
     tier = open_redis(url, codec)
-    capacity_bytes = 3 * tier.stored_bytes(4)
-    tier.close()
-    tier = open_redis(url, codec, capacity_bytes=capacity_bytes)
-    held: dict[ChunkRef, int] = {}
+    held: dict[ChunkRef, tuple[int, int]] = {}  # the version, and the bytes
     for action, number, blocks, version in actions:
         ref = make_ref(number, blocks)
         if action == "put":
-            room_bytes = capacity_bytes - sum(tier.size_of(other) for other in held if other != ref)
-            (outcome,) = put(tier, ref, version=version)
-            assert outcome is STORED or room_bytes < tier.stored_bytes(blocks)
-            held.pop(ref, None)
-            if outcome is STORED:
-                held[ref] = version
+            before = tier.counters.bytes_written
+            assert put(tier, ref, version=version) == [STORED]
+            held[ref] = version, tier.counters.bytes_written - before
         elif action == "get":
-            assert get(tier, ref, held.get(ref, 0)) is (HIT if ref in held else MISS)
+            assert get(tier, ref, held.get(ref, (0, 0))[0]) is (HIT if ref in held else MISS)
         elif action == "remove":
             tier.remove([ref])
             held.pop(ref, None)
@@ -348,7 +337,10 @@ def test_counts_exactly_in_any_order(
             held.clear()
         else:
             tier.close()
-            tier = open_redis(url, codec, capacity_bytes=capacity_bytes)
-        assert dict(tier.scan()) == {ref: tier.size_of(ref) for ref in held}
-        assert tier.used_bytes == sum(lengths(admin).values()) <= capacity_bytes
+            tier = open_redis(url, codec)
+        assert all(tier.contains(list(held)))
+        assert {ref: sum(lengths(admin, ref).values()) for ref in held} == {
+            ref: size for ref, (_, size) in held.items()
+        }
+        assert sum(lengths(admin).values()) == sum(size for _, size in held.values())
     tier.close()

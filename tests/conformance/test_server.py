@@ -17,7 +17,7 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.options import ServerOptions, TcpDoor
 from kvstore.server.rack import ShelfOptions
 from kvstore.server.spaces import Space
-from kvstore.testing import MINE, LendingTests, TierConformance
+from kvstore.testing import MINE, BoundedTierConformance, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 from kvstore.tiers.guards import GuardOptions, guarded, layers
@@ -33,7 +33,6 @@ class Served(TierConformance):
     """What they have in common: raw access into the server, which runs in a thread."""
 
     persistent = True
-    pause_s = 0.01
     server: ClassVar[ServerThread]
     _last_folder: Path | None = None
 
@@ -89,7 +88,13 @@ class Served(TierConformance):
         return sum(pages for chunk in chunks for _, pages in chunk.runs) * PAGE_BYTES
 
 
-class TestMapped(Served, LendingTests):
+class ServedAlone(Served, BoundedTierConformance):
+    """By one server, which keeps to a bound for the namespace."""
+
+    pause_s = 0.01
+
+
+class TestMapped(ServedAlone, LendingTests):
     """Through the memory."""
 
     @pytest.fixture(scope="class", autouse=True)
@@ -99,7 +104,7 @@ class TestMapped(Served, LendingTests):
             yield
 
 
-class TestFramed(Served):
+class TestFramed(ServedAlone):
     """In messages."""
 
     @pytest.fixture(scope="class", autouse=True)
@@ -109,7 +114,7 @@ class TestFramed(Served):
             yield
 
 
-class TestRestarted(Served):
+class TestRestarted(ServedAlone):
     """With a disk, and a server that is started anew whenever the tier is opened."""
 
     pause_s = 1.1
@@ -155,7 +160,7 @@ class TestRestarted(Served):
     def test_scan_names_the_longest_untouched_first(self) -> None:
         """What is read from memory does not touch the file, so a restart knows of stores only."""
         refs = [make_ref(number) for number in range(8)]
-        tier = self.start()
+        tier = self.start_bounded()
         self.put(*refs)
         self._settle()
         time.sleep(self.pause_s)  # longer than what counts as one moment
@@ -165,12 +170,13 @@ class TestRestarted(Served):
         order = [ref for ref, _ in tier.scan()]
         assert set(order[:3]) == set(refs[3::2])
         assert order[-1] == refs[1]
-        order = [ref for ref, _ in self.restart().scan()]
+        self.restart()
+        order = [ref for ref, _ in self.bounded.scan()]
         assert set(order) == set(refs)
         assert order[-1] == refs[1]
 
 
-class TestGuarded(Served, LendingTests):
+class TestGuarded(ServedAlone, LendingTests):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _server(cls) -> Iterator[None]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvstore.chunks import ChunkRef
-from kvstore.testing import TierConformance
+from kvstore.testing import BoundedTierConformance
 from kvstore.testing.harness import MINE
-from kvstore.tiers.base import Tier, TierSetup
+from kvstore.tiers.base import BoundedTier, Tier, TierSetup
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.guards import GuardOptions, guarded
@@ -17,12 +17,12 @@ NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0
 
 
-class TestTwoFolders(TierConformance):
+class TestTwoFolders(BoundedTierConformance):
     persistent = True
     checks_bytes = True
     num_folders: ClassVar[int] = 2
 
-    def wrap(self, tier: Tier) -> Tier:
+    def wrap(self, tier: BoundedTier) -> BoundedTier:
         return tier
 
     def open_tier(self, setup: TierSetup) -> Tier:
@@ -56,5 +56,5 @@ class TestThreeFolders(TestTwoFolders):
 
 
 class TestGuardedFolders(TestThreeFolders):
-    def wrap(self, tier: Tier) -> Tier:
+    def wrap(self, tier: BoundedTier) -> BoundedTier:
         return guarded(tier, GuardOptions(timeout_s=HANG_GUARD_S))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.faults import FaultInjector
+
 from kvstore.chunks import ChunkRef
-from kvstore.testing import TierConformance
-from kvstore.testing.faults import FaultInjector
+from kvstore.testing import BoundedTierConformance
 from kvstore.testing.harness import MINE
-from kvstore.testing.latency import Latency
 from kvstore.tiers.base import Tier, TierSetup
 from kvstore.tiers.disk import folder
 from kvstore.tiers.disk.tier import DiskTier
@@ -18,7 +18,7 @@ NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
 HANG_GUARD_S = 60.0
 
 
-class Wrapped(TierConformance):
+class Wrapped(BoundedTierConformance):
     """What they have in common: raw access goes to the files, round wrapper and tier."""
 
     persistent = True
@@ -66,11 +66,6 @@ class TestCircuitBreaker(Wrapped):
 class TestStatistics(Wrapped):
     def wrap(self, tier: Tier) -> Tier:
         return Statistics(tier)
-
-
-class TestLatency(Wrapped):
-    def wrap(self, tier: Tier) -> Tier:
-        return Latency(tier, 0.0, 1e12)
 
 
 class TestFaultInjector(Wrapped):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
+from support.faults import Fault, FaultInjector, FaultKind
 from support.gate import Gate
 from support.rig import FILE_BYTES, Rig, tokens_of
 
@@ -20,8 +21,7 @@ from kvstore.catalog.plans import Place
 from kvstore.chunks import Outcome
 from kvstore.engine import CacheEngine
 from kvstore.errors import FolderOwnedError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
-from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk.chunkio import ChunkIO
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
@@ -49,11 +49,11 @@ def _until(condition: Callable[[], bool]) -> bool:
 class Broken:
     """Three folders, of which the second can be broken."""
 
-    def __init__(self, tmp_path: Path, around: Callable[[Tier], Tier] = lambda tier: tier) -> None:
+    def __init__(self, tmp_path: Path, around: Callable[[BoundedTier], BoundedTier] = lambda tier: tier) -> None:
         self.folders = [tmp_path / f"disk{number}" for number in range(3)]
         self.injectors: list[FaultInjector] = []
 
-        def wrap(disk: DiskTier) -> Tier:
+        def wrap(disk: DiskTier) -> BoundedTier:
             self.injectors.append(FaultInjector(disk))
             return around(self.injectors[-1])
 
@@ -88,7 +88,7 @@ def test_one_disk_hangs(tmp_path: Path) -> None:
             get(broken.tier, ref)
         late.append(caught.value.pending)
     with pytest.raises(TierTimeoutError) as caught:
-        broken.tier.get([Transfer(ref, make_slot()) for ref in REFS])
+        broken.tier.get([Transfer(ref, make_slot()) for ref in REFS])  # ends with the first of them
     late.append(caught.value.pending)
     assert not any(pending.done() for pending in late)
     assert all(get(broken.tier, ref) is Outcome.HIT for ref in REFS if ref not in broken.lost)
@@ -100,18 +100,22 @@ def test_one_disk_hangs(tmp_path: Path) -> None:
 
 
 def test_a_late_write_to_one_of_several_disks(tmp_path: Path) -> None:
-    """``pending`` tells what became of every chunk, and the one that is late is found where it went."""
+    """``pending`` tells what became of the chunk, which is found where it went, and of no other."""
     broken = Broken(tmp_path, lambda tier: Deadline(tier, 0.2))
     tier, lost = broken.tier, broken.lost[0]
+    before = REFS[: REFS.index(lost)]
     tier.remove(REFS)
     broken.injectors[1].inject(Fault(FaultKind.HANG, "put"))
     with pytest.raises(TierTimeoutError) as caught:
         put(tier, *REFS)
+    assert {ref for ref in REFS if ref not in broken.lost and tier.contains([ref]) == [True]} == set(before)
     assert put(tier, lost) == [Outcome.FAILED]  # the other put may still store it
     assert not caught.value.pending.done()
     broken.injectors[1].heal()
-    assert caught.value.pending.result(30) == [Outcome.STORED] * len(REFS)
+    assert caught.value.pending.result(30) == [Outcome.STORED]
+    assert tier.contains([*before, lost]) == [True] * (len(before) + 1)
     assert put(tier, lost) == [Outcome.STORED]
+    assert put(tier, *REFS) == [Outcome.STORED] * len(REFS)
     assert all(get(tier, ref) is Outcome.HIT for ref in REFS)
     assert {ref for ref, _ in tier.scan()} == set(REFS)
     assert tier.used_bytes == bytes_on_disk(*broken.folders)
@@ -130,7 +134,7 @@ def test_a_late_write_leaves_nothing_in_use(
             assert rig.store(engine, tokens_of(1, 64)) == 64
             assert gate.reached.wait(30)
             assert not engine.flush(0.5)
-            assert engine._index.uses
+            assert engine._planner.index.uses
         gate.open()
         check_bytes(engine, folders)
         assert rig.retrieve(engine, tokens_of(1, 64)) == 64
@@ -146,7 +150,7 @@ def test_close_is_bounded_while_a_disk_hangs(
     num_folders: int,
     what: str,
 ) -> None:
-    """The tiers have longer deadlines than the caller gave; what hangs is closed behind, and then free again."""
+    """The tiers have longer deadlines than the caller gave; what hangs is closed later, and then free again."""
     rig, tokens = Rig(), tokens_of(1, 64)
     folders = tuple(tmp_path / f"disk{number}" for number in range(num_folders))
     monkeypatch.setattr(mover, "_END_WAIT_S", 0.5)
@@ -161,7 +165,7 @@ def test_close_is_bounded_while_a_disk_hangs(
         begin_s = time.monotonic()
         assert engine.close(timeout_s=0.5) == (what == "read")
         assert time.monotonic() - begin_s < 15
-        assert "is closed behind" in caplog.text
+        assert "closing continues in the background" in caplog.text
         with pytest.raises(FolderOwnedError):
             rig.open(local_disk=folders)
     gate.open()
@@ -213,7 +217,7 @@ def test_folders_disappear_while_running(tmp_path: Path) -> None:
             assert disk_of(engine).used_bytes == bytes_on_disk(*folders)
 
 
-def disk_of(engine: CacheEngine) -> Tier:
+def disk_of(engine: CacheEngine) -> BoundedTier:
     assert engine._tiers.disk is not None
     return engine._tiers.disk
 
@@ -221,14 +225,14 @@ def disk_of(engine: CacheEngine) -> Tier:
 def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
-    with engine._index_lock:
-        engine._index.check_invariants()
-        assert engine._index.uses == 0
-        removals = engine._index.take_removals()
+    with engine._planner.lock:
+        engine._planner.index.check_invariants()
+        assert engine._planner.index.uses == 0
+        removals = engine._planner.index.take_removals()
     engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)
     assert disk.used_bytes == bytes_on_disk(*folders) <= disk.capacity_bytes
-    assert dict(disk.scan()) == sizes_on_disk(engine._index)
+    assert dict(disk.scan()) == sizes_on_disk(engine._planner.index)
 
 
 @pytest.mark.parametrize("num_folders", [1, 2])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.checks import check_idle
+from support.diskwork import flip
 from support.gate import HANG_GUARD_S, Gate
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
@@ -22,7 +25,6 @@ from kvstore.transfer.flushed import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvstore.chunks import ByteArray
     from kvstore.engine import CacheEngine
@@ -66,25 +68,18 @@ def broken() -> None:
 
 
 def cut(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(5000)
+    os.truncate(path, 5000)
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[4096 + 100] ^= 1
-    path.write_bytes(data)
+def flip_payload(path: Path) -> None:
+    flip(path, 4096 + 100)
 
 
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def delete(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize("fault", [cut, flip, empty, delete])
+@pytest.mark.parametrize("fault", [cut, flip_payload, empty, Path.unlink])
 @pytest.mark.parametrize("when", ["running", "stopped"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_damaged_chunk_file_is_a_miss(
@@ -93,7 +88,7 @@ def test_a_damaged_chunk_file_is_a_miss(
     with rig.open(local_disk=tmp_path) as engine:
         rig.store(engine, TOKENS)
         engine.flush()
-        refs = engine._index.lookup(hash_tokens(engine.layout, TOKENS, NO_EXTRAS)).refs
+        refs = engine._planner.index.lookup(hash_tokens(engine.layout, TOKENS, NO_EXTRAS)).refs
     key = refs[victim].prefix_key.hex()
     if when == "stopped":
         fault(next(tmp_path.glob(f"*/*/{key}-*.safetensors")))
@@ -339,7 +334,7 @@ def test_close_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, 
     assert time.monotonic() - begin_s < HANG_GUARD_S / 2
     assert tier.is_closed
     gate.open()
-    assert _until(lambda: engine._index.uses == 0)  # what ends late is still accounted for
+    assert _until(lambda: engine._planner.index.uses == 0)  # what ends late is still accounted for
 
 
 def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:

@@ -13,9 +13,9 @@ from support.redis_server import free_port, wait_for
 from support.rig import NAMESPACE, Rig, tokens_of
 
 from kvstore import assembly
-from kvstore.assembly import RemoteOptions
 from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
+from kvstore.options import RemoteOptions
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from kvstore.tiers.guards import CircuitBreaker, find
 from kvstore.tiers.peers import PeersTier
@@ -66,8 +66,8 @@ def fill(rig: Rig, url: str, tokens: list[int]) -> None:
 
 def breaker_of(engine: CacheEngine, number: int) -> CircuitBreaker:
     """Of a peer, on the side that asks."""
-    assert engine._directory is not None
-    with_peers = find(engine._directory._tiers[0], PeersTier)
+    assert engine._planner.directory is not None
+    with_peers = find(engine._planner.directory._tiers[0], PeersTier)
     assert with_peers is not None
     breaker = find(with_peers.parts[number], CircuitBreaker)
     assert breaker is not None

@@ -13,8 +13,8 @@ from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
 from kvstore import assembly
-from kvstore.assembly import RemoteOptions
 from kvstore.errors import TierError
+from kvstore.options import RemoteOptions
 from kvstore.transfer.flushed import Flushed
 
 TOKENS = tokens_of(1, 40)

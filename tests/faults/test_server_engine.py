@@ -17,10 +17,10 @@ from support.redis_server import wait_for
 from support.rig import CHUNK, Rig, tokens_of
 
 from kvstore import assembly
-from kvstore.assembly import RemoteOptions
 from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError, TierError
-from kvstore.tiers.cpu import CpuTier
+from kvstore.memory.labelled import LabelledPool
+from kvstore.options import RemoteOptions
 from kvstore.transfer.borrowing import BATCH
 from kvstore.transfer.flushed import Flushed
 
@@ -104,7 +104,7 @@ class TestPassage:
             yield server
 
     def test_nothing_goes_through_a_slot(self, rig: Rig, stored: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CpuTier, "claim", None)
+        monkeypatch.setattr(LabelledPool, "claim", None)
         with rig.open(remote=options_of(stored.url), local_cpu=False, slots=32) as engine:
             for skip in (0, 20, 100):
                 assert rig.retrieve(engine, LONG, skip) == len(LONG) - skip

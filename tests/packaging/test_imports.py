@@ -20,10 +20,11 @@ ROOMS = (
     ("keys", "layout"),
     ("chunks", "policies"),
     ("catalog", "format", "memory", "paged", "protocol"),
-    ("requests", "tiers"),
+    ("options", "requests", "tiers"),
     ("config", "handover", "server", "testing", "transfer"),
     ("assembly",),
-    ("engine", "ops"),
+    ("ops", "planner"),
+    ("engine",),
     ("adapters.vllm.telemetry", "adapters.vllm.identity"),
     ("adapters.vllm.requests",),
     ("adapters.vllm.plan",),
@@ -143,6 +144,30 @@ def test_the_engine_needs_little_besides_torch() -> None:
 def test_the_package_itself_imports_nothing() -> None:
     found = python("import sys; known = set(sys.modules); import kvstore; print(*(set(sys.modules) - known))").split()
     assert found == ["kvstore"]
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    code = "import kvstore; print(*(f'{getattr(kvstore, name).__module__}.{name}' for name in kvstore.__all__))"
+    defined = ast.parse((ROOT / "kvstore/errors.py").read_text(encoding="utf-8")).body
+    errors = {f"kvstore.errors.{node.name}" for node in defined if isinstance(node, ast.ClassDef)}
+    assert set(python(code).split()) == errors | {
+        "kvstore.engine.CacheEngine",
+        "kvstore.keys.KeyExtras",
+        "kvstore.keys.Namespace",
+        "kvstore.options.EngineOptions",
+        "kvstore.options.RemoteOptions",
+        "kvstore.paged.binding.bind_paged_kv",
+    }
+    assert python("import kvstore; print({*kvstore.__all__, '__version__'} <= set(dir(kvstore)))") == "True"
+    assert (
+        python("from kvstore import *; print(CacheEngine.__name__, ConfigError.__name__)") == "CacheEngine ConfigError"
+    )
+    assert python("import kvstore; print(hasattr(kvstore, 'CacheEngin'))") == "False"
+
+
+def test_the_options_need_no_torch() -> None:
+    code = "import sys; from kvstore import EngineOptions, Namespace, ConfigError; print('torch' in sys.modules)"
+    assert python(code) == "False"
 
 
 def test_the_command_starts_without_heavy_imports() -> None:

@@ -23,8 +23,8 @@ def sizes_on_disk(index: ChunkIndex) -> dict[ChunkRef, int]:
 def check_idle(engine: CacheEngine) -> None:
     """Nothing is in flight, nothing was leaked, and the tiers hold what the index says."""
     assert not engine.flush(30.0).pending
-    index, mover = engine._index, engine._mover
-    with engine._index_lock:
+    index, mover = engine._planner.index, engine._mover
+    with engine._planner.lock:
         index.check_invariants()
         assert index.uses == index._leases._num_holds
         mover.remove(Place.DISK, index.take_removals())  # the next call would carry them out

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from kvstore.adapters.vllm.plan import StepPlan, StepReport
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
-from kvstore.assembly import RemoteOptions
 from kvstore.catalog.plans import Place
+from kvstore.options import RemoteOptions
 from support.remote import REMOTE, FakeServer
 
 BLOCK = 4

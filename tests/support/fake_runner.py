@@ -29,11 +29,11 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
-from kvstore.assembly import EngineOptions, RemoteOptions
 from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.fake_blocks import FakeBlocks
@@ -281,7 +281,7 @@ class FakeRunner(FakeBlocks):
         """The files of the chunks on one rank's disk."""
         assert self.setup.folder is not None
         home = self.setup.folder / f"rank-{rank}"
-        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._closed
+        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._pool._closing.is_set()
         return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
 
     def assert_nothing_leaked(self) -> None:

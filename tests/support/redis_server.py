@@ -157,8 +157,8 @@ def tls_options(files: dict[str, Path]) -> list[str]:
 
 # What docs/redis.md says a user needs.
 ACL_USER = (
-    "user kvstore on >s3cret ~kvs:* resetchannels -@all +get +set +exists +unlink +rename +persist +getrange "
-    "+scan +object|idletime +multi +exec +watch +unwatch +ping"
+    "user kvstore on >s3cret ~kvs:* resetchannels -@all +get +set +exists +unlink +rename +persist +scan "
+    "+multi +exec +watch +unwatch +ping"
 )
 
 

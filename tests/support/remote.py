@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvstore import assembly
-from kvstore.assembly import RemoteOptions
 from kvstore.chunks import Outcome
 from kvstore.handover.transport import Parcel, Transport
+from kvstore.options import RemoteOptions
 from support.rig import FakeTier
 
 if TYPE_CHECKING:

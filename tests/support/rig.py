@@ -13,10 +13,11 @@ import torch
 
 from kvstore import assembly
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tiers.base import Tier, TierCounters, Transfer
+from kvstore.tiers.base import BoundedTier, Tier, TierCounters, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -125,7 +126,7 @@ class Rig:
             assert np.array_equal(self.held(block_ids[block]), self.expected(tokens, block)), f"block {block} is wrong"
 
 
-class FakeTier(Tier):
+class FakeTier(BoundedTier):
     """A tier in a dictionary. ``before_get`` and ``before_put`` may raise, or block."""
 
     name = "fake"

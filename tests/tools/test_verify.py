@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 from support import diskwork
-from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, make_transfer, path_of
+from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, encode_header, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import FolderOwnedError
-from kvstore.format import chunkfile
 from kvstore.keys import ChunkKey
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk import folder as _folder
@@ -55,12 +54,12 @@ def of_another(path: Path, ref: ChunkRef) -> None:
     """A sound chunk under another chunk's name."""
     key = ChunkKey(MINE.id, make_ref(65_000).prefix_key)
     slot = make_transfer(ref).buffer
-    path.write_bytes(chunkfile.encode_header(EVEN, key, 8, slot) + slot.tobytes())
+    path.write_bytes(encode_header(EVEN, key, 8, slot) + slot.tobytes())
 
 
 def of_another_namespace(path: Path, ref: ChunkRef) -> None:
     slot = make_transfer(ref).buffer
-    path.write_bytes(chunkfile.encode_header(EVEN, ChunkKey(OTHER.id, ref.prefix_key), 8, slot) + slot.tobytes())
+    path.write_bytes(encode_header(EVEN, ChunkKey(OTHER.id, ref.prefix_key), 8, slot) + slot.tobytes())
 
 
 FAULTS: dict[str, Callable[[Path, ChunkRef], None]] = {

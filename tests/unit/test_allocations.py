@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from support.redis_server import RedisServer, running
 
-from kvstore.assembly import RemoteOptions
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.samples import NAMESPACE

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from support.checks import check_idle
-from support.gate import HANG_GUARD_S
-from support.remote import REMOTE
-from support.remote import install as install_remote
-from support.rig import CHUNK, FILE_BYTES, POISON, Rig, tokens_of
+from support.rig import CHUNK, FILE_BYTES, Rig, tokens_of
 
-from kvstore.engine import CacheEngine, EngineOptions
-from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, Namespace
-from kvstore.requests import hash_tokens
+from kvstore.engine import CacheEngine
+from kvstore.keys import KeyExtras, Namespace
+from kvstore.options import EngineOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,145 +168,6 @@ def test_kinds_of_arguments(rig: Rig, kind: str) -> None:
         assert loaded.tolist() == [True] * 20
 
 
-# Bad calls
-
-
-def test_slot_mappings_that_are_refused(rig: Rig) -> None:
-    tokens = tokens_of(1, 20)
-    good = rig.slot_mapping(rig.blocks(20), 20)
-    cases: list[tuple[list[int], str]] = [
-        (good[:-1], "shape"),
-        ([*good[:9], good[9] + 1, *good[10:]], rf"slot_mapping\[9\] = {good[9] + 1} does not continue"),
-        ([*good[:4], *(slot + 1 for slot in good[4:8]), *good[8:]], rf"slot_mapping\[4\] = {good[4] + 1} "),
-        ([*good[:16], -4, -3, -2, -1], r"slot_mapping\[16\] = -4 is not in 0..255"),
-        ([*good[:8], *([-1] * 4), *good[12:]], r"slot_mapping\[8\] = -1 "),
-        ([*good[:16], 256, 257, 258, 259], r"slot_mapping\[16\] = 256 is not in 0..255"),
-    ]
-    with rig.open() as engine:
-        for mapping, message in cases:
-            with pytest.raises(InvalidCallError, match=message):
-                engine.store(tokens, slot_mapping=mapping)
-        rig.store(engine, tokens)
-        for mapping, message in cases:
-            with pytest.raises(InvalidCallError, match=message):
-                engine.retrieve(tokens, slot_mapping=mapping)
-        check_idle(engine)
-        assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
-
-
-def test_slots_of_masked_and_unfinished_blocks_do_not_matter(rig: Rig) -> None:
-    tokens = tokens_of(1, 22)
-    block_ids = rig.blocks(22)
-    mapping = rig.compute(tokens, block_ids)
-    mapping[20:] = [-1, 10**9]
-    with rig.open() as engine:
-        assert engine.store(tokens, slot_mapping=mapping) == 20
-        rig.poison()
-        mapping[:8] = [-1] * 8
-        loaded = engine.retrieve(tokens, [False] * 8 + [True] * 14, slot_mapping=mapping)
-        assert loaded.tolist() == [False] * 8 + [True] * 12 + [False] * 2
-        rig.check(tokens, block_ids, 8, 20)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ([True] * 19, "shape"),
-        ([True] * 8 + [False] * 12, "token 8 is False again"),
-        ([False] * 4 + [True] * 4 + [False] * 4 + [True] * 8, "token 8 is False again"),
-        ([False] * 3 + [True] * 17, "3 tokens, not a multiple of the block size 4"),
-    ],
-)
-def test_masks_that_are_refused(rig: Rig, mask: list[bool], message: str) -> None:
-    tokens, mapping = tokens_of(1, 20), rig.slot_mapping(rig.blocks(20), 20)
-    with rig.open() as engine:
-        for call in (engine.store, engine.retrieve):
-            with pytest.raises(InvalidCallError, match=message):
-                call(tokens, mask, slot_mapping=mapping)
-        check_idle(engine)
-
-
-def test_bad_tokens(rig: Rig) -> None:
-    with rig.open() as engine:
-        for bad in ([-1] * 4, [2**32] * 4, np.zeros((2, 2)), np.zeros(4)):
-            with pytest.raises(InvalidCallError):
-                engine.lookup(bad)
-
-
-def test_everything_is_refused_after_close(rig: Rig, tmp_path: Path) -> None:
-    engine = rig.open(local_disk=tmp_path)
-    tokens, mapping = tokens_of(1, 16), rig.slot_mapping(rig.blocks(16), 16)
-    rig.store(engine, tokens)
-    assert engine.close()
-    assert engine.close()
-    for call in (
-        lambda: engine.lookup(tokens),
-        lambda: engine.store(tokens, slot_mapping=mapping),
-        lambda: engine.retrieve(tokens, slot_mapping=mapping),
-        lambda: engine.clear(tokens),
-        engine.clear,
-        engine.flush,
-    ):
-        with pytest.raises(ClosedError):
-            call()
-    assert engine.stats().index.stored == 1
-
-
-def test_what_cannot_be_opened_leaves_no_lock_behind(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="does not hold one chunk"):
-        rig.open(slots=0, local_disk=tmp_path)
-    with pytest.raises(ConfigError, match="lower max_local_cpu_size"):
-        rig.open(slots=2**50, local_disk=tmp_path)
-    with pytest.raises(ConfigError, match="single chunk"):
-        rig.open(local_disk=tmp_path, max_local_disk_bytes=10)
-    with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.disk.tier.DiskTier.scan", lambda _self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            rig.open(local_disk=tmp_path)
-    with rig.open(local_disk=tmp_path) as engine:
-        with pytest.raises(FolderOwnedError):
-            rig.open(local_disk=tmp_path)
-        assert rig.store(engine, tokens_of(1, 16)) == 16
-
-
-def our_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache_policy": "LRUU"},
-        {"disk_policy": "LRUU"},
-        {"cache_policy": "LRUU", "remote": REMOTE},
-        {"disk_io_threads": 0},
-        {"disk_io_threads": -1},
-        {"io_timeout_s": 0.0},
-        {"remote": replace(REMOTE, io_threads=0)},
-        {"remote": replace(REMOTE, lookup_timeout_s=0.0)},
-        {"remote": replace(REMOTE, peers=("kvs://127.0.0.1:1", "nowhere"))},
-    ],
-    ids=",".join,
-)
-@pytest.mark.parametrize("num_folders", [1, 2])
-def test_a_start_that_fails_late_leaves_nothing_open(
-    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_folders: int
-) -> None:
-    folders = tuple(tmp_path / str(number) for number in range(num_folders))
-    before = our_threads()
-    with monkeypatch.context() as patch:
-        install_remote(patch)
-        with pytest.raises(ValueError, match=r"LRUU|max_workers|positive|of 1 at least|nowhere"):
-            rig.open(local_disk=folders, **options)
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvstore") and thread.name not in before:
-            thread.join(HANG_GUARD_S)
-            assert not thread.is_alive(), thread.name
-    assert not set(our_threads()) - set(before)  # of earlier tests some may have ended meanwhile
-    with rig.open(local_disk=folders) as engine:
-        assert rig.store(engine, tokens_of(1, 16)) == 16
-
-
 # Removal and bounds
 
 
@@ -443,7 +299,7 @@ def test_the_checks_here_have_teeth(rig: Rig) -> None:
     tokens = tokens_of(1, 16)
     with rig.open() as engine:
         rig.store(engine, tokens)
-        (chunk,) = engine._index._chunks.values()
+        (chunk,) = engine._planner.index._chunks.values()
         slot = engine._tiers.cpu.read(chunk.slot, chunk.ref)
         assert slot is not None
         slot[130] ^= 1
@@ -456,138 +312,10 @@ def test_a_slot_that_holds_something_else_is_a_miss(rig: Rig) -> None:
     tokens = tokens_of(1, 32)
     with rig.open() as engine:
         rig.store(engine, tokens)
-        first, second = engine._index._chunks.values()
+        first, second = engine._planner.index._chunks.values()
         engine._tiers.cpu.claim(second.slot)
         engine._tiers.cpu.publish(second.slot, first.ref)
         assert rig.retrieve(engine, tokens) == CHUNK
         assert engine.stats().mover.mislabelled_slots == 1
         assert engine.lookup(tokens) == CHUNK
-        check_idle(engine)
-
-
-# Leases, pins, time
-
-
-def test_a_lease_keeps_its_chunks_from_eviction(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr("kvstore.engine.time.monotonic", lambda: now_s[0])
-    tokens = tokens_of(1, 32)
-    with rig.open(slots=4, lease_timeout_s=10.0) as engine:
-        rig.store(engine, tokens)
-        assert engine.lookup(tokens, lease_id="one") == 32
-        assert rig.store(engine, tokens_of(2, 64)) == 32
-        assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 32
-        now_s[0] += 9
-        assert engine.lookup(tokens, lease_id="one") == 32  # renewed
-        now_s[0] += 9
-        assert rig.store(engine, tokens_of(3, 64)) == 32
-        assert engine.lookup(tokens) == 32
-        now_s[0] += 1  # over
-        assert rig.store(engine, tokens_of(4, 64)) == 64
-        assert engine.lookup(tokens) == 0
-        assert engine._index.leases == 0
-        check_idle(engine)
-
-
-def test_a_lease_ends_when_it_is_released(rig: Rig) -> None:
-    tokens = tokens_of(1, 32)
-    with rig.open(slots=4) as engine:
-        rig.store(engine, tokens)
-        engine.lookup(tokens, lease_id="one")
-        engine.release("one")
-        engine.release("unknown")
-        assert rig.store(engine, tokens_of(2, 64)) == 64
-        assert engine.lookup(tokens) == 0
-
-
-def test_a_pin_lasts_until_it_is_unpinned(rig: Rig) -> None:
-    tokens = tokens_of(1, 48)
-    with rig.open(slots=4) as engine:
-        assert engine.pin(tokens) == 0
-        rig.store(engine, tokens)
-        assert engine.pin(tokens) == 32  # half of the pool
-        assert rig.store(engine, tokens_of(2, 64)) == 32
-        assert engine.lookup(tokens) == 32
-        engine.unpin(tokens[:32])  # another sequence
-        assert rig.store(engine, tokens_of(3, 64)) == 32
-        engine.unpin(tokens)
-        engine.unpin(tokens)
-        assert rig.store(engine, tokens_of(4, 64)) == 64
-        check_idle(engine)
-
-
-def test_clear_takes_what_is_pinned(rig: Rig) -> None:
-    tokens = tokens_of(1, 32)
-    with rig.open(slots=4) as engine:
-        rig.store(engine, tokens)
-        assert engine.pin(tokens) == 32
-        assert engine.clear() == 2
-        assert (engine.stats().slots_in_use, engine._index.leases) == (0, 0)
-        assert rig.store(engine, tokens) == 32
-
-
-def test_a_time_to_live(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr("kvstore.engine.time.monotonic", lambda: now_s[0])
-    tokens = tokens_of(1, 32)
-    with rig.open(local_disk=tmp_path) as engine:
-        assert rig.store(engine, tokens, ttl_s=5) == 32
-        assert engine.flush(30.0)
-        assert engine.stats().disk_used_bytes == 0
-        now_s[0] += 4.9
-        assert rig.retrieve(engine, tokens) == 32
-        now_s[0] += 0.1
-        assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 0
-        assert (engine.stats().index.expired, engine.stats().slots_in_use) == (2, 0)
-        for ttl_s in (0, -1.0, float("nan")):
-            with pytest.raises(InvalidCallError, match="cannot be kept for"):
-                rig.store(engine, tokens, ttl_s=ttl_s)
-        assert rig.store(engine, tokens) == 32
-        now_s[0] += 1e9
-        assert engine.lookup(tokens) == 32
-
-
-def test_prefetch(rig: Rig, tmp_path: Path) -> None:
-    tokens = tokens_of(1, 40)
-    with rig.open(local_disk=tmp_path) as engine:
-        rig.store(engine, tokens)
-    with rig.open(local_disk=tmp_path) as engine:
-        rig.poison()
-        assert engine.prefetch(tokens) == 40
-        assert engine.stats().slots_in_use == 3
-        assert all((rig.held(block) == POISON).all() for block in range(rig.num_blocks))
-        assert engine.prefetch(tokens) == 40
-        assert engine.stats().mover.chunks_loaded_from_disk == 3
-        assert rig.retrieve(engine, tokens) == 40
-        assert engine.stats().mover.chunks_loaded_from_disk == 3
-        assert engine.prefetch(tokens_of(2, 40)) == 0
-        with pytest.raises(InvalidCallError, match="gpu"):
-            engine.prefetch(tokens, "gpu")
-        check_idle(engine)
-
-
-def test_prefetch_counts_the_prefix_that_is_in_memory(rig: Rig, tmp_path: Path) -> None:
-    """Not what lies behind a chunk that is lost, though it was loaded."""
-    tokens = tokens_of(1, 40)
-    with rig.open(local_disk=tmp_path) as engine:
-        rig.store(engine, tokens)
-        second = engine._index.lookup(hash_tokens(engine.layout, tokens, NO_EXTRAS)).refs[1].prefix_key.hex()
-    with rig.open(local_disk=tmp_path) as engine:
-        next(tmp_path.glob(f"*/*/{second}-*.safetensors")).unlink()
-        assert engine.lookup(tokens) == 40
-        assert engine.prefetch(tokens) == engine.lookup(tokens) == 16
-        assert engine.stats().slots_in_use == 2
-        assert engine.stats().mover.chunks_loaded_from_disk == 2
-        check_idle(engine)
-
-
-def test_prefetch_into_a_mere_passage(rig: Rig, tmp_path: Path) -> None:
-    """Nothing could stay there, so nothing is read."""
-    tokens = tokens_of(1, 40)
-    with rig.open(local_disk=tmp_path, local_cpu=False) as engine:
-        rig.store(engine, tokens)
-        assert engine.flush()
-        assert engine.prefetch(tokens) == 0
-        assert engine.stats().mover.chunks_loaded_from_disk == 0
-        assert engine.lookup(tokens) == rig.retrieve(engine, tokens) == 40
         check_idle(engine)

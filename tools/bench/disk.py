@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.format import chunkfile
+from kvstore.options import EngineOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines

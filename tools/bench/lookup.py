@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.chunks import ChunkRef
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.keys import PrefixHasher
+from kvstore.options import EngineOptions
 from kvstore.policies import Adaptive
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.engine import EngineOptions
+from kvstore.options import EngineOptions
 from kvstore.tools.bench.samples import Pair, paired, require
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError
-from kvstore.tiers.base import UNBOUNDED_BYTES, Transfer
+from kvstore.tiers.base import Transfer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_redis import RawRedis
@@ -102,7 +102,7 @@ def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) 
     refs = [ChunkRef(number.to_bytes(16, "little"), layout.blocks_per_chunk) for number in range(num_chunks)]
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder, private_server(program, Path(folder)) as port:
         target = parse_target(f"redis://127.0.0.1:{port}", {"timeout_s": _TIMEOUT_S})
-        tier = RedisTier(target, NAMESPACE, layout, UNBOUNDED_BYTES)
+        tier = RedisTier(target, NAMESPACE, layout)
         raw = RawRedis(port, prefaulted(workbench.batch_bytes).reshape(num_chunks, -1), PART_BYTES)
         try:
             samples = _measure_moves(tier, raw, refs, slots, rounds=rounds, tick=tick)

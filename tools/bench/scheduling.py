@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.telemetry.announcer import Adapter, Announcer
@@ -97,8 +98,12 @@ def _events() -> list[float]:
 def _longest_pass() -> float:
     """How long the scheduler was held up at most until all of a burst of requests know what is there."""
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
-    tier = _Far(open_tier("gpu", TierSetup(NAMESPACE, layout, 1 << 20, {"device": "cpu"})))
-    lookup = RemoteLookup(RemoteDirectory([tier]), RemoteView(3.0), _TIMEOUT_S)
+    with TemporaryDirectory() as folder:
+        tier = _Far(open_tier("disk", TierSetup(NAMESPACE, layout, 1 << 20, {"folder": folder})))
+        return _longest_pass_over(RemoteLookup(RemoteDirectory([tier]), RemoteView(3.0), _TIMEOUT_S))
+
+
+def _longest_pass_over(lookup: RemoteLookup) -> float:
     waiting = {f"{number}": [ChunkRef(os.urandom(16), 16) for _ in range(8)] for number in range(LOOKUP_REQUESTS)}
     longest_s = 0.0
     try:

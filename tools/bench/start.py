@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
+from kvstore.options import EngineOptions
 from kvstore.tools.bench.geometry import GEOMETRIES
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import NAMESPACE, Pair, Tick, require, timed

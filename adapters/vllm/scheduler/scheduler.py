@@ -28,9 +28,8 @@ from kvstore.catalog.leases import LeaseView
 from kvstore.catalog.plans import Place
 from kvstore.catalog.sequence import chunk_refs, pin_name
 from kvstore.chunks import ChunkRef
-from kvstore.engine import new_epoch
 from kvstore.errors import InvalidCallError
-from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
+from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally, Totals
 from kvstore.policies.traces import TraceRecorder

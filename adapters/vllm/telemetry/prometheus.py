@@ -14,13 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvstore.ops import metrics
 from kvstore.ops.metrics import METRICS, Kind, Metric, Tally, split_key
-from kvstore.tiers.guards.stats import LATENCY_BOUNDS_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX: Final = "vllm:kvstore_"
-BUCKETS_S: Final = LATENCY_BOUNDS_S[4::4]  # every fourth, from 40 us on: each time stays in its bucket
+BUCKETS_S: Final = tuple(1e-5 * 4**power for power in range(1, 13))  # from 40 us to 168 s
 _EXTRAS: Final[dict[Kind, dict[str, Any]]] = {
     Kind.GAUGE: {"multiprocess_mode": "mostrecent"},  # of vLLM's front ends one at a time hears of a step
     Kind.HISTOGRAM: {"buckets": BUCKETS_S},

@@ -51,7 +51,7 @@ class Background:
     """
 
     def __init__(self, mover: Mover) -> None:
-        self._loader, self._storer = mover.beside(), mover.beside()
+        self._loader, self._storer = mover.for_thread(), mover.for_thread()
         self._loads = ThreadPoolExecutor(1, "kvstore-fetch")
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
         self._fetching: dict[int, tuple[Fetch, Future[tuple[LoadResult, float]]]] = {}

@@ -17,7 +17,7 @@ from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepRepor
 from kvstore.adapters.vllm.worker.background import Background, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
-from kvstore.assembly import EngineOptions, open_tiers
+from kvstore.assembly import open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
@@ -25,6 +25,7 @@ from kvstore.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter
 from kvstore.ops.metrics import Metric
+from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.throttle import Throttle

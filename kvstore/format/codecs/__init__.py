@@ -1,4 +1,4 @@
-"""Codecs for what leaves memory: disk, Redis, packs, wire. ``docs/codecs.md`` says which to choose when."""
+"""Codecs for chunks that leave memory: disk, Redis, packs, wire. ``docs/codecs.md`` says which to choose when."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 What every codec promises:
 
-- *It never costs space.* An encoded layer is as long as the layer, and then it is the layer itself, or shorter.
-- *It never leaves its buffers.* Whatever the bytes are, ``decode`` reads and writes inside the two arrays it was given,
-  and ends with the layer or with ``CodecError``. It finds malformed input, not altered values: checksums do that.
-- *It allocates little.* Besides places of at most a piece, which every thread keeps, it works in the arrays given.
-- *It is thread-safe*, and leaves the GIL to others while it works.
+- *It never costs space.* An encoded layer is shorter than the layer, or it is the layer itself.
+- *It never leaves its buffers.* Whatever the bytes are, ``decode`` reads and writes only the two given arrays, and ends
+  with the layer or with ``CodecError``. It detects malformed input, not altered values: checksums do that.
+- *It allocates little.* It works in the given arrays, and every thread keeps buffers of at most a piece.
+- *It is thread-safe*, and releases the GIL while it works.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Codec(ABC):
     """Encodes layers of one layout; ``kvstore.format.codecs.open_codec`` makes one.
 
     Attributes:
-        name: as it stands in a chunk's header.
-        is_lossless: whether ``decode`` gives back the very bytes.
+        name: as in a chunk's header.
+        is_lossless: whether ``decode`` returns exactly the bytes that were encoded.
     """
 
     name: ClassVar[str]
     is_lossless: ClassVar[bool] = True
 
     def encode(self, layer: ByteArray, out: ByteArray) -> int:
-        """Encode a layer into the front of ``out``, which is at least as long, and return how many bytes that took.
+        """Encode a layer into the front of ``out``, which is at least as long; returns the number of bytes used.
 
-        As many as the layer has mean that it was copied as it is.
+        If that is the length of the layer, the layer was copied as it is.
         """
         size_bytes = self._pack(layer, out[: len(layer)])
         if size_bytes is not None and size_bytes < len(layer):
@@ -44,10 +44,10 @@ class Codec(ABC):
         return len(layer)
 
     def decode(self, data: ByteArray, out: ByteArray) -> None:
-        """Turn what ``encode`` made back into a layer of ``len(out)`` bytes.
+        """Turn the output of ``encode`` back into a layer of ``len(out)`` bytes.
 
         Raises:
-            CodecError: no layer of that length was encoded as these bytes; what is in ``out`` is undefined.
+            CodecError: no layer of that length was encoded as these bytes; ``out`` is undefined.
         """
         if len(data) == len(out):
             out[:] = data
@@ -58,7 +58,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _pack(self, layer: ByteArray, out: ByteArray) -> int | None:
-        """Encode ``layer`` into ``out``, which is as long. None, or a size that saves nothing: store it as it is."""
+        """Encode ``layer`` into ``out``, which is as long. None or a size that saves nothing: it is stored as it is."""
 
     @abstractmethod
     def _unpack(self, data: ByteArray, out: ByteArray) -> None:

@@ -1,12 +1,12 @@
-"""``int8``: half of the bytes, for a small error. The only codec that loses anything.
+"""``int8``: half of the bytes, for a small error. The only lossy codec.
 
 Every channel (one element of K or V of one head, over all tokens of the chunk) is scaled by its largest magnitude to
--127 ... 127 and rounded. So no value moves by more than 1/254 of the largest one in its channel, besides the rounding
+-127 ... 127 and rounded. So no value changes by more than 1/254 of the largest one in its channel, besides the rounding
 to the element type. Scaling by channel, because a few channels of K are much larger than the others, is known from the
 literature on quantised KV caches.
 
 An encoded layer is the scales as float32, ``[plane][a][b]``, then the numbers as int8 in the order of the elements. A
-layer in which something is not finite, or whose scales would cost more than is saved, is stored as it is.
+layer with a value that is not finite, or whose scales would cost more than they save, is stored as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROUNDING = np.float32(1.5 * 2**23)  # added to a small number, it leaves the ne
 
 
 class _Element(NamedTuple):
-    """An element type as unsigned integers: those of finite magnitudes are below ``infinity`` and in their order."""
+    """An element type as unsigned integers: finite magnitudes are below ``infinity``, and keep their order."""
 
     word: np.dtype[Any]
     infinity: int
@@ -44,7 +44,7 @@ class _Element(NamedTuple):
 _ELEMENTS = {
     "bf16": _Element(np.dtype("<u2"), 0x7F80),
     "f16": _Element(np.dtype("<u2"), 0x7C00),
-    "f32": _Element(np.dtype("<u4"), 0x7F7F0000),  # a little less: scaled down and up, the very largest might overflow
+    "f32": _Element(np.dtype("<u4"), 0x7F7F0000),  # a little less: the largest values could overflow
 }
 
 
@@ -68,7 +68,7 @@ class Int8Codec(Codec):
             )
         self._is_bf16 = layout.element == "bf16"
         self._word, self._infinity = _ELEMENTS[layout.element]
-        self._float = np.dtype("<f4" if self._word.itemsize == 4 else "<f2")  # of no use for bf16
+        self._float = np.dtype("<f4" if self._word.itemsize == 4 else "<f2")  # unused for bf16
         self._planes = layout.planes
         self._axes = layout.page_axes
         row_bytes = math.prod(layout.page_axes) * self._word.itemsize
@@ -90,7 +90,7 @@ class Int8Codec(Codec):
         numbers = out[self._scale_bytes : end].view(np.int8).reshape(words.shape)
         with np.errstate(divide="ignore", over="ignore"):
             factors = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
-        factors[~np.isfinite(factors)] = 0  # of channels that are as good as zero
+        factors[~np.isfinite(factors)] = 0  # of channels that are nearly zero
         for (plane, row), floats in self._rows(words):
             self._to_floats(words[plane, row], floats)
             np.multiply(floats, factors[plane][:, None, :], out=floats)
@@ -107,14 +107,14 @@ class Int8Codec(Codec):
         if not (np.isfinite(scales).all() and (scales >= 0).all()):
             raise CodecError("a channel's scale is no finite number")
         numbers = data[self._scale_bytes :].view(np.int8).reshape(words.shape)
-        with np.errstate(over="ignore"):  # of scales that were never made here
+        with np.errstate(over="ignore"):  # of scales that no encoder here made
             for (plane, row), floats in self._rows(words):
                 np.copyto(floats, numbers[plane, row])
                 np.multiply(floats, scales[plane], out=floats)
                 self._from_floats(floats, words[plane, row])
 
     def _rows(self, words: npt.NDArray[Any]) -> Iterator[tuple[tuple[int, int], Floats]]:
-        """Every row of a layer, with this thread's place for it as float32."""
+        """Every row of a layer, with this thread's float32 buffer for it."""
         floats: Floats | None = getattr(self._thread, "floats", None)
         if floats is None:
             floats = self._thread.floats = np.empty(self._axes, np.float32)
@@ -142,7 +142,7 @@ class Int8Codec(Codec):
         return out
 
     def _from_floats(self, floats: Floats, out: npt.NDArray[Any]) -> None:
-        """Round to the nearest of the element type. ``floats`` is used up."""
+        """Round to the element type. Overwrites ``floats``."""
         if not self._is_bf16:
             np.copyto(out.view(self._float), floats, casting="same_kind")
             return

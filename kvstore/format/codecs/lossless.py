@@ -1,11 +1,11 @@
 """The lossless codecs: ``lz4``, and ``split``, which compresses exponents only.
 
 Both cut a layer into pieces that fit into a core's cache. An encoded layer is a table of the pieces' lengths (uint32
-each), then the pieces, each of them compressed or as it is, whichever is shorter. How many pieces there are, and how
-long they were, follows from the layer's length. If the first piece shows no gain, the layer is stored as it is.
+each), then the pieces, each compressed or as it is, whichever is shorter. The layer's length determines the number of
+pieces and their raw lengths. If the first piece shows no gain, the layer is stored as it is.
 
-Keeping exponents apart is an old idea for compressing floating-point numbers. Mantissas and signs are as good as
-random and are not looked at; the exponents of KV vary little, so entropy coding halves them and more.
+Separating exponents is an old idea for compressing floating-point numbers. Mantissas and signs are nearly random and
+stay as they are; the exponents of KV vary little, so entropy coding more than halves them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _PieceCodec(Codec):
 
     @abstractmethod
     def _pack_piece(self, piece: ByteArray, out: ByteArray) -> int | None:
-        """Encode a piece into the front of ``out``, in no more bytes than it has; None if ``out`` is too short."""
+        """Encode a piece into the front of ``out``, in at most its own length; None if ``out`` is too short."""
 
     @abstractmethod
     def _unpack_piece(self, data: ByteArray, out: ByteArray) -> None:
@@ -77,12 +77,12 @@ class _PieceCodec(Codec):
 
 
 class Lz4Codec(_PieceCodec):
-    """Bytes that repeat, in any layout. KV hardly does, but pages that were never filled do."""
+    """Compresses repeated bytes, in any layout. KV hardly repeats, but pages that were never filled do."""
 
     name = "lz4"
     _piece_bytes = _LZ4_PIECE_BYTES
 
-    def __init__(self, layout: KVLayout) -> None:  # noqa: ARG002 - any will do
+    def __init__(self, layout: KVLayout) -> None:  # noqa: ARG002 - works on any
         self._lz4 = require("lz4.block", self.name)
 
     def _pack_piece(self, piece: ByteArray, out: ByteArray) -> int | None:
@@ -100,8 +100,8 @@ class Lz4Codec(_PieceCodec):
         _fill(out, piece)
 
 
-class _Places(NamedTuple):
-    """What a thread needs to take apart one piece and to compress it."""
+class _Buffers(NamedTuple):
+    """A thread's buffers for one piece, and its compressor."""
 
     words: npt.NDArray[Any]
     shifted: npt.NDArray[Any]
@@ -112,11 +112,11 @@ class _Places(NamedTuple):
 
 
 class SplitCodec(_PieceCodec):
-    """Exponents apart and compressed, everything else as it is.
+    """Compresses the exponents, and leaves everything else as it is.
 
     Each element is rotated left by one bit, which moves the sign to its end and the exponent into its first byte (with
-    the first bits of the mantissa where it is shorter than that). First bytes are compressed; of 4-byte elements the
-    second bytes follow, and then all that is left. Elements of one byte are compressed whole.
+    the first bits of the mantissa if the exponent is shorter). The first bytes are compressed; the second bytes of
+    4-byte elements follow, and then the rest. Elements of one byte are compressed whole.
     """
 
     name = "split"
@@ -136,13 +136,13 @@ class SplitCodec(_PieceCodec):
     def _pack_piece(self, piece: ByteArray, out: ByteArray) -> int | None:
         size = self._item_bytes
         count = len(piece) // size
-        places = self._places()
+        buffers = self._buffers()
         exponents, words = piece, None
         if size > 1:
-            words, exponents = places.words[:count], places.exponents[:count]
-            self._rotate_left(piece[: count * size].view(self._word), words, places)
-            _first_bytes(words, exponents, places)
-        packed: bytes = places.compressor.compress(exponents.data)
+            words, exponents = buffers.words[:count], buffers.exponents[:count]
+            self._rotate_left(piece[: count * size].view(self._word), words, buffers)
+            _first_bytes(words, exponents, buffers)
+        packed: bytes = buffers.compressor.compress(exponents.data)
         end = _place(packed if len(packed) < count else exponents, out)
         if end is None or words is None:
             return end
@@ -151,10 +151,10 @@ class SplitCodec(_PieceCodec):
             return None
         if size == 4:
             second = out[end : end + count]
-            np.right_shift(words, 16, out=places.shifted[:count])
-            np.copyto(second, places.shifted[:count], casting="unsafe")
-            np.copyto(places.low[:count], words, casting="unsafe")
-            out[end + count : end + 3 * count] = places.low[:count].view(np.uint8)
+            np.right_shift(words, 16, out=buffers.shifted[:count])
+            np.copyto(second, buffers.shifted[:count], casting="unsafe")
+            np.copyto(buffers.low[:count], words, casting="unsafe")
+            out[end + count : end + 3 * count] = buffers.low[:count].view(np.uint8)
         else:
             np.copyto(out[end : end + count], words, casting="unsafe")
         out[end + (size - 1) * count : total] = piece[count * size :]
@@ -166,39 +166,39 @@ class SplitCodec(_PieceCodec):
         packed_bytes = len(data) - (len(out) - count)
         if not 0 <= packed_bytes <= count:
             raise CodecError(f"a piece of {len(data)} bytes does not hold {count} elements of {size} bytes")
-        places = self._places()
+        buffers = self._buffers()
         if size == 1:
-            self._expand(data, out, places)
+            self._expand(data, out, buffers)
             return
-        exponents = places.exponents[:count]
-        self._expand(data[:packed_bytes], exponents, places)
+        exponents = buffers.exponents[:count]
+        self._expand(data[:packed_bytes], exponents, buffers)
         rest = data[packed_bytes:]
-        words, shifted = places.words[:count], places.shifted[:count]
+        words, shifted = buffers.words[:count], buffers.shifted[:count]
         np.copyto(words, exponents)
         np.left_shift(words, 8, out=words)
         np.copyto(shifted, rest[:count])
         np.bitwise_or(words, shifted, out=words)
         if size == 4:
-            places.low[:count].view(np.uint8)[:] = rest[count : 3 * count]
+            buffers.low[:count].view(np.uint8)[:] = rest[count : 3 * count]
             np.left_shift(words, 16, out=words)
-            np.copyto(shifted, places.low[:count])
+            np.copyto(shifted, buffers.low[:count])
             np.bitwise_or(words, shifted, out=words)
         np.left_shift(words, 8 * size - 1, out=shifted)
         np.right_shift(words, 1, out=words)
         np.bitwise_or(words, shifted, out=out[: count * size].view(self._word))
         out[count * size :] = rest[(size - 1) * count :]
 
-    def _rotate_left(self, elements: npt.NDArray[Any], words: npt.NDArray[Any], places: _Places) -> None:
-        shifted = places.shifted[: len(words)]
+    def _rotate_left(self, elements: npt.NDArray[Any], words: npt.NDArray[Any], buffers: _Buffers) -> None:
+        shifted = buffers.shifted[: len(words)]
         np.left_shift(elements, 1, out=words)
         np.right_shift(elements, 8 * self._item_bytes - 1, out=shifted)
         np.bitwise_or(words, shifted, out=words)
 
-    def _expand(self, packed: ByteArray, out: ByteArray, places: _Places) -> None:
-        """Fill ``out`` with what was compressed as ``packed``.
+    def _expand(self, packed: ByteArray, out: ByteArray, buffers: _Buffers) -> None:
+        """Decompress ``packed`` into ``out``.
 
         Raises:
-            CodecError: it was not.
+            CodecError: it is no compressed piece of that length.
         """
         if len(packed) == len(out):
             out[:] = packed
@@ -206,16 +206,16 @@ class SplitCodec(_PieceCodec):
         try:
             if self._zstd.frame_content_size(packed.data) != len(out):  # so that nothing larger is allocated
                 raise CodecError(f"{len(packed)} bytes are no compressed piece of {len(out)} bytes")
-            piece: bytes = places.decompressor.decompress(packed.data)
+            piece: bytes = buffers.decompressor.decompress(packed.data)
         except self._zstd.ZstdError as error:
             raise CodecError(f"a piece of {len(packed)} bytes is not zstd") from error
         _fill(out, piece)
 
-    def _places(self) -> _Places:
-        """This thread's places."""
-        places: _Places | None = getattr(self._thread, "places", None)
-        if places is None:
-            places = self._thread.places = _Places(
+    def _buffers(self) -> _Buffers:
+        """This thread's buffers."""
+        buffers: _Buffers | None = getattr(self._thread, "buffers", None)
+        if buffers is None:
+            buffers = self._thread.buffers = _Buffers(
                 np.empty(_SPLIT_PIECE_ELEMENTS, self._word),
                 np.empty(_SPLIT_PIECE_ELEMENTS, self._word),
                 np.empty(_SPLIT_PIECE_ELEMENTS, np.uint8),
@@ -223,12 +223,12 @@ class SplitCodec(_PieceCodec):
                 self._zstd.ZstdCompressor(compression_params=self._parameters()),
                 self._zstd.ZstdDecompressor(),
             )
-        return places
+        return buffers
 
     def _parameters(self) -> Any:  # noqa: ANN401 - zstandard's
-        """Entropy coding, and hardly any search for repetitions: a tiny table, and steps that grow.
+        """Entropy coding with hardly any search for repetitions: a tiny table, and steps that grow.
 
-        Twice as fast as level 1 on exponents, and shorter. Negative levels would leave out the entropy coding.
+        Twice as fast as level 1 on exponents, and with a better ratio. Negative levels would skip the entropy coding.
         """
         return self._zstd.ZstdCompressionParameters(
             window_log=17,
@@ -241,14 +241,14 @@ class SplitCodec(_PieceCodec):
         )
 
 
-def _first_bytes(words: npt.NDArray[Any], out: ByteArray, places: _Places) -> None:
-    shifted = places.shifted[: len(words)]
+def _first_bytes(words: npt.NDArray[Any], out: ByteArray, buffers: _Buffers) -> None:
+    shifted = buffers.shifted[: len(words)]
     np.right_shift(words, 8 * words.itemsize - 8, out=shifted)
     np.copyto(out, shifted, casting="unsafe")
 
 
 def _place(data: bytes | ByteArray, out: ByteArray) -> int | None:
-    """Copy ``data`` to the front of ``out``; its length, or None if it does not fit."""
+    """Copy ``data`` to the front of ``out``; returns its length, or None if it does not fit."""
     if len(data) > len(out):
         return None
     out[: len(data)] = np.frombuffer(data, np.uint8)
@@ -256,7 +256,7 @@ def _place(data: bytes | ByteArray, out: ByteArray) -> int | None:
 
 
 def _fill(out: ByteArray, piece: bytes) -> None:
-    """Copy a decompressed piece to its place.
+    """Copy a decompressed piece to ``out``.
 
     Raises:
         CodecError: it has another length.

@@ -1,13 +1,11 @@
 """Moves chunks between buffers and files through a codec.
 
-A chunk is encoded into a scratch buffer before room is claimed for it, as only then its size is known. One that is read
-is decoded layer by layer while the rest is on its way, by the threads that otherwise calculate checksums.
+A chunk is encoded into a scratch buffer before room is claimed for it, as its size is unknown before. A chunk that is
+read is decoded layer by layer while the rest arrives, on the threads that otherwise compute checksums.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,27 +14,27 @@ from kvstore.format.chunkfile import Damage
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.wholeio import read_whole
 from kvstore.memory.scratch import Scratch
-from kvstore.tiers.disk.chunkio import PIECE_BYTES, Body, ChunkIO, Writable, touch
+from kvstore.tiers.disk.chunkio import PIECE_BYTES, Body, ChunkIO, Writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
-    from pathlib import Path
 
     from kvstore.chunks import ByteArray
     from kvstore.format.codecs import Codec
     from kvstore.format.coding import Image
     from kvstore.layout import KVLayout
+    from kvstore.tiers.base import Transfer
 
 
 class CodedIO(ChunkIO):
-    """Reads and writes files whose layers are encoded; also reads those that are not. Thread-safe.
+    """Writes files whose layers are encoded; also reads those that are not. Thread-safe.
 
-    It takes memory of up to ``SCRATCH_BUFFERS`` chunks, as far as it was ever needed at once; who finds all of them in
-    use waits.
+    It allocates up to ``SCRATCH_BUFFERS`` buffers of a chunk each, as many as were ever needed at once. A call that
+    finds all of them in use waits.
 
     Args:
-        layout: the geometry of the chunks.
+        layout: of the chunks.
         codec: opened for that layout.
     """
 
@@ -45,6 +43,10 @@ class CodedIO(ChunkIO):
         self._coder = ChunkCoder(layout, codec)
         self.file_bytes = tuple(self._coder.image_bytes(blocks) for blocks in range(layout.blocks_per_chunk + 1))
         self._scratch = Scratch(self.file_bytes[-1])
+
+    def check(self, transfer: Transfer) -> Body:
+        """See ``ChunkIO``: all I/O is that of scratch buffers, which are aligned."""
+        return super().check(transfer)._replace(is_aligned=True)
 
     def may_be(self, num_blocks: int, size_bytes: int) -> bool:
         """See ``ChunkIO``: any size up to that of the chunk without a codec."""
@@ -57,24 +59,13 @@ class CodedIO(ChunkIO):
             size_bytes = self._coder.encode(self._key(body.ref), body.ref.num_blocks, body.array, scratch)
             yield Writable(body, size_bytes, scratch[:size_bytes])
 
-    def read(self, path: Path, body: Body, used_ns: int) -> Damage | None:
-        """See ``ChunkIO``."""
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return Damage.NOT_A_CHUNK
-        if not self.may_be(body.ref.num_blocks, status.st_size):
-            return Damage.SIZE
-        with (
-            self._scratch.borrowed() as scratch,
-            self._opened(path, os.O_RDONLY | os.O_NOFOLLOW, is_aligned=True) as fd,
-        ):
-            damage = self._read_image(fd, body, scratch[: status.st_size])
-            if damage is None:
-                touch(fd, used_ns)
-        return damage
+    def _read_file(self, fd: int, size_bytes: int, body: Body, layers: range | None) -> Damage | None:  # noqa: ARG002
+        """See ``ChunkIO``: all layers, whichever are asked for."""
+        with self._scratch.borrowed() as scratch:
+            return self._read_image(fd, body, scratch[:size_bytes])
 
     def _read_image(self, fd: int, body: Body, data: ByteArray) -> Damage | None:
-        """Read a file piece by piece, and start to decode what is complete.
+        """Read a file piece by piece, and start to decode the layers that are complete.
 
         Raises:
             OSError: the system refused.
@@ -92,7 +83,7 @@ class CodedIO(ChunkIO):
             for begin, end in zip([0, *ends], ends, strict=False):
                 if begin and not read_whole(fd, [data.data[begin:end]], begin):
                     return Damage.SIZE
-                layers = image.layers_within(done, end - self._coder.header_bytes)
+                layers = image.layers_within(done, end - len(data) + image.body_bytes)
                 done = layers.stop
                 for layer in layers:
                     damages += self._decode(image, layer, body, jobs, aside=len(ends) > 1)
@@ -104,11 +95,11 @@ class CodedIO(ChunkIO):
     def _decode(
         self, image: Image, layer: int, body: Body, jobs: list[Future[Damage | None]], *, aside: bool
     ) -> list[Damage | None]:
-        """Decode a layer: aside, which adds to ``jobs``, or here, which returns what came of it."""
+        """Decode a layer: on another thread, which adds to ``jobs``, or on this one, which returns the result."""
         if aside:
             try:
                 jobs.append(self._aside.submit(image.decode, layer, body.array))
-            except RuntimeError:  # the interpreter is about to exit, and starts nothing any more
+            except RuntimeError:  # the interpreter is shutting down and starts no thread
                 pass
             else:
                 return []

@@ -1,15 +1,15 @@
-"""What the disk tier needs of a folder: its names, its one owner, and whether direct I/O works there.
+"""The disk tier's folder: the names in it, its one owner, and whether direct I/O works there.
 
 Names inside the folder::
 
     .lock                                             locked by the owner, holds its process id
     .free/<n>                                         spare files, and files being written: never chunks
     .dead-<n>/                                        a cleared namespace on its way out
-    <namespace id>/namespace.json                     what the id stands for, for people
-    <namespace id>/layout.json                        the geometry of its chunks, for tools
+    <namespace id>/namespace.json                     the fields of the namespace, for people
+    <namespace id>/layout.json                        the layout of its chunks, for tools
     <namespace id>/<first 2 of key>/<key>-<blocks>.safetensors
 
-A cache server's folder has a ``.lock`` too, and for each of its namespaces such a folder, with ``geometry.json`` in it.
+A cache server's folder also has a ``.lock``, and one such folder per namespace, with ``geometry.json`` in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
 from kvstore.layout import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ LAYOUT_FILE = "layout.json"
 GEOMETRY_FILE = "geometry.json"  # only in the folders of a cache server's namespaces
 LOCK_FILE = ".lock"
 NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE})
-FOLDER_MODE = 0o700  # KV tells what was in the prompts
+FOLDER_MODE = 0o700  # KV reveals the prompts
 FILE_MODE = 0o600
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 NAMESPACE_NAME = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")
@@ -82,13 +82,27 @@ def unusable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the disk folder {folder} cannot be used: {reason(error)}; name a folder that can be written")
 
 
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of a file, closed at the end.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def reason(error: OSError) -> str:
-    """What the system said, without the path: paths inside the folder hold users' keys."""
+    """The system's message without the path: paths inside the folder contain users' keys."""
     return os.strerror(error.errno) if error.errno else type(error).__name__
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or whatever else stands under its name. One that is not there is fine.
+    """Delete a file, or whatever else has its name, if it is there.
 
     Raises:
         OSError: it could not be deleted.
@@ -100,7 +114,7 @@ def delete(path: Path) -> None:
 
 
 def prune(shard: Path) -> None:
-    """Delete the folder of a shard if it is empty, and the folder of its namespace if that held nothing else."""
+    """Delete the folder of a shard if it is empty, and then its namespace's folder if only notes are left."""
     with suppress(OSError):  # not empty
         shard.rmdir()
         left = list(shard.parent.iterdir())
@@ -111,10 +125,10 @@ def prune(shard: Path) -> None:
 
 
 class FolderLock:
-    """The right to be the only engine that uses a folder, held until ``release`` or the end of the process.
+    """The exclusive right to use a folder, held until ``release`` or the end of the process.
 
-    The kernel drops the lock with the process, however it ends. Children do not inherit it: exec closes the file, and
-    a fork closes it in the child, or a lingering helper process would keep the folder of a killed engine.
+    The kernel drops the lock when the process ends, however it ends. Children do not inherit it: exec closes the file,
+    and so does the child after a fork; otherwise a lingering helper process would keep the folder of a killed engine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +138,7 @@ class FolderLock:
         self.acquire()
 
     def acquire(self) -> None:
-        """Take the lock, anew if the folder was deleted and came back.
+        """Take the lock, again if the folder was deleted and made again.
 
         Raises:
             FolderOwnedError: another engine has it.
@@ -143,19 +157,19 @@ class FolderLock:
             raise self._refused(error, owner) from error
         self._fd = fd
         _held_locks.add(self)
-        with suppress(OSError):  # the number is for people, and a full disk is no reason to refuse
+        with suppress(OSError):  # the process id is for people, and a full disk is no reason to refuse
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def is_held(self) -> bool:
-        """Whether the lock is ours and the folder still shows the file it is on."""
+        """Whether the lock is ours and its file still is in the folder."""
         try:
             return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._path.stat())
         except OSError:
             return False
 
     def release(self) -> None:
-        """Give the folder free. Idempotent."""
+        """Free the folder. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             _held_locks.discard(self)
@@ -185,7 +199,7 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
 def probe_direct(folder: Path) -> bool:
-    """Whether direct I/O works in ``folder``: tried with one page, written and read back.
+    """Whether direct I/O works in ``folder``: one page is written and read back.
 
     Raises:
         ConfigError: not even an ordinary file can be written.
@@ -195,13 +209,13 @@ def probe_direct(folder: Path) -> bool:
     try:
         fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # what filesystems answer that do not know O_DIRECT
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # from filesystems without O_DIRECT
             return False
         raise unusable(folder, error) from error
     try:
         return os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == ALIGNMENT_BYTES
     except OSError as error:
-        return error.errno in NO_ROOM  # no room to try: that it could be opened is a good sign
+        return error.errno in NO_ROOM  # no room to try, but the file could be opened for direct I/O
     finally:
         os.close(fd)
         probe.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Reads of several threads, one chunk after the other.
 
-A disk treats calls alike that come together: threads that read a chunk each get all of them at the end, and nothing can
-be used before. Threads that read the pieces of one chunk together, and then those of the next, get the first one early.
+A disk serves concurrent reads evenly: threads that each read a chunk all finish at the end, and nothing can be used
+before. Threads that together read the pieces of one chunk, then those of the next, finish the first chunk early.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kvstore.tiers.tasks import Work, carry_out
 
 
 class SharedReads:
-    """Pieces to be read, in the order of the calls they belong to. Thread-safe; has no threads but its callers."""
+    """Pieces to read, in the order of the calls that asked for them. Thread-safe; the callers' threads read."""
 
     def __init__(self) -> None:
         self._waiting: deque[Work] = deque()
 
     def results(self, reads: Sequence[Callable[[], bool]]) -> Generator[bool, None, None]:
-        """What each read returns, in order; the caller's thread takes part, also in reads that came before these.
+        """The result of each read, in order. The caller's thread reads too, also for calls that came before.
 
-        To be closed, or exhausted: none of the reads is under way any more then.
+        Close or exhaust it: then none of the reads is under way any more.
         """
         futures: list[Future[bool]] = [Future() for _ in reads]
         self._waiting.extend(list(zip(futures, reads, strict=True)))
@@ -35,7 +35,7 @@ class SharedReads:
             wait([future for future in futures if not future.cancel()])
 
     def _take_part(self, last: Future[bool]) -> bool:
-        """Carry out the foremost read; False if the ``last`` one that matters has begun, as others may wait for it."""
+        """Do the first waiting read; False if the caller's ``last`` one has begun, as others may wait for it."""
         if last.running() or last.done():
             return False
         try:

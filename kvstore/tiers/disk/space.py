@@ -1,4 +1,4 @@
-"""The bytes of a tier's folder: who holds them, and who gives way when more are needed."""
+"""The bytes of a tier's folder: which files hold them, and which go when more are needed."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from kvstore.tiers.disk.folder import delete, prune, reason
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 SPARE_FILES = 64
-TRIM_FILES = 8  # a call deletes no more than that of what is merely superfluous
+TRIM_FILES = 8  # superfluous files that one call deletes at most
 
 
 class _Spares:
-    """Spare files, by age and by size: what one call costs does not grow with their number. Not thread-safe."""
+    """Spare files by age and by size. The cost of a call does not grow with their number. Not thread-safe."""
 
     def __init__(self) -> None:
         self.total_bytes = 0
-        self._by_age: OrderedDict[Path, int] = OrderedDict()  # a dict looks for its first entry past all that are gone
+        self._by_age: OrderedDict[Path, int] = OrderedDict()  # a dict would search past all deleted entries
         self._by_size: dict[int, OrderedDict[Path, None]] = {}
-        self._sizes: list[int] = []  # those that there are, in order: few, as chunks have few lengths
+        self._sizes: list[int] = []  # sorted; few, as chunks have few lengths
 
     def __len__(self) -> int:
         return len(self._by_age)
 
     def add(self, path: Path, size_bytes: int) -> None:
-        """Note one more."""
+        """Add a spare file."""
         same = self._by_size.get(size_bytes)
         if same is None:
             same = self._by_size[size_bytes] = OrderedDict()
@@ -46,11 +46,11 @@ class _Spares:
         self.total_bytes += size_bytes
 
     def take_oldest(self) -> tuple[Path, int] | None:
-        """The one that was added first."""
+        """Take the one that was added first."""
         return self._take(next(iter(self._by_age))) if self._by_age else None
 
     def take_near(self, size_bytes: int, extra_bytes: int) -> tuple[Path, int] | None:
-        """The one nearest to a size, no more than a sixteenth away, and at most ``extra_bytes`` shorter."""
+        """Take the one nearest to a size, within a sixteenth of it, and at most ``extra_bytes`` shorter."""
         at = bisect_left(self._sizes, size_bytes)
         near = [
             size
@@ -73,17 +73,17 @@ class _Spares:
 
 
 class Space:
-    """Who holds the bytes of the folder, and who gives way when more are needed.
+    """Counts the bytes of the folder, and makes room when more are needed.
 
     ``used_bytes`` counts chunks, spare files, chunks of other namespaces, and files being written or deleted. The state
-    changes only under ``changed``, which is the tier's lock; methods that touch the disk must be called without it.
+    changes only under ``changed``, the tier's lock. Methods that touch the disk must be called without it.
     """
 
     def __init__(self, capacity_bytes: int, free_folder: Path, changed: threading.Condition) -> None:
         self.used_bytes = 0
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        self.changed = changed
         self._free_folder = free_folder
-        self._changed = changed
         self._numbers = itertools.count()
         self._leaving_bytes = 0
         self._spares = _Spares()
@@ -91,31 +91,31 @@ class Space:
         self._stuck: dict[Path, int] = {}  # under the names of chunks that are forgotten
 
     def new_path(self) -> Path:
-        """A name in ``.free`` that was never used by this tier."""
+        """A name in ``.free`` that this tier has never used."""
         return self._free_folder / str(next(self._numbers))
 
     def claim(self, size_bytes: int) -> Path | None:
-        """A file to write ``size_bytes`` into, paid for: a spare one of about that size, or a new name. None: no room.
+        """A file to write ``size_bytes`` to, which are counted: a spare one of about that size, or a new name.
 
-        A spare file that is longer is cut first, so that what is given back is really free.
+        None if there is no room. A longer spare file is cut first, so that the bytes given back are really free.
 
         Raises:
-            OSError: that one can be neither cut nor deleted.
+            OSError: a longer file can be neither cut nor deleted.
         """
         refused = 0
         while refused < TRIM_FILES:
             victim = None
-            with self._changed:
+            with self.changed:
                 spare = self._take_spare(size_bytes)
                 if spare is None:
-                    if self.used_bytes + size_bytes <= self._capacity_bytes:
+                    if self.used_bytes + size_bytes <= self.capacity_bytes:
                         self.used_bytes += size_bytes
                         return self.new_path()
                     victim = self._take_victim()
                     if victim is None:
                         if not self._leaving_bytes:
                             return None
-                        self._changed.wait()  # another thread is deleting: what it frees may be enough
+                        self.changed.wait()  # for another thread that is deleting: that may be enough
             if spare is not None and (spare[1] <= size_bytes or self._cut(*spare, size_bytes)):
                 return spare[0]
             if victim is not None:
@@ -123,10 +123,9 @@ class Space:
         return None
 
     def delete(self, path: Path, size_bytes: int) -> bool:
-        """Delete a file whose bytes were announced by ``leave``.
+        """Delete a counted file whose bytes ``leave`` announced; False if it cannot be deleted.
 
-        One that cannot be deleted stays counted, and is kept in mind like any other: or its bytes would be lost until
-        the next start. Then the answer is False.
+        Then it stays counted and is kept for another attempt, or its bytes would be lost until the next start.
         """
         freed_bytes = 0
         try:
@@ -136,7 +135,7 @@ class Space:
                 prune(path.parent)
         except OSError as error:
             logger.debug("could not delete a file of the disk tier: %s", reason(error))
-            with self._changed:
+            with self.changed:
                 if path.parent == self._free_folder:
                     self.add_spare(path, size_bytes)
                 else:
@@ -145,37 +144,38 @@ class Space:
         return freed_bytes > 0
 
     def leave(self, size_bytes: int) -> None:
-        """Announce that counted bytes are about to be deleted. Needs the lock."""
-        self._leaving_bytes += size_bytes
+        """Announce that counted bytes will be deleted. Takes the lock."""
+        with self.changed:
+            self._leaving_bytes += size_bytes
 
     def left(self, size_bytes: int, freed_bytes: int) -> None:
-        """End what ``leave`` announced: ``freed_bytes`` of them are gone."""
-        with self._changed:
+        """End what ``leave`` announced: ``freed_bytes`` of the bytes are gone."""
+        with self.changed:
             self._leaving_bytes -= size_bytes
             self.used_bytes -= freed_bytes
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def add_spare(self, path: Path, size_bytes: int) -> None:
-        """Keep a counted file for later use. Needs the lock; ``trim`` bounds their number."""
+        """Keep a counted file for reuse. Needs the lock; ``trim`` bounds the number of spare files."""
         self._spares.add(path, size_bytes)
 
     def add_stuck(self, path: Path, size_bytes: int) -> None:
-        """Keep a counted file of a forgotten chunk in mind, which would not move. Needs the lock."""
+        """Remember the counted file of a forgotten chunk that could not be renamed. Needs the lock."""
         self._stuck[path] = size_bytes
 
     def overwritten(self, path: Path) -> None:
-        """Another file has come to stand under this name; one that was stuck there is gone with it. Needs the lock."""
+        """Note that another file has taken this name; a file that was stuck there is gone. Needs the lock."""
         self.used_bytes -= self._stuck.pop(path, 0)
 
     def forget_stuck(self) -> int:
-        """Forget files that are stuck, as all of their folder is going; the bytes that they take. Needs the lock."""
+        """Forget stuck files, as their whole folder goes; returns their bytes. Needs the lock."""
         forgotten_bytes = sum(self._stuck.values())
         self._stuck.clear()
         return forgotten_bytes
 
     def move_stuck(self) -> None:
-        """Try again to make spare files of some that are stuck, or their bytes would be lost until the next start."""
-        with self._changed:
+        """Try again to turn some stuck files into spare ones, or their bytes would be lost until the next start."""
+        with self.changed:
             for path, size_bytes in list(islice(self._stuck.items(), TRIM_FILES)):
                 spare = self.new_path()
                 try:
@@ -194,19 +194,18 @@ class Space:
         self.used_bytes += sum(size for _, size in self._foreign)
 
     def trim(self) -> None:
-        """Delete some of the spare files that are too many, the oldest first; call it where waiting does no harm."""
-        for _ in range(TRIM_FILES):
-            with self._changed:
-                victim = self._take_victim() if len(self._spares) > SPARE_FILES else None
-            if victim is None:
-                return
-            self.delete(*victim)
+        """Delete some spare files above the bound, the oldest first; call it where waiting does no harm."""
+        self._delete_victims(TRIM_FILES, lambda: len(self._spares) > SPARE_FILES)
 
     def shrink(self) -> None:
-        """Delete spare files and foreign chunks until the capacity holds, or until each of them was tried."""
-        for _ in range(len(self._spares) + len(self._foreign)):
-            with self._changed:
-                victim = self._take_victim() if self.used_bytes > self._capacity_bytes else None
+        """Delete spare files and foreign chunks until the capacity holds, or all of them were tried."""
+        most = len(self._spares) + len(self._foreign)
+        self._delete_victims(most, lambda: self.used_bytes > self.capacity_bytes)
+
+    def _delete_victims(self, most: int, is_needed: Callable[[], bool]) -> None:
+        for _ in range(most):
+            with self.changed:
+                victim = self._take_victim() if is_needed() else None
             if victim is None:
                 return
             self.delete(*victim)
@@ -217,9 +216,9 @@ class Space:
         return self._spares.total_bytes
 
     def give_up_spares(self, wanted_bytes: int) -> None:
-        """Delete spare files, the oldest first, until so many bytes are free, or until each of them was tried."""
+        """Delete spare files, the oldest first, until so many bytes are free, or all of them were tried."""
         for _ in range(len(self._spares)):
-            with self._changed:
+            with self.changed:
                 victim = self._spares.take_oldest() if wanted_bytes > 0 else None
                 if victim is None:
                     return
@@ -227,18 +226,18 @@ class Space:
             wanted_bytes -= victim[1] if self.delete(*victim) else 0
 
     def forget(self) -> None:
-        """Uncount spare files and foreign chunks: the folder was deleted with them. Needs the lock."""
+        """Uncount spare files and foreign chunks, which were deleted with the folder. Needs the lock."""
         self.used_bytes -= self._spares.total_bytes + sum(size for _, size in self._foreign)
         self._spares = _Spares()
         self._foreign.clear()
 
     def _take_spare(self, size_bytes: int) -> tuple[Path, int] | None:
-        """The spare file nearest to a size, and the bytes it has. Needs the lock.
+        """Take the spare file nearest to a size; returns its size as well. Needs the lock.
 
-        What a shorter one lacks is paid for, and the bytes of a longer one are announced as leaving. One that differs
-        by more than a sixteenth is passed over: overwriting is faster than writing anew, but not if much is new.
+        The bytes that a shorter one lacks are counted, and those of a longer one are announced as leaving. A file that
+        differs by more than a sixteenth is not taken: overwriting is faster than writing anew only if little is new.
         """
-        extra_bytes = self._capacity_bytes - self.used_bytes
+        extra_bytes = self.capacity_bytes - self.used_bytes
         found = self._spares.take_near(size_bytes, extra_bytes) if extra_bytes >= 0 else None
         if found is None:
             return None
@@ -249,10 +248,10 @@ class Space:
         return path, has_bytes
 
     def _cut(self, path: Path, has_bytes: int, size_bytes: int) -> bool:
-        """Shorten a spare file that was announced as leaving; one that resists is deleted instead, and False.
+        """Shorten a spare file that was announced as leaving; if that fails, delete it and return False.
 
         Raises:
-            OSError: it cannot be deleted either.
+            OSError: the file cannot be deleted either.
         """
         try:
             os.truncate(path, size_bytes)
@@ -264,7 +263,7 @@ class Space:
         return True
 
     def _take_victim(self) -> tuple[Path, int] | None:
-        """The file that gives way first, announced as leaving. Needs the lock."""
+        """Take the file that goes first, announced as leaving. Needs the lock."""
         victim = self._spares.take_oldest() or (self._foreign.pop() if self._foreign else None)
         if victim is None:
             return None

@@ -1,9 +1,9 @@
-"""Several folders, one for each disk, as one tier.
+"""Several folders, one per disk, as one tier.
 
-A chunk's *home* is the folder that a hash of its prefix key names, so nobody has to search for it. A chunk whose home
-is full goes to another folder and is remembered as a *stray*, as are chunks that a restart finds elsewhere because the
-list of folders changed. Every folder keeps its own lock, bound and threads: one that breaks makes its own chunks miss,
-and one that hangs holds up only the calls that need it.
+A chunk's *home* folder follows from a hash of its prefix key, so no chunk is searched for. A chunk whose home is full
+goes to another folder and is remembered as a *stray*; so is a chunk that a restart finds elsewhere because the list of
+folders changed. Every folder has its own lock, bound and guards: one that breaks loses only its own chunks, and one
+that hangs delays only the calls that need it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import Tier, TierCounters, Transfer, check_layers, payload_view
-from kvstore.tiers.batches import all_of, grouped
+from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
@@ -36,10 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-THREADS_PER_FOLDER = 4
-
 T = TypeVar("T")
-Wrap = Callable[[DiskTier], Tier]
+Wrap = Callable[[DiskTier], BoundedTier]
 
 
 def open_folders(
@@ -51,54 +47,44 @@ def open_folders(
     direct: bool | None = None,
     codec: str = "none",
     wrap: Wrap | None = None,
-) -> Tier:
-    """Open a disk tier over one folder or several.
+) -> BoundedTier:
+    """Open a disk tier over one or more folders.
 
     Args:
-        folders: one for each disk.
-        namespace: whose chunks these are.
-        layout: the geometry of the chunks.
+        folders: one per disk.
+        namespace: of the chunks.
+        layout: of the chunks.
         capacity_bytes: of all folders together; each gets an equal share.
-        direct: whether to go round the page cache; None lets each folder find out.
-        codec: what chunks are encoded with, see ``kvstore.format.codecs``.
-        wrap: put around the tier of each folder, such as a deadline and a circuit breaker.
+        direct: whether to bypass the page cache; None lets each folder probe.
+        codec: encodes the chunks, see ``kvstore.format.codecs``.
+        wrap: put around each folder's tier, such as a deadline and a circuit breaker.
 
     Raises:
-        ConfigError: a folder is named twice or lies inside another one, or cannot be used, or has no room.
-        FolderOwnedError: another engine uses one of them.
+        ConfigError: a folder is named twice, lies inside another one, cannot be used, or has no room.
+        FolderOwnedError: another engine uses one of the folders.
     """
     if not folders:
-        raise ConfigError("a disk tier needs at least one folder")
-    refuse_overlaps(folders)
+        raise ConfigError("a disk tier needs at least one folder: name one in local_disk")
+    _refuse_overlaps(folders)
     share_bytes = capacity_bytes // len(folders)
     with ExitStack() as opened:
-        disks = []
+        disks: list[DiskTier] = []
         for folder in folders:
-            disk = DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec, checks_room=False)
-            opened.callback(disk.close)
-            disks.append(disk)
+            disks.append(
+                DiskTier(folder, namespace, layout, share_bytes, direct=direct, codec=codec, checks_room=False)
+            )
+            opened.callback(disks[-1].close)
         _check_shared_room(folders, share_bytes)
-        opened.pop_all()
-    if len(disks) == 1:
-        return wrap(disks[0]) if wrap else disks[0]
-    return StripedTier(disks, layout, wrap)
-
-
-def _wrapped(disks: Sequence[DiskTier], wrap: Wrap) -> tuple[Tier, ...]:
-    """The tiers with what is put around them; a failure closes them all."""
-    with ExitStack() as opened:
-        tiers: list[Tier] = []
+        tiers: list[BoundedTier] = []
         for disk in disks:
-            opened.callback(disk.close)
-        for disk in disks:
-            tiers.append(wrap(disk))
+            tiers.append(wrap(disk) if wrap else disk)
             opened.callback(tiers[-1].close)
         opened.pop_all()
-    return tuple(tiers)
+    return tiers[0] if len(tiers) == 1 else StripedTier(disks, tiers, layout)
 
 
-def refuse_overlaps(folders: Sequence[Path]) -> None:
-    """Folders of one tier must not contain each other, whatever links lead to them.
+def _refuse_overlaps(folders: Sequence[Path]) -> None:
+    """Refuse folders that contain each other, whatever links lead to them.
 
     Raises:
         ConfigError: names the first two that do.
@@ -112,7 +98,7 @@ def refuse_overlaps(folders: Sequence[Path]) -> None:
 
 
 def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
-    """Folders on one filesystem must fit into it together.
+    """Check that folders on one filesystem fit into it together.
 
     Raises:
         ConfigError: they do not, or a folder cannot be read.
@@ -130,47 +116,36 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
             raise unusable(neighbours[0], error) from error
 
 
-@dataclass
-class _Batch:
-    """Transfers on their way, and what has become of each so far."""
+class StripedTier(BoundedTier):
+    """Disk tiers side by side. A batch is served one chunk after the other; callers on several threads overlap.
 
-    transfers: Sequence[Transfer]
-    outcomes: list[Outcome]
-    clears: int | None = None  # of a put: how often the tier had been cleared when it began
-    layers: range | None = None  # of a get_layers
-
-
-class StripedTier(Tier):
-    """Disk tiers side by side. Batches are served by all folders at once, and answered in their order.
+    The first chunk whose folder times out ends its batch: ``pending`` tells the outcome of that chunk alone.
 
     Args:
-        disks: freshly opened tiers of one namespace and layout; ``close`` closes them.
-        layout: the geometry of the chunks.
-        wrap: put around each of them.
+        disks: newly opened tiers of one namespace and layout.
+        tiers: the same with their guards around them; ``close`` closes them.
+        layout: of the chunks.
     """
 
     name = "disk"
 
-    def __init__(self, disks: Sequence[DiskTier], layout: KVLayout, wrap: Wrap | None = None) -> None:
+    def __init__(self, disks: Sequence[DiskTier], tiers: Sequence[BoundedTier], layout: KVLayout) -> None:
         self.capacity_bytes = sum(disk.capacity_bytes for disk in disks)
         self.counters = TierCounters()
         self._layout = layout
         self._disks = tuple(disks)
-        self._tiers = _wrapped(disks, wrap) if wrap else tuple(disks)
-        self._pools = [
-            ThreadPoolExecutor(THREADS_PER_FOLDER, f"kvstore-folder-{number}") for number in range(len(disks))
-        ]
-        self._lock = threading.Lock()  # of what follows and the counters; never held during I/O
+        self._tiers = tuple(tiers)
+        self._lock = threading.Lock()  # guards the fields below and the counters; never held during I/O
         self._strays: dict[ChunkRef, int] = {}
         self._putting: set[ChunkRef] = set()
         self._scanned = False
-        self._clears = 0
+        self._clears = 0  # and resets
         self._closed = False
         self._throttle = Throttle(logger)
 
     @property
-    def parts(self) -> tuple[Tier, ...]:
-        """The tiers of the folders, with what is wrapped around them."""
+    def parts(self) -> tuple[BoundedTier, ...]:
+        """The tiers of the folders, guards included."""
         return self._tiers
 
     @property
@@ -180,28 +155,26 @@ class StripedTier(Tier):
 
     @property
     def usable_bytes(self) -> int:
-        """What can surely be filled: below it, at least one folder has room for another chunk."""
+        """The bytes that can surely be filled: below them, at least one folder has room for another chunk."""
         return self.capacity_bytes - (len(self._disks) - 1) * self.stored_bytes(self._layout.blocks_per_chunk)
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk held, in order of use over all folders; they are looked at side by side.
+        """Every chunk held, in order of use over all folders. Scans the folders in parallel.
 
-        The first call finds the strays. Of a chunk in two folders it keeps what was used last.
+        The first call finds the strays. Of a chunk in two folders it keeps the one used last.
 
         Raises:
             TierError: a folder could not be read or swept.
         """
-        self._check_open()
-        looks = [self._submit(number, self._look, number) for number in range(len(self._disks))]
-        found = [look.result() for look in looks]
+        found = self._in_every_folder(self._uses_in)
         if not self._scanned:
             self._take_stock(found)
-        held = (use for number, chunks in enumerate(found) for use in chunks if self._place(use.ref) == number)
+        held = (use for number, uses in enumerate(found) for use in uses if self._place(use.ref) == number)
         return [(use.ref, use.size_bytes) for use in in_order_of_use(held)]
 
-    def _look(self, number: int) -> list[Use]:
-        """The chunks of a folder and when they were used last."""
-        self._tiers[number].scan()  # what is put around the folder guards the look at it; the rest is in memory
+    def _uses_in(self, number: int) -> list[Use]:
+        """The chunks of a folder and when each was last used."""
+        self._tiers[number].scan()  # the guards watch this one; the rest is in memory
         return self._disks[number].uses()
 
     def _take_stock(self, found: Sequence[Sequence[Use]]) -> None:
@@ -217,45 +190,50 @@ class StripedTier(Tier):
                 self._tiers[number].remove(doubles)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether its folder holds it; one that cannot say does not."""
+        """For each chunk, whether its folder holds it; a broken folder holds nothing."""
         self._check_open()
-        held = [False] * len(refs)
-        for number, positions in grouped([self._place(ref) for ref in refs]).items():
-            try:
-                answers = self._tiers[number].contains([refs[position] for position in positions])
-            except TierError as error:
-                self._complain(number, error)
-                continue
-            for position, answer in zip(positions, answers, strict=True):
-                held[position] = answer
-        return held
+        return [self._holds(ref) for ref in refs]
+
+    def _holds(self, ref: ChunkRef) -> bool:
+        place = self._place(ref)
+        try:
+            return self._tiers[place].contains([ref]) == [True]
+        except TierError as error:
+            self._complain(place, error)
+            return False
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers. A broken folder answers ``FAILED`` for its chunks.
 
         Raises:
-            TierTimeoutError: a folder did not answer in time, and may still use its chunks' buffers.
+            TierTimeoutError: a folder did not answer in time, and may still write to its chunk's buffer.
         """
-        batch = self._begin(transfers)
-        self._spread(batch, [self._place(transfer.ref) for transfer in transfers])
-        return self._count(batch)
+
+        def get(transfer: Transfer) -> Outcome:
+            outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get([transfer]))
+            return self._count(outcome, self.size_of(transfer.ref))
+
+        return self._each(transfers, get)
 
     @property
     def reads_layers(self) -> bool:
-        """A file is read in any parts, unless a codec is at work."""
+        """Whether layers can be read one by one: not if a codec encodes the chunks."""
         return self._disks[0].reads_layers
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Read some layers of chunks. A broken folder answers ``FAILED`` for its chunks.
 
         Raises:
-            TierTimeoutError: a folder did not answer in time, and may still use its chunks' buffers.
+            TierTimeoutError: a folder did not answer in time, and may still write to its chunk's buffer.
         """
         check_layers(self._layout, layers)
-        batch = self._begin(transfers)
-        batch.layers = layers
-        self._spread(batch, [self._place(transfer.ref) for transfer in transfers])
-        return self._count(batch)
+        is_last = layers.stop == self._layout.num_layers
+
+        def get(transfer: Transfer) -> Outcome:
+            outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get_layers([transfer], layers))
+            return self._count(outcome, self.layer_bytes(transfer.ref.num_blocks, layers), is_last=is_last)
+
+        return self._each(transfers, get)
 
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
         """The length of these layers."""
@@ -264,34 +242,24 @@ class StripedTier(Tier):
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers: at home, or where there is room. A broken folder answers ``FAILED``.
 
-        So does a chunk that another call is just putting: it might end in two folders.
+        So does a chunk that another call is putting: it could end up in two folders.
 
         Raises:
-            TierTimeoutError: a folder did not answer in time, and may still use its chunks' buffers.
+            TierTimeoutError: a folder did not answer in time, and may still read its chunk's buffer.
         """
-        batch = self._begin(transfers, self._clears)
-        with self._reserved(transfers) as mine:
-            homes = {ref: self._place(ref) for ref in mine}
-            places = [homes.get(transfer.ref) for transfer in transfers]
-            for step in range(1, len(self._tiers) + 1):
-                self._spread(batch, places)
-                places = [
-                    (homes[transfer.ref] + step) % len(self._tiers) if outcome is Outcome.FULL else None
-                    for transfer, outcome in zip(transfers, batch.outcomes, strict=True)
-                ]
-                if batch.clears != self._clears:
-                    break
-        return self._count(batch)
+        clears = self._clears
+        return self._each(transfers, lambda transfer: self._put(transfer, clears))
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks; a folder that refuses does not keep the others from it."""
         self._check_open()
-        refs = list(refs)
-        with self._lock:  # a put that ends later finds it forgotten, and notes it again
-            places = [self._strays.pop(ref, self._home(ref)) for ref in refs]
-        for number, positions in grouped(places).items():
+        by_folder: dict[int, list[ChunkRef]] = {}
+        with self._lock:  # a put that ends later does not find its stray, and notes it again
+            for ref in refs:
+                by_folder.setdefault(self._strays.pop(ref, self._home(ref)), []).append(ref)
+        for number, leaving in by_folder.items():
             try:
-                self._tiers[number].remove([refs[position] for position in positions])
+                self._tiers[number].remove(leaving)
             except TierError as error:
                 self._complain(number, error)
 
@@ -304,21 +272,18 @@ class StripedTier(Tier):
         self._forget_all(lambda tier: tier.clear())
 
     def reset(self, namespace: Namespace) -> None:
-        """Forget every chunk, and enter another namespace, in every folder.
+        """Forget every chunk and enter another namespace, in every folder.
 
         Raises:
             TierError: a folder would not let go of the old chunks, and stores nothing until it does.
         """
         self._forget_all(lambda tier: tier.reset(namespace))
 
-    def _forget_all(self, action: Callable[[Tier], None]) -> None:
+    def _forget_all(self, action: Callable[[BoundedTier], None]) -> None:
         with self._lock:
             self._clears += 1
             self._strays.clear()
-        jobs = [self._submit(number, action, tier) for number, tier in enumerate(self._tiers)]
-        for error in [job.exception() for job in jobs]:
-            if error is not None:
-                raise error
+        self._in_every_folder(lambda number: action(self._tiers[number]))
 
     def stored_bytes(self, num_blocks: int) -> int:
         """See ``DiskTier.stored_bytes``."""
@@ -334,15 +299,13 @@ class StripedTier(Tier):
         return sum(disk.used_bytes for disk in self._disks)
 
     def close(self) -> None:
-        """Close all folders at once; waits as long as the slowest of them, which is bounded."""
+        """Close all folders in parallel; waits for the slowest of them, whose close is bounded."""
         self._closed = True
         closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in self._tiers]
         for closer in closers:
             closer.start()
         for closer in closers:
             closer.join()
-        for pool in self._pools:
-            pool.shutdown(wait=False)
 
     def _home(self, ref: ChunkRef) -> int:
         return zlib.crc32(ref.prefix_key) % len(self._disks)
@@ -354,94 +317,81 @@ class StripedTier(Tier):
         if self._closed:
             raise ClosedError("the disk tier was closed")
 
-    def _submit(self, number: int, work: Callable[..., T], *arguments: object) -> Future[T]:
-        """Start something on the threads of a folder."""
-        try:
-            return self._pools[number].submit(work, *arguments)
-        except RuntimeError as error:
-            raise ClosedError("the disk tier was closed") from error
-
-    def _begin(self, transfers: Sequence[Transfer], clears: int | None = None) -> _Batch:
+    def _in_every_folder(self, action: Callable[[int], T]) -> list[T]:
+        """Do something for the number of each folder, in parallel; raises the first error after all have ended."""
         self._check_open()
-        for transfer in transfers:  # all of them before any is moved
-            payload_view(self._layout, transfer)
-        return _Batch(transfers, [Outcome.FAILED] * len(transfers), clears)
-
-    @contextmanager
-    def _reserved(self, transfers: Sequence[Transfer]) -> Iterator[set[ChunkRef]]:
-        """Keep other puts away from these chunks until the last folder has answered. Yields those that were free."""
-        with self._lock:
-            mine = {transfer.ref for transfer in transfers} - self._putting
-            self._putting |= mine
-
-        def give_back(_: Future[Any] | None = None) -> None:
-            with self._lock:
-                self._putting -= mine
-
-        pending: Future[Any] | None = None
-        try:
-            yield mine
-        except TierTimeoutError as error:
-            pending = error.pending
-            raise
-        finally:
-            pending.add_done_callback(give_back) if pending else give_back()
-
-    def _spread(self, batch: _Batch, places: Sequence[int | None]) -> None:
-        """Serve each transfer in its place: the first folder on this thread, the others on theirs meanwhile."""
-        groups = list(grouped(places).items())
-        jobs = [self._submit(number, self._serve, batch, number, positions) for number, positions in groups[1:]]
-        served = []
-        try:
-            served += [self._serve(batch, number, positions) for number, positions in groups[:1]]
-        finally:
-            errors = [job.exception() for job in jobs]  # buffers stay in use until all have ended
-        for error in errors:
-            if error is not None:
-                raise error
-        late = [pending for pending in served + [job.result() for job in jobs] if pending is not None]
-        if late:
-            raise TierTimeoutError("a folder of the disk tier did not answer in time", all_of(late, batch.outcomes))
-
-    def _serve(self, batch: _Batch, number: int, positions: Sequence[int]) -> Future[None] | None:
-        """Let a folder serve its part of a batch. If it takes too long: what is done when it has."""
-        part = [batch.transfers[position] for position in positions]
-        try:
-            answers = self._ask(self._tiers[number], part, batch)
-        except TierError as error:
-            self._complain(number, error)
-            return self._later(batch, number, positions, error) if isinstance(error, TierTimeoutError) else None
-        self._take(batch, number, positions, answers)
-        return None
-
-    def _ask(self, tier: Tier, part: Sequence[Transfer], batch: _Batch) -> list[Outcome]:
-        if batch.clears is not None:
-            return tier.put(part)
-        return tier.get(part) if batch.layers is None else tier.get_layers(part, batch.layers)
-
-    def _later(self, batch: _Batch, number: int, positions: Sequence[int], error: TierTimeoutError) -> Future[None]:
-        ended: Future[None] = Future()
-
-        def take(call: Future[Sequence[Outcome]]) -> None:
+        with ThreadPoolExecutor(len(self._tiers), "kvstore-folder") as threads:
             try:
-                if not call.cancelled() and call.exception() is None:
-                    self._take(batch, number, positions, call.result())
-            except ClosedError:
-                pass  # the next start finds what it left
-            finally:
-                ended.set_result(None)
+                calls = [threads.submit(action, number) for number in range(len(self._tiers))]
+            except RuntimeError as error:  # the interpreter is shutting down and starts no thread
+                raise ClosedError("the disk tier was closed") from error
+        return [call.result() for call in calls]
 
-        error.pending.add_done_callback(take)
-        return ended
+    def _each(self, transfers: Sequence[Transfer], move: Callable[[Transfer], Outcome]) -> list[Outcome]:
+        """Check all transfers, then move one after the other."""
+        self._check_open()
+        for transfer in transfers:
+            payload_view(self._layout, transfer)
+        return [move(transfer) for transfer in transfers]
 
-    def _take(self, batch: _Batch, number: int, positions: Sequence[int], answers: Sequence[Outcome]) -> None:
-        """Note what a folder answered."""
-        for position, answer in zip(positions, answers, strict=True):
-            ref = batch.transfers[position].ref
-            is_put = batch.clears is not None and answer is Outcome.STORED
-            batch.outcomes[position] = self._settle(ref, number, batch.clears) if is_put else answer
+    def _ask(self, place: int, call: Callable[[BoundedTier], list[Outcome]]) -> Outcome:
+        """Let a folder move one chunk; FAILED if the folder is broken.
 
-    def _settle(self, ref: ChunkRef, place: int, clears: int | None) -> Outcome:
+        Raises:
+            TierTimeoutError: it did not answer in time.
+        """
+        try:
+            (outcome,) = call(self._tiers[place])
+        except TierError as error:
+            self._complain(place, error)
+            if isinstance(error, TierTimeoutError):
+                raise
+            return Outcome.FAILED
+        return outcome
+
+    def _put(self, transfer: Transfer, clears: int) -> Outcome:
+        """Store a chunk in the first folder with room, from its place on.
+
+        ``clears`` is how often the tier had been cleared when the call began.
+        """
+        ref = transfer.ref
+        with self._lock:
+            if ref in self._putting:
+                self.counters.count(Outcome.FAILED, 0)
+                return Outcome.FAILED
+            self._putting.add(ref)
+        place, outcome = self._place(ref), Outcome.FULL
+        try:
+            for _ in self._tiers:
+                outcome = self._ask(place, lambda tier: tier.put([transfer]))
+                if outcome is not Outcome.FULL or clears != self._clears:
+                    break
+                place = (place + 1) % len(self._tiers)
+        except TierTimeoutError as error:
+            ended: Future[list[Outcome]] = Future()
+
+            def end(late: Future[list[Outcome]]) -> None:
+                outcome = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
+                ended.set_result([self._end_put(ref, place, clears, outcome)])
+
+            error.pending.add_done_callback(end)
+            raise TierTimeoutError(str(error), ended) from error
+        except BaseException:
+            self._end_put(ref, place, clears, Outcome.FAILED)
+            raise
+        return self._count(self._end_put(ref, place, clears, outcome), self.size_of(ref))
+
+    def _end_put(self, ref: ChunkRef, place: int, clears: int, outcome: Outcome) -> Outcome:
+        """Take note of what became of a put, and let others put the chunk again."""
+        try:
+            return self._settle(ref, place, clears) if outcome is Outcome.STORED else outcome
+        except ClosedError:
+            return Outcome.FAILED  # the next start finds the file
+        finally:
+            with self._lock:
+                self._putting.discard(ref)
+
+    def _settle(self, ref: ChunkRef, place: int, clears: int) -> Outcome:
         """Remember where a chunk was stored, and remove it from where it was before.
 
         If the tier was cleared since the put began, remove the new one instead.
@@ -459,18 +409,15 @@ class StripedTier(Tier):
                 self._complain(obsolete, error)
         return Outcome.STORED if is_current else Outcome.FAILED
 
-    def _count(self, batch: _Batch) -> list[Outcome]:
+    def _count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
+        """See ``DiskTier``."""
         with self._lock:
-            for transfer, outcome in zip(batch.transfers, batch.outcomes, strict=True):
-                ref = transfer.ref
-                if batch.layers is None:
-                    self.counters.count(outcome, self.size_of(ref))
-                elif outcome is Outcome.HIT and batch.layers.stop < self._layout.num_layers:
-                    self.counters.bytes_read += self.layer_bytes(ref.num_blocks, batch.layers)
-                else:
-                    self.counters.count(outcome, self.layer_bytes(ref.num_blocks, batch.layers))
-        return batch.outcomes
+            if outcome is Outcome.HIT and not is_last:
+                self.counters.bytes_read += num_bytes
+            else:
+                self.counters.count(outcome, num_bytes)
+        return outcome
 
     def _complain(self, number: int, error: TierError) -> None:
-        said = "a folder of the disk tier is out of service, its chunks count as missing: %s"
-        self._throttle.log(str(number), said, error)
+        message = "a folder of the disk tier is out of service, its chunks count as missing: %s"
+        self._throttle.log(str(number), message, error)

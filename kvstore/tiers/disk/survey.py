@@ -1,4 +1,4 @@
-"""The first look at a tier's folder: which chunks it holds, when they were used, and what a crash left behind."""
+"""Scans a tier's folder at start: which chunks it holds, when they were used, and what a crash left behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_DESCRIBED = 64
 
 
 class Use(NamedTuple):
-    """A chunk, when it was used last, in ns since 1970, and the bytes of its file."""
+    """A chunk, its last use in ns since 1970, and the size of its file."""
 
     used_ns: int
     ref: ChunkRef
@@ -45,7 +45,7 @@ class Use(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What stands in a folder: our chunks, foreign ones with mtime in ns, path and bytes, and leftovers swept."""
+    """What a folder holds: our chunks, foreign ones as (mtime in ns, path, size), and how many leftovers went."""
 
     own: list[Use]
     foreign: list[tuple[int, str, int]]
@@ -58,9 +58,9 @@ def survey(folder: Path, namespace_name: str, may_be: Callable[[int, int], bool]
     Only names of ours are touched: whatever else lies in the folder stays there, uncounted.
 
     Args:
-        folder: the tier's folder.
+        folder: of the tier.
         namespace_name: the folder in it that is ours; its unusable files are leftovers as well.
-        may_be: whether a chunk of so many blocks can have a file of so many bytes.
+        may_be: whether the file of a chunk of so many blocks can have so many bytes.
 
     Raises:
         OSError: something could not be read or deleted.
@@ -74,24 +74,48 @@ def survey(folder: Path, namespace_name: str, may_be: Callable[[int, int], bool]
         elif entry.name.startswith(DEAD_PREFIX):
             leftovers.append(entry.path)
         elif entry.name == namespace_name:
-            _survey_own(entry.path, may_be, own, leftovers)
+            for name, ref in names(entry.path):
+                status = name.stat(follow_symlinks=False)
+                if ref and stat.S_ISREG(status.st_mode) and may_be(ref.num_blocks, status.st_size):
+                    own.append(Use(status.st_mtime_ns, ref, status.st_size))
+                else:
+                    leftovers.append(name.path)
         elif NAMESPACE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             if _is_past_epoch(Path(entry.path)):
                 leftovers.append(entry.path)
                 continue
-            foreign += _foreign_chunks(entry.path)
+            for name, ref in names(entry.path):
+                if ref and stat.S_ISREG((status := name.stat(follow_symlinks=False)).st_mode):
+                    foreign.append((status.st_mtime_ns, name.path, status.st_size))
     for path in leftovers:
         delete(Path(path))
     return Survey(own, foreign, len(leftovers))
 
 
+def names(home: str | Path) -> Iterator[tuple[os.DirEntry[str], ChunkRef | None]]:
+    """Every name in a namespace's folder, notes aside, and the chunk that it names; None if it is not a chunk's name.
+
+    Raises:
+        OSError: the folder could not be read.
+    """
+    for shard in os.scandir(home):
+        if shard.name in NOTES:
+            continue
+        if not SHARD_NAME.fullmatch(shard.name) or not shard.is_dir(follow_symlinks=False):
+            yield shard, None
+            continue
+        with suppress(FileNotFoundError):  # an engine has deleted it meanwhile
+            for entry in os.scandir(shard.path):
+                yield entry, parse_chunk_name(shard.name, entry.name)
+
+
 def in_order_of_use(found: Iterable[Use]) -> list[Use]:
     """Chunks in the order in which they should be evicted.
 
-    A prompt's chunks are written and read from its head to its tail, so the head has the oldest mtime; but a tail is
-    worth nothing without its head. Chunks are therefore grouped into sessions: each ends with a pause, and after 10
-    seconds at the latest. Older sessions come first, and in a session the chunk touched last. What lies in the future,
-    because a clock was put back, counts as touched just now.
+    A prompt's chunks are written and read from head to tail, so the head has the oldest mtime; but a tail is useless
+    without its head. So chunks are grouped into sessions, each of which ends with a pause, or after 10 seconds. Older
+    sessions come first, and in a session the chunk used last. A use in the future, because a clock was set back, counts
+    as a use now.
     """
     now_ns = time.time_ns()
     by_time = sorted(Use(min(used_ns, now_ns), ref, size_bytes) for used_ns, ref, size_bytes in found)
@@ -106,7 +130,7 @@ def in_order_of_use(found: Iterable[Use]) -> list[Use]:
 
 
 def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
-    """Refuse a capacity that the one filesystem of ``folders`` cannot hold; what is in them already counts as room.
+    """Refuse a capacity that the filesystem of all ``folders`` cannot hold; chunks already in them count as room.
 
     Raises:
         ConfigError: it does not fit.
@@ -125,30 +149,14 @@ def check_room(folders: Sequence[Path], capacity_bytes: int) -> None:
         )
 
 
-def _survey_own(home: str, may_be: Callable[[int, int], bool], chunks: list[Use], leftovers: list[str]) -> None:
-    for shard in os.scandir(home):
-        if shard.name in NOTES:
-            continue
-        if not SHARD_NAME.fullmatch(shard.name) or not shard.is_dir(follow_symlinks=False):
-            leftovers.append(shard.path)
-            continue
-        for entry in os.scandir(shard.path):
-            ref = parse_chunk_name(shard.name, entry.name)
-            status = entry.stat(follow_symlinks=False)
-            if ref and stat.S_ISREG(status.st_mode) and may_be(ref.num_blocks, status.st_size):
-                chunks.append(Use(status.st_mtime_ns, ref, status.st_size))
-            else:
-                leftovers.append(entry.path)
-
-
 def _is_past_epoch(home: Path) -> bool:
-    """Whether a namespace of somebody else is an epoch, which nobody enters again."""
+    """Whether a foreign namespace is of an epoch, which nobody enters again."""
     namespace = read_namespace(home)
     return namespace is not None and EPOCH_FIELD in namespace.fields
 
 
 def read_namespace(home: Path) -> Namespace | None:
-    """What the folder of a namespace says that it is; None if it says nothing."""
+    """The namespace that the note in its folder describes; None if there is no note."""
     try:
         fields = json.loads((home / NAMESPACE_FILE).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -157,7 +165,7 @@ def read_namespace(home: Path) -> Namespace | None:
 
 
 def describe_foreign(folder: Path, ours: Namespace) -> list[str]:
-    """For each namespace of somebody else in a folder, the names of the fields in which it differs from ours.
+    """For each foreign namespace in a folder, the names of the fields in which it differs from ours.
 
     Raises:
         OSError: the folder could not be read.
@@ -168,17 +176,8 @@ def describe_foreign(folder: Path, ours: Namespace) -> list[str]:
     return sorted({", ".join(ours.differing_fields(other)) for other in others})
 
 
-def _foreign_chunks(home: str) -> Iterator[tuple[int, str, int]]:
-    for shard in os.scandir(home):
-        if SHARD_NAME.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
-            for entry in os.scandir(shard.path):
-                status = entry.stat(follow_symlinks=False)
-                if parse_chunk_name(shard.name, entry.name) and stat.S_ISREG(status.st_mode):
-                    yield status.st_mtime_ns, entry.path, status.st_size
-
-
 def held_bytes(folder: Path) -> int:
-    """Bytes in ``folder`` that are the tier's to keep or to delete.
+    """Bytes in ``folder`` that belong to the tier.
 
     Raises:
         OSError: the folder could not be read.

@@ -1,4 +1,4 @@
-"""Wrappers: tiers around tiers, each for one concern, to be combined.
+"""Wrappers: tiers around tiers, each with one job, to be combined.
 
 disk = guarded(DiskTier(...), GuardOptions(timeout_s=10.0))
 breaker = find(disk, CircuitBreaker)
@@ -14,7 +14,7 @@ from kvstore.tiers.guards.base import TierWrapper, find, layers
 from kvstore.tiers.guards.breaker import BreakerState, BreakerStats, CircuitBreaker
 from kvstore.tiers.guards.crew import Crew
 from kvstore.tiers.guards.deadline import Deadline
-from kvstore.tiers.guards.stats import LatencyHistogram, OperationStats, Statistics, TierStats
+from kvstore.tiers.guards.stats import Statistics
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import Tier
@@ -26,10 +26,7 @@ __all__ = [
     "Crew",
     "Deadline",
     "GuardOptions",
-    "LatencyHistogram",
-    "OperationStats",
     "Statistics",
-    "TierStats",
     "TierWrapper",
     "find",
     "guarded",
@@ -44,10 +41,10 @@ class GuardOptions:
     Attributes:
         timeout_s: the deadline of a call about chunks.
         slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``.
-        threads: calls at the same time; more than the callers' threads.
-        failures: failures in a row after which the tier is left out.
-        probe_interval_s: how often a tier that is left out is tried again.
-        asks_storage: ``contains`` reaches the storage, so that it proves whether the tier works.
+        threads: calls at the same time; more than the callers have threads.
+        failures: consecutive failures after which the tier is bypassed.
+        probe_interval_s: how often a bypassed tier is tried again.
+        asks_storage: ``contains`` reaches the storage, so its answer proves whether the tier works.
     """
 
     timeout_s: float = 10.0
@@ -61,10 +58,9 @@ class GuardOptions:
 def guarded(tier: Tier, options: GuardOptions, crew: Crew | None = None) -> Statistics:
     """``Statistics(CircuitBreaker(Deadline(tier)))``: what a tier that may break needs.
 
-    The order has reasons. The deadline is inside the breaker, so that a time-out counts as a failure, a probe cannot
-    hang, and a call that the breaker answers takes no thread. The statistics are outside, so that they show what the
-    caller gets: the wait for a thread, and the calls that were answered without the tier. Tiers on one storage may
-    share the threads of a ``crew``, which are then not ours to close.
+    The order matters. The deadline is inside the breaker: a time-out counts as a failure, a probe cannot hang, and a
+    call that the breaker answers takes no thread. The statistics are outside: they show what the caller gets, such as
+    the wait for a thread. Tiers on one storage may share the threads of a ``crew``, which its owner closes.
 
     Raises:
         InvalidCallError: an option is out of range; the tier is closed then.

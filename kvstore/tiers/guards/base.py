@@ -1,4 +1,4 @@
-"""A tier around a tier: forwards everything, for wrappers that change one thing.
+"""A tier around a tier, which forwards every call. Wrappers change what they are for.
 
 The idea, that every cross-cutting concern is a small store around a store and keeps the same contract, is taken from
 py-key-value (``key_value/aio/wrappers``).
@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
-from kvstore.tiers.base import Loan, Tier, Transfer
+from kvstore.errors import InvalidCallError
+from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,22 +20,32 @@ if TYPE_CHECKING:
 SomeTier = TypeVar("SomeTier", bound=Tier)
 
 
-class TierWrapper(Tier):
-    """Forwards every call to ``inner``, whose name, capacity and counters it shares. Closing it closes ``inner``."""
+class TierWrapper(BoundedTier):
+    """Forwards every call to ``inner``, whose name, capacity and counters it shares. Closing it closes ``inner``.
+
+    Around a tier without a bound, the calls that only a ``BoundedTier`` has raise ``InvalidCallError``.
+    """
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
         self.name = inner.name
-        self.capacity_bytes = inner.capacity_bytes
+        self.capacity_bytes = inner.capacity_bytes if isinstance(inner, BoundedTier) else UNBOUNDED_BYTES
         self.counters = inner.counters
+
+    @property
+    def _bounded(self) -> BoundedTier:
+        """``inner``, for the calls that only a tier with a bound has."""
+        if not isinstance(self.inner, BoundedTier):
+            raise InvalidCallError(f"the {self.name} tier has no bound, and does not account for what it holds")
+        return self.inner
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward."""
-        return self.inner.scan()
+        return self._bounded.scan()
 
     @property
     def parts(self) -> tuple[Tier, ...]:
-        """Those of ``inner``, or this wrapper if that is whole."""
+        """Those of ``inner``, or this wrapper if ``inner`` is its only part."""
         parts = self.inner.parts
         return (self,) if parts == (self.inner,) else parts
 
@@ -64,10 +75,6 @@ class TierWrapper(Tier):
         """Forward."""
         return self.inner.get_layers(transfers, layers)
 
-    def layer_bytes(self, num_blocks: int, layers: range) -> int:
-        """Forward."""
-        return self.inner.layer_bytes(num_blocks, layers)
-
     @property
     def lends(self) -> bool:
         """Forward."""
@@ -95,25 +102,25 @@ class TierWrapper(Tier):
 
     def drop_spares(self, wanted_bytes: int) -> None:
         """Forward."""
-        self.inner.drop_spares(wanted_bytes)
+        self._bounded.drop_spares(wanted_bytes)
 
     def stored_bytes(self, num_blocks: int) -> int:
         """Forward."""
-        return self.inner.stored_bytes(num_blocks)
+        return self._bounded.stored_bytes(num_blocks)
 
     def size_of(self, ref: ChunkRef) -> int:
         """Forward."""
-        return self.inner.size_of(ref)
+        return self._bounded.size_of(ref)
 
     @property
     def usable_bytes(self) -> int:
         """Forward."""
-        return self.inner.usable_bytes
+        return self._bounded.usable_bytes
 
     @property
     def used_bytes(self) -> int:
         """Forward."""
-        return self.inner.used_bytes
+        return self._bounded.used_bytes
 
     def close(self) -> None:
         """Forward."""

@@ -1,16 +1,16 @@
-"""A circuit breaker: a tier that fails again and again is left alone, and asked now and then whether it works again.
+"""A circuit breaker: a tier that keeps failing is bypassed, and probed at intervals until it works again.
 
-Three states. *Closed*: calls go through. *Open*, after some failures in a row: calls are answered at once, without I/O,
-as if the tier were empty and refused to store. *Probing*: after an interval one call goes through, the others are still
-answered at once; if it fails, the interval begins anew.
+Three states. *Closed*: calls go through. *Open*, after some consecutive failures: calls are answered at once, without
+I/O, as if the tier were empty and refused to store. *Probing*: after an interval one call goes through, while others
+are still answered at once; if it fails, the interval begins anew.
 
 What counts:
 
-- Failure is a ``TierError``, or a batch of which every chunk is ``FAILED``.
-- Success is a batch for which the storage was reached: a ``HIT``, ``CORRUPT`` or ``STORED``.
-- All else proves nothing, and changes nothing: ``MISS`` and ``FULL`` may come from memory, as ``contains`` does. A disk
-  whose every read fails would otherwise be kept in use by the lookups between them. Where ``contains`` asks the
-  storage, its answer is a success, too.
+- A ``TierError``, or a batch in which every chunk ``FAILED``, is a failure.
+- A batch that reached the storage is a success: a ``HIT``, ``CORRUPT`` or ``STORED``.
+- Anything else proves nothing and changes nothing: ``MISS`` and ``FULL`` may come from memory, as ``contains`` does.
+  Otherwise lookups would keep a disk in use whose every read fails. Where ``contains`` asks the storage, its answer is
+  a success, too.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class BreakerStats:
     """A snapshot of a breaker.
 
     Attributes:
-        state: now.
+        state: the current one.
         openings: how often it opened.
         recoveries: how often it closed again.
         probes: calls let through while it was open.
-        short_cut_calls: calls answered without asking the tier.
+        short_cut_calls: calls answered without the tier.
         owed_removals: chunks that the tier must still forget.
     """
 
@@ -78,7 +78,7 @@ class _Verdict(Enum):
 
 @dataclass
 class _Passage:
-    """A call that goes through, and what it turned out to prove."""
+    """A call that goes through, and what it proves."""
 
     is_probe: bool
     verdict: _Verdict = _Verdict.UNKNOWN
@@ -92,24 +92,23 @@ class _Passage:
 
 
 class CircuitBreaker(TierWrapper):
-    """Leaves a tier alone that fails again and again.
+    """Bypasses a tier that keeps failing.
 
-    While it is open, ``contains`` answers False, ``get`` and ``put`` ``FAILED`` (not ``MISS``, which would make the
-    index forget what is there, nor ``FULL``, which would send somebody to buy a disk). ``remove`` is remembered, and
-    made good for before the breaker closes: no chunk comes back that was removed meanwhile, and no bytes are lost. A
-    ``remove`` that failed is repeated with the next one, and until then its chunks are not there for whoever asks.
-    One that hangs may yet take effect, so its chunks cannot be put until it has ended.
-    ``scan``, ``clear`` and ``reset`` always go through: whoever clears must know whether it was done.
+    While it is open, ``contains`` answers False, and ``get`` and ``put`` answer ``FAILED``: ``MISS`` would make the
+    index forget what is there, and ``FULL`` would suggest a larger disk. ``remove`` is recorded, and carried out before
+    the breaker closes: no removed chunk comes back, and no bytes are lost. A ``remove`` that failed is repeated with
+    the next one, and until then its chunks are hidden. One that hangs may yet take effect, so its chunks cannot be put
+    until it has ended. ``scan``, ``clear`` and ``reset`` always go through: the caller must know if they succeeded.
 
-    A call that raises while the breaker is closed raises here too. The state changes under a lock that is not held
+    What a call raises while the breaker is closed reaches the caller. The state changes under a lock that is not held
     during I/O. A probe that hangs keeps the breaker open, so put a ``Deadline`` inside.
 
     Args:
         inner: the tier to guard.
-        failures: how many in a row open it.
+        failures: how many consecutive ones open it.
         probe_interval_s: from a failure of the open tier to the next probe.
-        asks_storage: ``contains`` reaches the storage: an answer is a success, and it may be a probe.
-        clock: seconds. A clock that jumps costs at most one interval more or less.
+        asks_storage: ``contains`` reaches the storage: its answer is a success, and it may be a probe.
+        clock: seconds. A jump of the clock costs at most one interval.
 
     Raises:
         InvalidCallError: ``failures`` is not positive, or the interval negative.
@@ -151,11 +150,11 @@ class CircuitBreaker(TierWrapper):
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are answered without asking the tier."""
+        """Whether calls are answered without the tier."""
         return self._state is not BreakerState.CLOSED
 
     def stats(self) -> BreakerStats:
-        """State and counts, all of one moment."""
+        """State and counts at one moment."""
         with self._lock:
             return BreakerStats(
                 self._state,
@@ -182,7 +181,7 @@ class CircuitBreaker(TierWrapper):
             return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open: the chunks may well be there.
+        """Forward; all ``FAILED`` while open, as the chunks may be there.
 
         Raises:
             TierError: the tier is broken, and this call went through.
@@ -223,25 +222,25 @@ class CircuitBreaker(TierWrapper):
             return Loan(outcomes, _merge(is_hidden, None, loan.payloads), loan.end)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward; all ``FAILED`` while open, and what belongs to an epoch that is over, or is just being removed.
+        """Forward; all ``FAILED`` while open. So are chunks of an epoch that is over, or that are just being removed.
 
         Raises:
             TierError: the tier is broken, and this call went through.
         """
         if transfers and not self._is_shut and not any(item.belongs_to(self._namespace_id) for item in transfers):
-            return [Outcome.FAILED] * len(transfers)  # which says nothing about the storage
+            return [Outcome.FAILED] * len(transfers)  # this proves nothing about the storage
         with self._passage() as passage:
             if passage is None:
                 return [Outcome.FAILED] * len(transfers)
             clears = self._clears
             refused = self._owed.begin_put(transfer.ref for transfer in transfers)
             outcomes = self._put([transfer for transfer in transfers if transfer.ref not in refused])
-            if clears == self._clears and clears % 2 == 0:  # a put that is overtaken by a clear fails on a sound tier
+            if clears == self._clears and clears % 2 == 0:  # overtaken by a clear, a put fails on a sound tier
                 passage.judge(outcomes)
             return _merge([transfer.ref in refused for transfer in transfers], Outcome.FAILED, outcomes)
 
     def _put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Store chunks, and end what is owed of those that are stored, at last."""
+        """Store chunks. Those that are stored in the end, be it late, are no longer owed."""
         refs = {transfer.ref for transfer in transfers}
 
         def end(outcomes: Sequence[Outcome] = ()) -> None:
@@ -260,7 +259,7 @@ class CircuitBreaker(TierWrapper):
         return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forward, together with removals that failed before; remembered while open.
+        """Forward, together with removals that failed before; record them while open.
 
         Raises:
             TierError: the tier is broken, and the breaker was still closed. The removal is repeated later.
@@ -277,7 +276,7 @@ class CircuitBreaker(TierWrapper):
             self.remove(())
 
     def clear(self) -> None:
-        """Forward in any state; removals remembered before are done with it.
+        """Forward in any state; this settles removals recorded before.
 
         Raises:
             TierError: the tier is broken, and may have forgotten nothing.
@@ -295,27 +294,27 @@ class CircuitBreaker(TierWrapper):
         """
         with self._passage(may_probe=False) as passage:
             if passage:
-                self.inner.drop_spares(wanted_bytes)
+                super().drop_spares(wanted_bytes)
 
     def reset(self, namespace: Namespace) -> None:
-        """Forward in any state; removals remembered before are done with it.
+        """Forward in any state; this settles removals recorded before.
 
         Raises:
-            TierError: the tier is broken. It is in the new namespace all the same, or will be before it does anything.
+            TierError: the tier is broken. Even so it is in the new namespace, or will be before it does anything else.
         """
         self._owed.forget(self._owed.refs())
         with self._clearing():
-            self._namespace_id = namespace.id  # what comes meanwhile fails either way, and proves nothing
+            self._namespace_id = namespace.id  # puts that come meanwhile fail either way
             self.inner.reset(namespace)
 
     def close(self) -> None:
-        """Forward. Removals still owed are lost, and their chunks there again at the next start."""
+        """Forward. Removals still owed are lost: their chunks are back at the next start."""
         self._is_shut = True
         self.inner.close()
 
     @contextmanager
     def _passage(self, *, may_probe: bool = True) -> Iterator[_Passage | None]:
-        """Let a call through, and draw the conclusion from it; None if it must not go."""
+        """Let a call through, and judge it at its end; None if it must not go through."""
         passage = self._admit(may_probe=may_probe)
         if passage is None:
             yield None
@@ -339,12 +338,12 @@ class CircuitBreaker(TierWrapper):
         except TierError as error:
             passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
             raise
-        finally:  # also after exceptions that prove nothing, or a probe would never end
+        finally:  # also after exceptions that prove nothing: a probe must end
             self._conclude(passage)
 
     def _admit(self, *, may_probe: bool) -> _Passage | None:
         with self._lock:
-            if self._state is BreakerState.CLOSED or self._is_shut:  # after close the tier itself says so
+            if self._state is BreakerState.CLOSED or self._is_shut:  # after close the tier itself refuses
                 return _Passage(is_probe=False)
             if may_probe and self._state is BreakerState.OPEN and self._is_probe_due():
                 self._state = BreakerState.PROBING
@@ -374,9 +373,9 @@ class CircuitBreaker(TierWrapper):
                 logger.log(level, "%s", message)
 
     def _after_call(self, passage: _Passage) -> tuple[int, str] | None:
-        """Count a failure or a success of a closed breaker. Returns the line to log."""
+        """Count a failure or a success while closed. Returns the line to log."""
         if self._state is not BreakerState.CLOSED or passage.verdict is _Verdict.UNKNOWN:
-            return None  # a straggler from before it opened changes nothing
+            return None  # a late call from before it opened changes nothing
         if passage.verdict is _Verdict.SUCCESS:
             self._failures_in_a_row = 0
             return None
@@ -395,7 +394,7 @@ class CircuitBreaker(TierWrapper):
         """Close after a success, wait again after a failure. Returns the line to log."""
         if passage.verdict is not _Verdict.SUCCESS:
             self._state = BreakerState.OPEN
-            if passage.verdict is _Verdict.FAILURE:  # one that proved nothing leaves it to the next call
+            if passage.verdict is _Verdict.FAILURE:  # if it proved nothing, the next call is a probe
                 self._since_s = self._clock()
             return None
         self._state = BreakerState.CLOSED
@@ -424,11 +423,11 @@ class CircuitBreaker(TierWrapper):
 
 
 def _merge(is_left_out: Sequence[bool], answer: T, others: Sequence[T]) -> list[T]:
-    """The answers about a batch of which some were left out."""
+    """The answers about a batch, with one answer for all chunks that were left out."""
     rest = iter(others)
     return [answer if is_out else next(rest) for is_out in is_left_out]
 
 
 def _answer_of(late: Future[Sequence[Outcome]]) -> Sequence[Outcome]:
-    """What a put that was given up has come to."""
+    """The outcomes of a put that timed out and has ended."""
     return () if late.cancelled() or late.exception() is not None else late.result()

@@ -1,7 +1,7 @@
-"""Threads for calls that may hang: such a call cannot be cancelled, only left behind.
+"""Threads for calls that may hang: such a call cannot be cancelled, only abandoned.
 
-The threads are daemons and not those of ``concurrent.futures``, which the interpreter joins at exit: a stuck call must
-not keep a process from ending.
+They are daemon threads, not those of ``concurrent.futures``, which the interpreter joins at exit: a stuck call must not
+keep a process from ending.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Crew:
     """A fixed number of threads, which tiers on one storage may share: if it hangs, it hangs for all of them.
 
     Args:
-        name: of whom, for the names of the threads and for people.
+        name: of the tier, for thread names and messages.
         threads: calls at the same time.
         max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
 
@@ -45,10 +45,6 @@ class Crew:
         for number in range(threads):
             thread = threading.Thread(target=_serve, args=(self._work,), name=f"kvstore-{name}-{number}", daemon=True)
             thread.start()
-
-    def count_waiting(self) -> int:
-        """Calls that no thread has begun."""
-        return self._work.qsize()
 
     def submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
         """Start a call.
@@ -71,14 +67,14 @@ class Crew:
         return future
 
     def give_up(self, future: Future[Any]) -> None:
-        """Nobody waits for a call any more: its thread is lost until it ends."""
+        """Stop waiting for a call: its thread is lost until the call ends."""
         with self._lock:
             if not future.cancelled():
                 self._stuck.add(future)
-        future.add_done_callback(self._come_back)  # runs here and now if it has just ended
+        future.add_done_callback(self._come_back)  # runs at once if the call has just ended
 
     def close(self) -> None:
-        """End the threads once they have done what waits. Idempotent; waits for nothing."""
+        """End the threads after the calls that wait. Idempotent; does not wait for them."""
         with self._lock:
             if self._is_closed:
                 return
@@ -92,7 +88,7 @@ class Crew:
 
 
 def start_aside(name: str, action: Callable[[], Result]) -> Future[Result]:
-    """Start a call on a thread of its own: all others may be stuck."""
+    """Start a call on a thread of its own, as all others may be stuck."""
     future: Future[Result] = Future()
     work: SimpleQueue[Work | None] = SimpleQueue()
     work.put((future, action))

@@ -1,9 +1,9 @@
 """A deadline for every call: a disk that hangs is a broken tier, not a hung engine.
 
-A system call that hangs cannot be cancelled, only left behind. So calls run on threads of this wrapper, which may be
-lost to them. Whoever waits for longer than the deadline gets ``TierTimeoutError``, whose ``pending`` tells when the
-call has ended at last and its buffers are free again. Nothing is copied for that: the good path costs one hand-over
-between threads (tens of microseconds), and the caller of a call that timed out keeps its buffers aside.
+A system call that hangs cannot be cancelled, only abandoned. So calls run on threads of this wrapper, which they may
+block for good. After the deadline the caller gets ``TierTimeoutError``, whose ``pending`` is done once the call has
+ended and its buffers are free again. Nothing is copied: the normal path costs one hand-over between threads (tens of
+microseconds), and after a time-out the caller sets its buffers aside.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Result = TypeVar("Result")
 
 
 class Deadline(TierWrapper):
-    """Lets no call wait longer than its deadline, waiting for a thread included.
+    """Ends every wait after a deadline, waiting for a thread included.
 
     A call that timed out before it began is withdrawn. One that had begun goes on: a late ``put``, ``remove`` or
-    ``clear`` still takes effect. Once all threads are stuck in such calls, every call fails at once with ``TierError``,
-    until one of them comes back. Callbacks of ``pending`` run on the thread that came back. ``used_bytes``,
-    ``stored_bytes``, ``size_of`` and ``counters`` answer from memory, on the caller's thread.
+    ``clear`` still takes effect. While all threads are stuck in such calls, every call fails at once with
+    ``TierError``. Callbacks of ``pending`` run on the thread of the late call. ``used_bytes``, ``stored_bytes``,
+    ``size_of`` and ``counters`` answer from memory, on the caller's thread.
 
     Args:
         inner: the tier to guard.
         timeout_s: the deadline of calls about chunks, whatever the size of the batch.
-        threads: calls at the same time. More than the callers have threads, or a few stuck calls slow down the rest.
+        threads: calls at the same time. Use more than the callers have, or a few stuck calls slow down the rest.
         slow_timeout_s: the deadline of ``scan``, ``clear``, ``reset`` and ``close``, which may touch every file.
         max_waiting: calls that may wait for a thread; beyond them a call fails at once with ``TierError``.
-        crew: threads that are shared with others, and closed by whoever made them; the two counts are theirs then.
+        crew: threads shared with other tiers, and closed by their owner; they bring their own two counts.
 
     Raises:
         InvalidCallError: a time or a count that is not positive.
@@ -87,7 +87,7 @@ class Deadline(TierWrapper):
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward within the slow deadline."""
-        return self._call("scan", self.inner.scan, self._slow_timeout_s)
+        return self._call("scan", super().scan, self._slow_timeout_s)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward within the deadline.
@@ -111,7 +111,7 @@ class Deadline(TierWrapper):
         return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers), self._timeout_s)
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Forward within the deadline. What is lent too late is given back at once.
+        """Forward within the deadline. A loan that comes too late is given back at once.
 
         Raises:
             TierTimeoutError: timed out.
@@ -157,12 +157,13 @@ class Deadline(TierWrapper):
         Raises:
             TierError: timed out (it may yet take effect), or no thread is left.
         """
-        self._call("drop_spares", lambda: self.inner.drop_spares(wanted_bytes), self._timeout_s)
+        drop_spares = super().drop_spares
+        self._call("drop_spares", lambda: drop_spares(wanted_bytes), self._timeout_s)
 
     def reset(self, namespace: Namespace) -> None:
-        """Forward within the slow deadline, on a thread of its own: no stuck call keeps it from happening.
+        """Forward within the slow deadline, on a thread of its own, so that no stuck call can prevent it.
 
-        But for an earlier reset, which it comes after: the tier must end in the namespace that was named last.
+        It waits only for an earlier reset: the tier must end in the namespace that was named last.
 
         Raises:
             TierTimeoutError: timed out. Until its ``pending`` is done, other calls fail at once with ``TierError``.
@@ -184,7 +185,7 @@ class Deadline(TierWrapper):
             raise TierTimeoutError(message, resetting) from error
 
     def close(self) -> None:
-        """Close the tier within the slow deadline; beyond it a daemon thread goes on, and a warning says so."""
+        """Close the tier within the slow deadline; after it, warn and leave it to a daemon thread."""
         with self._lock:
             if self._closed:
                 return
@@ -201,17 +202,17 @@ class Deadline(TierWrapper):
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
-            if not future.cancel() and future.done():  # it came at the last moment, or raised this very exception
+            if not future.cancel() and future.done():  # it ended at the last moment, or raised this very exception
                 return future.result()
             self._crew.give_up(future)
             self._give_up(future)
             message = f"{operation} of the {self.name} tier took longer than {timeout_s} s"
             raise TierTimeoutError(message, future) from error
         finally:
-            del future  # or what it raised would keep this frame alive, and this frame what it raised
+            del future  # or its exception and this frame would keep each other alive
 
     def _aside(self, operation: str, action: Callable[[], None]) -> Future[None]:
-        """Start a call on a thread of its own: the others may all be stuck."""
+        """Start a call on a thread of its own, as all others may be stuck."""
         return start_aside(f"kvstore-{self.name}-{operation}", action)
 
     def _submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
@@ -227,7 +228,7 @@ class Deadline(TierWrapper):
             self._timeouts += 1
             if not future.cancelled():
                 self._stuck.add(future)
-        future.add_done_callback(self._come_back)  # runs here and now if it has just ended
+        future.add_done_callback(self._come_back)  # runs at once if the call has just ended
 
     def _come_back(self, future: Future[Any]) -> None:
         with self._lock:

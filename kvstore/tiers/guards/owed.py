@@ -1,11 +1,11 @@
-"""Chunks that a tier must still forget: removals that failed, or that nobody could carry out.
+"""Owed removals: chunks that a tier must still forget, because a removal failed or the tier was bypassed.
 
-What keeps their order with puts:
+How they are ordered with puts:
 
-- A chunk that is owed is not there for whoever asks, though the tier may still have it.
-- A put that has succeeded ends what is owed; one that fails leaves it as it was, as the old bytes may still be there.
-- While a removal is under way, or was given up and may yet take effect, its chunks cannot be put: it would take them.
-- While a chunk is being put, what is owed of it waits.
+- The removal of a chunk is owed: nobody can read it, though the tier may still hold it.
+- A put that succeeds settles the removal; one that fails does not, as the old bytes may still be there.
+- While a removal is under way, or timed out and may yet take effect, its chunks cannot be put, or it would remove them.
+- While a chunk is being put, its owed removal waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OwedRemovals:
-    """The removals that one tier owes, and what is under way. Thread-safe; nothing here waits."""
+    """The removals that one tier owes, and those and the puts under way. Thread-safe; no call waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,30 +36,30 @@ class OwedRemovals:
         return ref in self._owed
 
     def refs(self) -> tuple[ChunkRef, ...]:
-        """All that is owed now."""
+        """All chunks whose removal is owed now."""
         with self._lock:
             return tuple(self._owed)
 
     def hidden(self, refs: Iterable[ChunkRef]) -> set[ChunkRef]:
-        """Those of some chunks that must not be read: they were removed, whatever the tier may still have."""
+        """Those of some chunks that must not be read, because they were removed."""
         if not self._owed and not self._leaving:
             return set()
         with self._lock:
             return {ref for ref in refs if ref in self._owed or ref in self._leaving}
 
     def owe(self, refs: Iterable[ChunkRef]) -> None:
-        """Note removals that nobody carries out now."""
+        """Record removals that are not carried out now."""
         with self._lock:
             self._owed.update(dict.fromkeys(refs))
 
     def forget(self, refs: Sequence[ChunkRef]) -> None:
-        """They have gone some other way."""
+        """Settle removals: the chunks have gone in another way."""
         with self._lock:
             for ref in refs:
                 self._owed.pop(ref, None)
 
     def begin_removal(self, refs: Iterable[ChunkRef]) -> tuple[ChunkRef, ...]:
-        """Take up a removal: what is to be removed with it. To be ended by ``end_removal``."""
+        """Begin a removal: the chunks to remove, owed ones included. End it with ``end_removal``."""
         with self._lock:
             going = {ref: None for ref in self._owed if ref not in self._putting} | dict.fromkeys(refs)
             for ref in going:
@@ -68,12 +68,12 @@ class OwedRemovals:
             return tuple(going)
 
     def end_removal(self, refs: Iterable[ChunkRef]) -> None:
-        """A removal does nothing any more. If it has failed, ``owe`` comes first."""
+        """End a removal, which can have no effect any more. If it failed, call ``owe`` first."""
         with self._lock:
             _subtract(self._leaving, refs)
 
     def begin_put(self, refs: Iterable[ChunkRef]) -> set[ChunkRef]:
-        """Take up a put; those of its chunks that cannot be put now. The others are to be ended by ``end_put``."""
+        """Begin a put. Returns the chunks that cannot be put now; end the put of the others with ``end_put``."""
         with self._lock:
             wanted = set(refs)
             refused = {ref for ref in wanted if ref in self._leaving}
@@ -81,7 +81,7 @@ class OwedRemovals:
             return refused
 
     def end_put(self, refs: Iterable[ChunkRef], stored: Iterable[ChunkRef]) -> None:
-        """A put has ended, and the tier has new bytes of what it has ``stored``."""
+        """End a put, which settles the removal of the chunks that it has ``stored``."""
         with self._lock:
             _subtract(self._putting, refs)
             for ref in stored:

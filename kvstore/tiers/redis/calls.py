@@ -1,4 +1,4 @@
-"""Questions to the servers that have the answers: about one chunk, or about many in one round trip a server."""
+"""Calls to the servers that hold the chunks: about one chunk, or about many in one round trip to each server."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from kvstore.tiers.redis.url import Kind, RedisTarget
 from kvstore.tiers.redis.wire import Link, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Result = TypeVar("Result")
 Question = tuple[bytes, list[bytes]]
 """The hash tag that decides on the server, and packed commands."""
 
+_PAGE_KEYS = 1000
 _MOVES = 3  # of a slot in a cluster, within one call
-_OUTAGES = (TierError, TierSetupError)  # but not what concerns a chunk
+_OUTAGES = (TierError, TierSetupError)  # but not errors that concern one chunk
 
 
 class Calls:
-    """Asks servers, follows slots to other nodes, and has the servers found anew after a failure. Thread-safe."""
+    """Asks servers, follows slots to other nodes, and looks for the servers anew after a failure. Thread-safe."""
 
     def __init__(self, target: RedisTarget, nodes: Nodes) -> None:
         self._target = target
         self.nodes = nodes
 
     def at(self, tag: bytes, action: Callable[[Link], Result]) -> Result:
-        """Do something at the server that has a tag; if the tag has moved to another one, there.
+        """Run an action at the server that has a tag, also if the tag has just moved to another server.
 
         Raises:
             TierError: that server failed.
@@ -52,10 +53,10 @@ class Calls:
         raise TierError(f"the Redis cluster at {self._target} sends a chunk from node to node")
 
     def ask_all(self, questions: Sequence[Question]) -> list[Reply | TierError]:
-        """Put commands to the servers that have their tags, all for one server in one round trip.
+        """Send commands to the servers that have their tags, in one round trip to each server.
 
         Returns:
-            For each question the reply to its last command, or what was wrong with any.
+            For each question the reply to its last command, or the error of any of them.
 
         Raises:
             TierError: no server gave any answer.
@@ -68,7 +69,8 @@ class Calls:
                 by_node[self.nodes.node_of(questions[number][0])].append(number)
             for node, numbers in by_node.items():
                 replies = self.ask_node(node, [questions[number][1] for number in numbers])
-                answers = replaced(answers, dict(zip(numbers, replies, strict=True)))
+                for number, reply in zip(numbers, replies, strict=True):
+                    answers[number] = reply
             waiting = [number for number in waiting if isinstance(answers[number], SlotMovedError)]
             if not waiting:
                 break
@@ -79,7 +81,7 @@ class Calls:
         return answers
 
     def ask_node(self, node: Node, questions: Sequence[list[bytes]]) -> list[Reply | TierError]:
-        """The same for one server; none of the answers is anything else if it fails as a whole."""
+        """The same for one server; if it fails as a whole, every answer is its error."""
         try:
             with node.link() as link:
                 replies = iter(link.ask([command for commands in questions for command in commands]))
@@ -88,13 +90,24 @@ class Calls:
             return [error for _ in questions]
         return [_answer([next(replies) for _ in commands], node) for commands in questions]
 
+    def pages(self, pattern: bytes) -> Iterator[tuple[Node, list[bytes]]]:
+        """All keys that match a pattern, in pages; no connection is held between them.
+
+        Raises:
+            TierError: a server failed.
+        """
+        for node in self.nodes.masters():
+            cursor: object = b"0"
+            while True:
+                with node.link() as link:
+                    page = link.call("SCAN", bytes(cursor), "MATCH", pattern, "COUNT", _PAGE_KEYS)  # type: ignore[call-overload]
+                cursor, keys = page  # type: ignore[misc]
+                yield node, keys  # type: ignore[misc]
+                if cursor == b"0":
+                    break
+
 
 def _answer(replies: list[Reply], node: Node) -> Reply | TierError:
-    """The last reply to a group of commands, or what was wrong with any of them."""
+    """The last reply to a group of commands, or the error of any of them."""
     failure = first_error(replies)
     return replies[-1] if failure is None else translated(failure, node.place)
-
-
-def replaced(answers: list[Reply | TierError], by_number: dict[int, Reply | TierError]) -> list[Reply | TierError]:
-    """The answers, but with others for some of the numbers."""
-    return [by_number.get(number, answer) for number, answer in enumerate(answers)]

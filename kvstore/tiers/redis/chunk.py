@@ -1,16 +1,17 @@
 """A chunk in Redis: its keys, and how it gets there and back over one connection. ``docs/FORMAT.md`` describes it.
 
-- The payload lies in parts of about 1 MiB, under names that follow from the chunk's own. A small commit value beside
-  them is the header of a chunk file. A hash tag keeps all of them on one node of a cluster.
-- What is here stores payloads as they are; ``_redis_coded.py`` does it through a codec, in fewer parts.
-- Parts are written under names of their own, which expire, and renamed together with the commit in one transaction:
-  a chunk is there whole or not at all, and whoever writes last wins whole.
+- The payload lies in parts of about 1 MiB, whose names follow from the chunk's. A small commit value beside them is the
+  header of a chunk file. A hash tag keeps all of them on one node of a cluster.
+- This module stores payloads as they are; ``coded.py`` stores them through a codec, in fewer parts.
+- Parts are written under temporary names, which expire, and renamed together with the commit in one transaction: a
+  chunk is there whole or not at all, and the last writer wins whole.
 - Commit and parts begin with the id of the write that made them. Readers ask for them one after the other; if the
-  chunk is replaced meanwhile, ids or checksums do not agree, and the commit is not the same any more.
+  chunk is replaced meanwhile, ids or checksums do not agree, and the commit has changed.
 """
 
 from __future__ import annotations
 
+import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,6 @@ from kvstore.chunks import ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.codecs import CODEC_NAMES
 from kvstore.keys import ChunkKey
-from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
 from kvstore.tiers.redis.wire import Buffer, Link, Reply, pack
 
 if TYPE_CHECKING:
@@ -30,36 +30,35 @@ if TYPE_CHECKING:
 
     from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
-    from kvstore.tiers.redis.ledger import WriteId
 
+WRITE_ID_BYTES = 8
 # A value of 1 MiB and its header would take 1.25 MiB of jemalloc's size classes; this takes 1 MiB.
 PART_BYTES = (1 << 20) - 4096
-UNCOMMITTED_TTL_S = 600  # after that a part expires whose writer was killed before it committed
+UNCOMMITTED_TTL_S = 600  # then the parts of a writer that was killed before its commit expire
 PREFIX = b"kvs:{"
 _WINDOW = 3  # parts asked for ahead: the server copies one while another is on the wire
-_BLANK_KEY = ChunkKey(bytes(8), bytes(16))
 _NOWHERE = memoryview(bytearray())
 _UNUSABLE = b""  # stands for a commit of another type
 
 
 def commit_key(tag: bytes) -> bytes:
-    """The key that says that the chunk with this tag is there."""
+    """The key of the commit, whose presence means that the chunk with this tag is there."""
     return PREFIX + tag + b"}:c"
 
 
 def exists_command(tag: bytes) -> bytes:
-    """Ask whether the chunk with this tag is there. Of these a lookup sends one a chunk."""
+    """Ask whether the chunk with this tag is there. A lookup sends one for each chunk."""
     key = commit_key(tag)
     return b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key)
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where the chunks of a namespace are at present. Another epoch is another place: what was in the old one is gone.
+    """Where the chunks of a namespace are now. A new epoch is a new home: what was in the old one is unreachable.
 
     Attributes:
         namespace_id: whose chunks.
-        epoch: 16 hex digits, or empty as long as it is not known.
+        epoch: 16 hex digits; empty until it is known.
     """
 
     namespace_id: bytes
@@ -85,7 +84,7 @@ class Home:
         return b"%b:%b:" % (self.epoch_tag, self.epoch)
 
     def tag(self, ref: ChunkRef) -> bytes:
-        """The hash tag of a chunk: what decides on its node."""
+        """The hash tag of a chunk, which decides its node."""
         return b"%b%b:%d" % (self._stem, ref.prefix_key.hex().encode(), ref.num_blocks)
 
     def keys(self, ref: ChunkRef, num_parts: int) -> list[bytes]:
@@ -111,13 +110,11 @@ class Outgoing(NamedTuple):
     Attributes:
         ref: which one.
         data: what goes into its parts.
-        size_bytes: of all its values together.
         header: of its commit, without trailing spaces; None if it follows from what is sent.
     """
 
     ref: ChunkRef
     data: ByteArray
-    size_bytes: int
     header: bytes | None
 
 
@@ -127,7 +124,7 @@ class Incoming(NamedTuple):
     Attributes:
         ref: which one.
         payload: for its KV.
-        data: for what is in its parts: the same, or a buffer for what is to be decoded.
+        data: for what is in its parts: the same, or a buffer to decode from.
     """
 
     ref: ChunkRef
@@ -137,30 +134,32 @@ class Incoming(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a look for a chunk has found.
+    """What one look for a chunk found.
 
     Attributes:
         commit: as it was before the parts were read, or None.
+        has_parts: whether any part was seen, with or without a commit.
         is_whole: whether every part is there, of the right length, and of the write that the commit names.
-        is_evicted: whether a part is not there at all.
+        is_evicted: whether a part is missing.
         size_bytes: of all its values together, if it is whole.
-        layer_sums: the checksums of what was read, if it is whole and was read to where it belongs.
+        layer_sums: the checksums of what was read, if it is whole and was read straight into the payload.
     """
 
     commit: bytes | None
-    is_whole: bool = False
-    is_evicted: bool = False
-    size_bytes: int = 0
-    layer_sums: str = ""
+    has_parts: bool
+    is_whole: bool
+    is_evicted: bool
+    size_bytes: int
+    layer_sums: str
 
 
 def num_parts(data_bytes: int) -> int:
-    """In how many parts that much lies."""
+    """The number of parts for that much data."""
     return -(-data_bytes // PART_BYTES)
 
 
 def split(data: ByteArray) -> list[memoryview]:
-    """The parts of what is to be sent or received, as views."""
+    """The parts of what is sent or received, as views."""
     return [data.data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
 
 
@@ -179,51 +178,53 @@ class ChunkIO:
         self._ttl_s = ttl_s
 
     def max_parts(self, num_blocks: int) -> int:
-        """In how many parts a payload lies at most: as it is."""
+        """The most parts that a payload takes: without a codec."""
         return num_parts(self._layout.payload_bytes(num_blocks))
 
     def keys(self, home: Home, ref: ChunkRef) -> list[bytes]:
         """All keys that a chunk may have, the commit key first."""
         return home.keys(ref, self.max_parts(ref.num_blocks))
 
-    def stored_bytes(self, num_blocks: int) -> int:
-        """The length of all values of a chunk together; with a codec, the most that it can be."""
-        return self.size_of(num_blocks, self._layout.payload_bytes(num_blocks))
-
-    def size_of(self, num_blocks: int, data_bytes: int) -> int:
-        """The length of all values of a chunk with so much in its parts."""
-        blank = chunkfile.build_header(self._layout, _BLANK_KEY, num_blocks, self._blank_sums())
-        return values_bytes(len(blank.rstrip()), data_bytes)
-
     @contextmanager
     def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:  # noqa: ARG002 - a codec's
         """A chunk as it will be stored.
 
         Raises:
-            TierError: all buffers for that are in use for too long.
+            TierError: all buffers of the codec were in use for too long.
         """
-        yield Outgoing(ref, payload, self.stored_bytes(ref.num_blocks), None)
+        yield Outgoing(ref, payload, None)
 
     @contextmanager
     def incoming(self, ref: ChunkRef, payload: ByteArray) -> Iterator[Incoming]:
-        """A place for a chunk. Taken before a connection is, so that nobody waits for one while holding the other.
+        """A place for a chunk. Take it before a connection, so that nobody waits for one while holding the other.
 
         Raises:
-            TierError: all buffers for that are in use for too long.
+            TierError: all buffers of the codec were in use for too long.
         """
         yield Incoming(ref, payload, payload)
 
-    def upload(self, link: Link, home: Home, write_id: WriteId, chunk: Outgoing) -> bytes | ResponseError:
-        """Write the parts of a chunk under names that nobody reads.
+    def store(self, link: Link, home: Home, chunk: Outgoing) -> int | ResponseError:
+        """Write a chunk, in the place of an older one.
 
         Returns:
-            The value to ``commit`` them with; or the server's error if it has no memory, and then nothing of them is
-            there.
+            The bytes of all its values; or the server's error, and then nothing of this write is there.
 
         Raises:
-            ResponseError: the server refused for another reason.
+            ResponseError: the server refused for a reason that concerns more than this chunk.
         """
-        fresh, parts = _fresh_keys(home, chunk, write_id), split(chunk.data)
+        write_id = secrets.token_bytes(WRITE_ID_BYTES)
+        fresh = _fresh_keys(home, chunk, write_id)
+        value = self.upload(link, home, chunk, write_id, fresh)
+        if isinstance(value, ResponseError):
+            return value
+        failure = self.commit(link, home, chunk.ref, value, fresh)
+        return len(value) + WRITE_ID_BYTES * len(fresh) + len(chunk.data) if failure is None else failure
+
+    def upload(
+        self, link: Link, home: Home, chunk: Outgoing, write_id: bytes, fresh: list[bytes]
+    ) -> bytes | ResponseError:
+        """Write the parts of a chunk under names that nobody reads. Returns the value to ``commit``, or the error."""
+        parts = split(chunk.data)
         sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
         passing = sums.over(parts) if chunk.header is None else parts
         link.send(_set_commands(fresh, write_id, passing, self._ttl_s or UNCOMMITTED_TTL_S))
@@ -235,31 +236,20 @@ class ChunkIO:
         key = ChunkKey(home.namespace_id, ref.prefix_key)
         return chunkfile.build_header(self._layout, key, ref.num_blocks, layer_sums).rstrip()
 
-    def commit(
-        self, link: Link, home: Home, write_id: WriteId, chunk: Outgoing, value: bytes
-    ) -> set[WriteId] | ResponseError:
-        """Make parts that were uploaded the chunk, in the place of an older one.
-
-        Returns:
-            The write that it replaced, if any; or the server's error, and then nothing of this write is there.
-
-        Raises:
-            ResponseError: the server refused for a reason that concerns more than this chunk.
-        """
-        fresh, keys = _fresh_keys(home, chunk, write_id), self.keys(home, chunk.ref)
+    def commit(self, link: Link, home: Home, ref: ChunkRef, value: bytes, fresh: list[bytes]) -> ResponseError | None:
+        """Make parts that were uploaded the chunk, in the place of an older one. Returns the server's error, if any."""
+        keys = self.keys(home, ref)
         *queued, done = link.ask(self._commit_commands(fresh, keys, value))
-        # The first reply inside the transaction is the id, or says that the old commit was no string.
-        replies = done[1:] if isinstance(done, list) else [done]
-        failure = first_error([*queued, *replies])
+        failure = first_error([*queued, *(done if isinstance(done, list) else [done])])
         if failure is None:
-            return ended_by(done)
+            return None
         return self._give_up(link, failure, fresh if isinstance(failure, OutOfMemoryError) else [*fresh, *keys])
 
     def _give_up(self, link: Link, failure: ResponseError, keys: list[bytes]) -> ResponseError:
-        """Delete what was written, if the error is about this chunk: no memory, or parts gone before their renaming.
+        """Delete what was written, if the error concerns this chunk alone: no memory, or parts lost before the commit.
 
         Raises:
-            ResponseError: it is about more.
+            ResponseError: it concerns more.
         """
         if not isinstance(failure, OutOfMemoryError) and "no such key" not in str(failure):
             raise failure
@@ -267,8 +257,8 @@ class ChunkIO:
         return failure
 
     def _commit_commands(self, fresh: list[bytes], keys: list[bytes], value: bytes) -> list[bytes]:
-        """One transaction, which gives the parts their names and says that the chunk is there."""
-        commands = [pack("MULTI"), _ask_id(keys[0])]
+        """One transaction, which gives the parts their names and writes the commit."""
+        commands = [pack("MULTI")]
         for name, final in zip(fresh, keys[1:], strict=False):
             commands.append(pack("RENAME", name, final))
             if not self._ttl_s:
@@ -279,7 +269,7 @@ class ChunkIO:
         return [*commands, pack("SET", keys[0], value, *expiry), pack("EXEC")]
 
     def fetch(self, link: Link, home: Home, chunk: Incoming) -> Fetched:
-        """Read the parts of a chunk into ``chunk.data``, as far as they are there. ``is_sound`` tells what they are.
+        """Read those parts of a chunk that are there into ``chunk.data``. ``is_sound`` verifies them.
 
         Raises:
             ResponseError: the server refused.
@@ -290,11 +280,12 @@ class ChunkIO:
         commit = _commit(link.reader.reply())
         views = self._views(home, chunk, commit)
         sums = chunkfile.RunningSums(self._layout, chunk.ref.num_blocks)
-        is_whole, is_evicted = commit is not None and bool(views), False
+        is_whole, is_evicted, has_parts = commit is not None and bool(views), False, False
         while read < asked:
             is_needed = read <= len(views)  # with a codec, there may be less than was asked for ahead
             write_id = link.reader.value_into(WRITE_ID_BYTES, views[read - 1] if is_needed else _NOWHERE)
             read += 1
+            has_parts = has_parts or write_id is not None
             if is_needed:
                 is_evicted = is_evicted or write_id is None
                 is_whole = is_whole and commit is not None and write_id == commit[:WRITE_ID_BYTES]
@@ -304,27 +295,24 @@ class ChunkIO:
                 if is_whole and chunk.data is chunk.payload:
                     sums.add(views[read - 2])
         size_bytes = len(commit or b"") + sum(WRITE_ID_BYTES + len(view) for view in views)
-        return Fetched(commit, is_whole, is_evicted, size_bytes, sums.text())
+        return Fetched(commit, has_parts, is_whole, is_evicted, size_bytes, sums.text())
 
     def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:  # noqa: ARG002 - with a codec it says
-        """Where the parts go; none of them if the commit is not that of a chunk."""
+        """Where the parts go; no views if the commit is not that of a chunk."""
         return split(chunk.data)
 
     def is_sound(self, home: Home, chunk: Incoming, found: Fetched) -> bool:
-        """Whether what was fetched is the chunk that was asked for: key, length and checksums agree.
-
-        Only then ``chunk.payload`` is its KV.
-        """
+        """Whether key, length and checksums of what was fetched agree. Only then ``chunk.payload`` holds the KV."""
         said = (found.commit or b"")[WRITE_ID_BYTES:]
         return found.is_whole and said == self._header(home, chunk.ref, found.layer_sums)
 
     def is_foreign(self, commit: bytes) -> bool:
-        """Whether another codec has encoded the chunk, one that is not read here."""
+        """Whether the chunk was encoded with a codec that is not read here."""
         codec = chunkfile.codec_of(commit[WRITE_ID_BYTES:])
         return codec in CODEC_NAMES and codec not in {"none", self.codec_name}
 
     def discard(self, link: Link, home: Home, ref: ChunkRef, commit: bytes | None) -> bool:
-        """Remove a chunk if its commit is still this one (None: still missing). Returns whether it was.
+        """Remove a chunk if its commit is unchanged (None: still missing). Returns whether it was.
 
         Raises:
             ResponseError: the server refused.
@@ -342,32 +330,17 @@ class ChunkIO:
             raise failure
         return failure is not None or replies[-1] is not None
 
-    def remove_commands(self, home: Home, ref: ChunkRef) -> list[bytes]:
-        """Remove a chunk; the last reply is for ``ended_by``."""
-        keys = self.keys(home, ref)
-        return [pack("MULTI"), _ask_id(keys[0]), pack("UNLINK", *keys), pack("EXEC")]
-
-    def forced_remove_commands(self, home: Home, ref: ChunkRef) -> list[bytes]:
-        """The same for a server without memory, which takes no transaction; it does not say whose write ends."""
-        return [pack("UNLINK", *self.keys(home, ref))]
-
-    def _blank_sums(self) -> str:
-        return "0" * 16 * self._layout.num_layers
+    def remove_command(self, home: Home, ref: ChunkRef) -> bytes:
+        """Remove a chunk."""
+        return pack("UNLINK", *self.keys(home, ref))
 
 
-def values_bytes(header_bytes: int, data_bytes: int) -> int:
-    """The length of all values: the commit with its header, and the parts with what is in them."""
-    return WRITE_ID_BYTES + header_bytes + WRITE_ID_BYTES * num_parts(data_bytes) + data_bytes
-
-
-def _fresh_keys(home: Home, chunk: Outgoing, write_id: WriteId) -> list[bytes]:
+def _fresh_keys(home: Home, chunk: Outgoing, write_id: bytes) -> list[bytes]:
     parts = home.keys(chunk.ref, num_parts(len(chunk.data)))[1:]
     return [b"%b:w%b" % (key, write_id.hex().encode()) for key in parts]
 
 
-def _set_commands(
-    names: Sequence[bytes], write_id: WriteId, views: Iterable[memoryview], ttl_s: int
-) -> Iterator[Buffer]:
+def _set_commands(names: Sequence[bytes], write_id: bytes, views: Iterable[memoryview], ttl_s: int) -> Iterator[Buffer]:
     """SET commands for all parts, their bytes as views of the payload."""
     tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s)
     end = b""
@@ -380,7 +353,7 @@ def _set_commands(
 
 
 def _commit(reply: Reply) -> bytes | None:
-    """The commit value: None if there is none, and no bytes if there is something else in its place."""
+    """The commit value: None if there is none, and empty if a value of another type is in its place."""
     if isinstance(reply, ResponseError):
         if not str(reply).startswith("WRONGTYPE"):
             raise reply
@@ -388,19 +361,8 @@ def _commit(reply: Reply) -> bytes | None:
     return reply if isinstance(reply, bytes) else None
 
 
-def _ask_id(commit_key: bytes) -> bytes:
-    """The first command of a transaction that ends a write: whose?"""
-    return pack("GETRANGE", commit_key, 0, WRITE_ID_BYTES - 1)
-
-
-def ended_by(done: Reply) -> set[WriteId]:
-    """The write that a transaction has ended, if any; nobody knows the id if its commit was no string."""
-    found = done[0] if isinstance(done, list) else None
-    return {found} if isinstance(found, bytes) and found else set()
-
-
 def first_error(replies: Sequence[Reply]) -> ResponseError | None:
-    """The first error among replies, but not the one that only says that there was another."""
+    """The first error among replies, but EXECABORT only if there is no other: it reports one of the others."""
     errors = [reply for reply in replies if isinstance(reply, ResponseError)]
     if not errors:
         return None

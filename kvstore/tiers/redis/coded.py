@@ -1,7 +1,7 @@
-"""Chunks in Redis through a codec: fewer parts, and a commit that says how long each layer is.
+"""Chunks in Redis through a codec: fewer parts, and a commit that tells the length of each layer.
 
-A chunk is encoded before a connection is taken, and decoded after it was given back. One that its codec could not make
-any smaller is stored as without a codec, so how much lies in a chunk's parts decides how long its commit is.
+A chunk is encoded before a connection is taken, and decoded after it was given back. A chunk that its codec cannot make
+smaller is stored as without a codec.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from kvstore.format.chunkfile import Encoding
 from kvstore.format.coding import ChunkCoder, Image
 from kvstore.keys import ChunkKey
 from kvstore.memory.scratch import Scratch
-from kvstore.tiers.redis.chunk import ChunkIO, Fetched, Home, Incoming, Outgoing, split, values_bytes
-from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+from kvstore.tiers.redis.chunk import WRITE_ID_BYTES, ChunkIO, Fetched, Home, Incoming, Outgoing, split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class CodedIO(ChunkIO):
     """Moves chunks whose layers are encoded; also reads those that are not. Thread-safe.
 
-    It takes memory of up to ``SCRATCH_BUFFERS`` chunks, as far as it was ever needed at once.
+    It keeps buffers for as many chunks as ever moved at once, up to ``SCRATCH_BUFFERS``.
 
     Args:
         layout: the geometry of the chunks.
@@ -43,27 +42,13 @@ class CodedIO(ChunkIO):
         self._coder = ChunkCoder(layout, codec)
         self._scratch = Scratch(layout.slot_bytes, timeout_s)
 
-    def stored_bytes(self, num_blocks: int) -> int:
-        """See ``ChunkIO``: as if nothing got smaller, and the header had no space to spare."""
-        return values_bytes(self._coder.header_bytes, self._layout.payload_bytes(num_blocks))
-
-    def size_of(self, num_blocks: int, data_bytes: int) -> int:
-        """See ``ChunkIO``."""
-        if data_bytes == self._layout.payload_bytes(num_blocks):
-            return super().size_of(num_blocks, data_bytes)
-        share, rest = divmod(data_bytes, self._layout.num_layers)  # only their sum changes the header's length
-        layers = Encoding(self.codec_name, (share + rest, *[share] * (self._layout.num_layers - 1)))
-        blank = self._coded_header(ChunkKey(bytes(8), bytes(16)), num_blocks, layers, self._blank_sums())
-        return values_bytes(len(blank), data_bytes)
-
     @contextmanager
     def outgoing(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Iterator[Outgoing]:
         """See ``ChunkIO``: encodes the chunk."""
         with self._scratch.borrowed() as scratch:
             layers, sums = self._coder.encode_layers(ref.num_blocks, payload, scratch)
             header = self._coded_header(ChunkKey(home.namespace_id, ref.prefix_key), ref.num_blocks, layers, sums)
-            size_bytes = values_bytes(len(header), layers.total_bytes)
-            yield Outgoing(ref, scratch[: layers.total_bytes], size_bytes, header)
+            yield Outgoing(ref, scratch[: layers.total_bytes], header)
 
     def _coded_header(self, key: ChunkKey, num_blocks: int, layers: Encoding, sums: str) -> bytes:
         is_smaller = layers.total_bytes < self._layout.payload_bytes(num_blocks)
@@ -77,7 +62,7 @@ class CodedIO(ChunkIO):
             yield Incoming(ref, payload, scratch[: len(payload)])
 
     def _views(self, home: Home, chunk: Incoming, commit: bytes | None) -> list[memoryview]:
-        """See ``ChunkIO``: the commit says how much there is."""
+        """See ``ChunkIO``: the commit tells their length."""
         image = self._image(home, chunk, commit) if commit is not None else None
         return split(chunk.data[: image.size_bytes]) if image is not None else []
 
@@ -89,7 +74,7 @@ class CodedIO(ChunkIO):
         return all(image.decode(layer, chunk.payload) is None for layer in range(self._layout.num_layers))
 
     def _image(self, home: Home, chunk: Incoming, commit: bytes) -> Image | None:
-        """What the commit says of the layers; None if it is not that of this chunk, or of another codec."""
+        """The layers that the commit describes; None if it is not this chunk's, or of another codec."""
         text = commit[WRITE_ID_BYTES:]
         header_bytes = chunkfile.header_bytes(self._layout, chunkfile.codec_of(text) or self.codec_name)
         if len(text) > header_bytes or text != text.rstrip():

@@ -1,7 +1,7 @@
-"""The servers of a Redis: which of them has a chunk, and connections to each. Errors of redis-py end here.
+"""The servers of a Redis: which of them has a chunk, and connections to each. Errors of redis-py are translated here.
 
-Nothing is asked before the first call, and nothing that was learnt outlives a failure: a tier can be opened while its
-servers are down, and finds them again by itself, in other roles and places if need be.
+No server is asked before the first call, and after a failure everything is learnt anew: a tier can be opened while its
+servers are down, and finds them again by itself, even in other roles and places.
 """
 
 from __future__ import annotations
@@ -39,26 +39,22 @@ _CLUSTER_OFF = "cluster support disabled"
 
 
 class SlotMovedError(TierError):
-    """Another node of the cluster has the chunk: ask for its node again."""
-
-
-class NoMemoryError(TierError):
-    """The server has reached its ``maxmemory`` and evicts nothing."""
+    """Another node of the cluster has the chunk: look up its node again."""
 
 
 class SlotMovingError(TierError):
-    """The chunk is on its way from one node to another: this chunk cannot be had now, others can."""
+    """The chunk's slot is being migrated to another node: this chunk is not available now, others are."""
 
 
 def translated(error: Exception, place: str) -> TierError:
-    """What an exception of redis-py or of the system means for a tier; never with a password in it."""
+    """The error of a tier for an exception of redis-py or of the system; never with a password in it."""
     text = str(error) or type(error).__name__
     if isinstance(error, MovedError):
         return SlotMovedError(f"Redis at {place} is part of a cluster and has given the chunk's slot away")
     if isinstance(error, AskError | TryAgainError):
         return SlotMovingError(f"Redis at {place} is giving the chunk's slot to another node")
     if isinstance(error, OutOfMemoryError):
-        return NoMemoryError(f"Redis at {place} has reached its maxmemory and evicts nothing: see docs/redis.md")
+        return TierError(f"Redis at {place} has reached its maxmemory and evicts nothing: see docs/redis.md")
     if isinstance(error, AuthenticationError):
         return TierSetupError(f"Redis at {place} refuses the login: check user and password ({text})")
     if isinstance(error, NoPermissionError):
@@ -79,7 +75,7 @@ def translated(error: Exception, place: str) -> TierError:
 
 
 class Node:
-    """One server, and connections to it: a bounded number, made when needed, kept for the next call."""
+    """One server, and a bounded number of connections to it, made when needed and kept for the next call."""
 
     def __init__(self, target: RedisTarget, address: Address) -> None:
         self.address = address
@@ -95,7 +91,7 @@ class Node:
 
     @contextmanager
     def link(self) -> Iterator[Link]:
-        """A connection for one thread. After any exception it is dropped, as half a reply may be waiting in it.
+        """A connection for one thread. After any exception it is closed, as half a reply may be waiting in it.
 
         Raises:
             TierError: the server cannot be reached, refuses, or all connections are in use for too long.
@@ -119,7 +115,7 @@ class Node:
             self._room.release()
 
     def close(self) -> None:
-        """Close what is free, and end the calls under way with an error."""
+        """Close free connections, and end the calls under way with an error."""
         with self._lock:
             self._is_closed = True
             free, self._free = self._free, []
@@ -147,7 +143,7 @@ class Node:
 
 
 class Nodes(ABC):
-    """Which server has what. Thread-safe; every method may ask the servers, and raise ``TierError``."""
+    """Which server has which keys. Thread-safe; every method may ask the servers, and raise ``TierError``."""
 
     def __init__(self, target: RedisTarget) -> None:
         self._target = target
@@ -159,12 +155,12 @@ class Nodes(ABC):
     def node_of(self, tag: bytes) -> Node:
         """The server that has the keys with this hash tag."""
 
-    @abstractmethod
     def masters(self) -> list[Node]:
-        """All servers that have keys."""
+        """All servers that have keys: here, the one that has all of them."""
+        return [self.node_of(b"")]
 
     def forget(self, failed: Node | None = None) -> None:  # noqa: B027 - a single server is always where it is
-        """Find out anew who has what: a server failed, or did not have what it should."""
+        """Look up the servers anew next time: one failed, or did not have the keys that it should."""
 
     def close(self) -> None:
         """Close all connections; calls under way fail."""
@@ -185,19 +181,15 @@ class Nodes(ABC):
 
 
 class SingleNode(Nodes):
-    """One server, for good."""
+    """One server, at a fixed address."""
 
     def node_of(self, tag: bytes) -> Node:  # noqa: ARG002 - it has everything
         """The server."""
         return self._node(self._target.addresses[0])
 
-    def masters(self) -> list[Node]:
-        """The server."""
-        return [self.node_of(b"")]
-
 
 class SentinelNodes(Nodes):
-    """The server that the Sentinels name as the master."""
+    """The server that the Sentinels name as master."""
 
     def __init__(self, target: RedisTarget) -> None:
         super().__init__(target)
@@ -210,10 +202,6 @@ class SentinelNodes(Nodes):
         master = self._master
         return master if master is not None else self._find_master()
 
-    def masters(self) -> list[Node]:
-        """The master."""
-        return [self.node_of(b"")]
-
     def forget(self, failed: Node | None = None) -> None:  # noqa: ARG002 - the Sentinels know
         """Ask the Sentinels again next time."""
         self._master = None
@@ -225,7 +213,7 @@ class SentinelNodes(Nodes):
             client.close()
 
     def _find_master(self) -> Node:
-        with self._asking:  # the client of the Sentinels changes the order of its list
+        with self._asking:  # the client of the Sentinels reorders its list
             if self._master is None:
                 try:
                     host, port = self._sentinel.discover_master(self._target.service)
@@ -244,7 +232,7 @@ class ClusterNodes(Nodes):
         self._failed: Node | None = None
 
     def node_of(self, tag: bytes) -> Node:
-        """The master whose slot it is."""
+        """The master that has its slot."""
         address = self._map()[key_slot(tag)]
         if address is None:
             raise TierError(f"the Redis cluster at {self._target} has no node for some of its slots")
@@ -255,7 +243,7 @@ class ClusterNodes(Nodes):
         return [self._node(address) for address in dict.fromkeys(self._map()) if address is not None]
 
     def forget(self, failed: Node | None = None) -> None:
-        """Ask for the map of slots again next time, and the node that failed last of all."""
+        """Ask for the slot map again next time, the failed node last."""
         self._slots, self._failed = None, failed
 
     def _map(self) -> list[Address | None]:
@@ -289,7 +277,7 @@ def _slot_map(ranges: object, asked: Address) -> list[Address | None]:
             address = Address(host.decode() if host else asked.host, port)
             slots[first : last + 1] = [address] * (last + 1 - first)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ResponseError(f"an answer to CLUSTER SLOTS that is none: {error}") from error
+        raise ResponseError(f"a malformed answer to CLUSTER SLOTS: {error}") from error
     return slots
 
 

@@ -1,6 +1,6 @@
-"""All chunks in a Redis, of every namespace, looked at without being an engine and without changing anything.
+"""All chunks in a Redis, of every namespace, for tools: read-only, except for ``remove``, and without an engine.
 
-For tools. Engines may be writing meanwhile: whatever looks damaged is looked at once more before it is called so.
+Engines may write meanwhile, so what looks damaged is checked twice.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_la
 from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES, ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.redis.calls import Calls
-from kvstore.tiers.redis.chunk import PREFIX, Home, num_parts
-from kvstore.tiers.redis.ledger import WRITE_ID_BYTES
+from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home, num_parts
 from kvstore.tiers.redis.nodes import open_nodes
 from kvstore.tiers.redis.url import parse_target
-from kvstore.tiers.redis.wire import Link, pack
+from kvstore.tiers.redis.wire import pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-_PAGE_KEYS = 1000
-_ASKED = 256  # commits that are asked for the geometry of their namespace
+_ASKED = 256  # commits to infer the geometry of a namespace from
 _PARTS_AT_ONCE = 8
 _MOST_PARTS = 1 << 16
 MISSING_PART = "a part is missing: the server evicted it, or it expired"
 
 
 class RedisPlace(NamedTuple):
-    """A chunk's commit: which home, which chunk."""
+    """The home and the chunk of a commit."""
 
     home: Home
     ref: ChunkRef
@@ -48,7 +46,7 @@ class RedisShelf:
     Args:
         url: as in ``remote_url``.
         options: see ``docs/redis.md``.
-        layouts: the geometry of namespaces, where it is known; else it is what most of their chunks agree on.
+        layouts: the known geometries of namespaces; others are inferred from what most of their chunks say.
 
     Raises:
         ConfigError: the URL or an option is wrong.
@@ -62,7 +60,7 @@ class RedisShelf:
         self._layouts: dict[bytes, KVLayout | None] = dict(layouts or {})
 
     def places(self) -> list[RedisPlace]:
-        """Every chunk with a commit, of the epochs that hold now.
+        """Every chunk with a commit, of the current epochs.
 
         Raises:
             TierError: a server failed.
@@ -76,7 +74,7 @@ class RedisShelf:
         return sorted((place for place in found if epochs[place.home.namespace_id] == place.home.epoch), key=str)
 
     def check(self, place: RedisPlace) -> str | None:
-        """What is wrong with a chunk, in words; None if nothing is, or it has gone.
+        """What is wrong with a chunk, in words; None if it is sound or gone.
 
         Raises:
             TierError: a server failed.
@@ -88,7 +86,7 @@ class RedisShelf:
         return damage
 
     def facts(self, place: RedisPlace) -> Facts | None:
-        """What a chunk's commit says; None if it is none."""
+        """What a chunk's commit says; None if it says nothing."""
         commit = self._get(place.home.tag(place.ref), place.home.keys(place.ref, 0)[0])
         return read_facts(_header(commit)) if commit is not None else None
 
@@ -100,7 +98,7 @@ class RedisShelf:
         return self._layouts[home.namespace_id]
 
     def remove(self, places: Iterable[RedisPlace]) -> None:
-        """Delete chunks, all their parts included: one walk over all keys.
+        """Delete chunks with all their parts, in one walk over all keys.
 
         Raises:
             TierError: a server failed.
@@ -134,7 +132,7 @@ class RedisShelf:
         return str(damage) if damage is not None else None
 
     def _data(self, place: RedisPlace, data_bytes: int, write_id: bytes) -> bytes | str:
-        """What is in the parts of a chunk, or what is wrong with them."""
+        """The data in the parts of a chunk, or what is wrong with them."""
         keys = place.home.keys(place.ref, num_parts(data_bytes))[1:]
         data = bytearray()
         for begin in range(0, len(keys), _PARTS_AT_ONCE):
@@ -150,39 +148,28 @@ class RedisShelf:
         return bytes(data) if len(data) == data_bytes else str(Damage.SIZE)
 
     def _get(self, tag: bytes, key: bytes) -> bytes | None:
-        """The value of a key; nothing of another type has one, which is as good as an empty one."""
+        """The value of a key, empty if it has another type."""
         (reply,) = self._calls.at(tag, lambda link: link.ask([pack("GET", key)]))
         if reply is None or isinstance(reply, bytes):
             return reply
         if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-            raise TierError(f"Redis at {self.target} refuses to tell what it holds: {reply}")
+            raise TierError(f"Redis at {self.target} refuses to show its values: {reply}")
         return b""
 
     def _keys(self, pattern: bytes) -> Iterator[bytes]:
-        for node in self._calls.nodes.masters():
-            cursor: object = b"0"
-            while True:
-                with node.link() as link:
-                    page = link.call("SCAN", bytes(cursor), "MATCH", pattern, "COUNT", _PAGE_KEYS)  # type: ignore[call-overload]
-                cursor, keys = page  # type: ignore[misc]
-                yield from keys  # type: ignore[misc]
-                if cursor == b"0":
-                    break
+        for _, keys in self._calls.pages(pattern):
+            yield from keys
 
     def ask_servers(self, *command: str) -> dict[str, object]:
-        """Put one command to every master: its reply by the server's address, errors as values.
+        """Send one command to every master. Returns the replies by server address, errors as values.
 
         Raises:
             TierError: a server cannot be reached.
         """
-
-        def ask(link: Link) -> object:
-            return link.ask([pack(*command)])[0]
-
-        replies = {}
+        replies: dict[str, object] = {}
         for node in self._calls.nodes.masters():
             with node.link() as link:
-                replies[node.place] = ask(link)
+                replies[node.place] = link.ask([pack(*command)])[0]
         return replies
 
 

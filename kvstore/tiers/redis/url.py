@@ -1,4 +1,4 @@
-"""Where a Redis is and how to log in there: from a URL, and from options for what should not stand in a URL.
+"""Where a Redis is and how to log in: from a URL, and from options for what should not be in a URL.
 
     redis://[user:password@]host[:port][/db]          one server
     rediss://...                                      the same over TLS
@@ -6,13 +6,14 @@
     redis-sentinel://host[:port],host[:port]/service[/db]
     redis-cluster://host[:port],host[:port]
 
-Options stand behind ``?`` or in the tier's options, where those of the tier count.
+Options follow ``?`` or come from the tier's options, which take precedence.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -33,7 +34,7 @@ _FORMS = "redis://, rediss://, unix://, redis-sentinel:// or redis-cluster://"
 
 
 class Address(NamedTuple):
-    """Of a server: host and port, or the path of a unix socket and 0."""
+    """Host and port of a server; or the path of a unix socket, and 0."""
 
     host: str
     port: int
@@ -45,7 +46,7 @@ class Address(NamedTuple):
 
 
 class Kind(Enum):
-    """How the servers belong together."""
+    """How the servers are organised."""
 
     SINGLE = "a single server"
     SENTINEL = "servers under Sentinel"
@@ -57,7 +58,7 @@ class RedisTarget:
     """Servers, and everything needed to connect to them.
 
     Attributes:
-        kind: how they belong together.
+        kind: how they are organised.
         addresses: the server; the Sentinels; or some nodes of the cluster.
         service: what the Sentinels call the group of servers.
         db: number of the database.
@@ -154,18 +155,14 @@ def _flag(value: object) -> bool:
     return text in _TRUE
 
 
-def _count(value: object) -> int:
+def _whole(value: object, least: int) -> int:
     text = str(value)
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"it must be a whole number of 1 at least, not {value!r}")
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"it must be a whole number of {least} at least, not {value!r}")
     return int(text)
 
 
-def _database(value: object) -> int:
-    text = str(value)
-    if not text.isdecimal():
-        raise ValueError(f"it must be a whole number of 0 at least, not {value!r}")
-    return int(text)
+_count, _database = partial(_whole, least=1), partial(_whole, least=0)
 
 
 def _seconds(value: object) -> float:
@@ -178,7 +175,7 @@ def _seconds(value: object) -> float:
     return number
 
 
-# Every option, and what makes a value of it. Passwords are taken from options and from before the @ only.
+# Every option, and how to parse its value.
 _MAKERS: dict[str, Callable[[object], object]] = {
     "username": _text,
     "password": _text,
@@ -199,10 +196,10 @@ OPTIONS = tuple(_MAKERS)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
-    """Understand a URL. Options that are None are as if they were not there.
+    """Parse a URL. Options that are None do not count.
 
     Raises:
-        ConfigError: says what is wrong, without naming the URL, in which a password may stand.
+        ConfigError: says what is wrong, without the URL, which may contain a password.
     """
     if not isinstance(url, str):
         raise ConfigError("the redis tier needs the option 'url', such as redis://localhost:6379/0")
@@ -238,7 +235,7 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
 
 
 def _settings(given: Mapping[str, object], path_db: list[str]) -> dict[str, Any]:
-    """The options as they are to be."""
+    """The parsed options."""
     with_db = {**({"db": path_db[0]} if path_db else {}), **given}
     settings: dict[str, Any] = {}
     for name, value in with_db.items():

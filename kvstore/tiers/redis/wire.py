@@ -1,8 +1,8 @@
-"""A connection to Redis that moves payloads between the socket and prepared memory, without a buffer in between.
+"""A connection to Redis that moves payloads between the socket and given memory, without a buffer in between.
 
 redis-py connects, checks certificates, logs in and selects the database. Its ``parser_class`` hook puts a ``Reader``
-between it and the socket, which reads large values straight to where they belong: 32 MiB of fresh memory for every
-chunk would cost more than the transfer itself.
+between it and the socket, which reads large values straight into place: 32 MiB of fresh memory for every chunk would
+cost more than the transfer itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _ReaderFactory(Protocol):
 
 
 class Reader(BaseParser):
-    """Replies of a server in RESP2. One thread at a time; after an exception the connection is of no use any more."""
+    """Replies of a server in RESP2. For one thread at a time; after an exception the connection is unusable."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._memory = bytearray(_READ_BYTES)
         self._view = memoryview(self._memory)
-        self._begin = self._end = 0  # what was received and not yet read
+        self._begin = self._end = 0  # received but not yet read
 
     def on_connect(self, connection: AbstractConnection) -> None:
         """Read from another socket from now on; a hook of redis-py."""
@@ -54,7 +54,7 @@ class Reader(BaseParser):
         return self._socket is not None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether there is something to read, the end of the connection included; a hook of redis-py."""
+        """Whether there is something to read, including the end of the connection; a hook of redis-py."""
         if self._begin < self._end:
             return True
         watch = select.poll()  # unlike select, for any number of open files
@@ -66,7 +66,7 @@ class Reader(BaseParser):
         return self.reply()
 
     def reply(self) -> Reply:
-        """The next reply, whatever it is. Errors of the server are values here."""
+        """The next reply of any kind. Errors of the server are values."""
         kind, rest = self._head()
         if kind == b"+":
             return rest
@@ -110,11 +110,11 @@ class Reader(BaseParser):
         return bytes(prefix)
 
     def shut(self) -> None:
-        """End a read that another thread is waiting in. The socket stays open, so that its number is not reused."""
+        """End a read that another thread waits in. The socket stays open, so that its number is not reused."""
         connected = self._socket
         if connected is not None:
             try:
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS would begin to read what is not deciphered
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not that of TLS, which would begin to read
             except OSError:  # it was not connected any more
                 return
 
@@ -131,7 +131,7 @@ class Reader(BaseParser):
         return error
 
     def _head(self) -> tuple[bytes, bytes]:
-        """Kind and rest of the line that a reply begins with."""
+        """The first line of a reply: its kind and the rest."""
         line = b""
         while True:
             stop = self._memory.find(b"\n", self._begin, self._end) + 1
@@ -152,7 +152,7 @@ class Reader(BaseParser):
         return received
 
     def _fill(self, view: memoryview) -> None:
-        """Fill ``view`` with what comes next."""
+        """Fill ``view`` with the next bytes."""
         done = min(len(view), self._end - self._begin)
         view[:done] = self._view[self._begin : self._begin + done]
         self._begin += done
@@ -176,8 +176,7 @@ class Reader(BaseParser):
 class Link:
     """A connection and its ``Reader``. It belongs to one thread at a time.
 
-    Every method may raise redis-py's ``RedisError`` or ``OSError``; half a reply may be waiting then, so the link must
-    be closed.
+    Every method may raise redis-py's ``RedisError`` or ``OSError``. Then close it: half a reply may be waiting.
     """
 
     def __init__(self, new_connection: Callable[[_ReaderFactory], AbstractConnection]) -> None:
@@ -185,13 +184,13 @@ class Link:
         self._connection = new_connection(lambda socket_read_size: self.reader)  # noqa: ARG005 - redis-py names it
 
     def connect(self) -> None:
-        """Be connected: again, if the server hung up meanwhile or something unexpected waits to be read."""
+        """Make sure it is connected; connect again if the server hung up or something unexpected waits to be read."""
         if self.reader.is_connected and self.reader.can_read():
             self._connection.disconnect()
         self._connection.connect()
 
     def close(self) -> None:
-        """Disconnect. The next ``connect`` begins anew."""
+        """Disconnect; ``connect`` connects again."""
         self._connection.disconnect()
 
     def send(self, pieces: Iterable[Buffer]) -> None:

@@ -29,8 +29,8 @@ from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.tiers.base import (
     MAX_LENT,
     UNBOUNDED_BYTES,
+    BoundedTier,
     Loan,
-    Tier,
     TierCounters,
     TierSetup,
     Transfer,
@@ -59,7 +59,7 @@ class Body(NamedTuple):
 _Way = Callable[[Link, Home, Sequence[Body]], list[Outcome]]
 
 
-class ServerTier(Tier):
+class ServerTier(BoundedTier):
     """Chunks in a cache server, for one namespace. Thread-safe: each call uses a connection of its own.
 
     Args:

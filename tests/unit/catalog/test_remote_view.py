@@ -270,8 +270,8 @@ def test_after_changed_weights_what_was_stored_since_is_asked_for(rig: Rig, serv
         assert engine.flush(HANG_GUARD_S)
         rig.store(engine, tokens_of(2, 48))  # takes the pool's place
         assert engine.flush(HANG_GUARD_S), "or its slots would be in use"
-        assert engine._view is not None
-        engine._view.clear()
+        assert engine._planner.view is not None
+        engine._planner.view.clear()
         assert engine.lookup(TOKENS) == 40
         assert rig.retrieve(engine, TOKENS) == 40
 

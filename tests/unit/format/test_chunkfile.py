@@ -16,6 +16,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
+from support.diskwork import encode_header
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
@@ -57,14 +58,14 @@ def test_golden_bytes() -> None:
         b'"kv":{"dtype":"U8","shape":[24],"data_offsets":[0,24]},'
         b'"_pad":{"dtype":"U8","shape":[4072],"data_offsets":[24,4096]}}'
     )
-    header = chunkfile.encode_header(layout, KEY, 2, payload)
+    header = encode_header(layout, KEY, 2, payload)
     assert header == struct.pack("<Q", 4088) + text + b" " * (4088 - len(text))
 
 
 @pytest.mark.parametrize(("layout", "num_blocks"), [(EVEN, 8), (EVEN, 1), (ODD, 4), (ODD, 3), (DEEP, 2)])
 def test_safetensors_opens_it(layout: KVLayout, num_blocks: int) -> None:
     slot = make_payload(layout, num_blocks)
-    raw = chunkfile.encode_header(layout, KEY, num_blocks, slot) + slot.tobytes()
+    raw = encode_header(layout, KEY, num_blocks, slot) + slot.tobytes()
     assert len(raw) == chunkfile.file_bytes(layout, num_blocks)
     assert len(raw) % 4096 == 0
     tensors = load_safetensors(raw)
@@ -105,14 +106,14 @@ def test_header_size_follows_from_the_layout(layers: int, expected: int) -> None
     layout = KVLayout(page_bytes=(8,) * layers, planes=2, block_tokens=16, chunk_tokens=1 << 30)
     assert chunkfile.header_bytes(layout) == expected
     # The longest numbers a header can hold still fit.
-    entry = chunkfile.encode_header(layout, KEY, 1, make_payload(layout, 1))
+    entry = encode_header(layout, KEY, 1, make_payload(layout, 1))
     assert len(entry.rstrip()) < expected - 200
 
 
 @pytest.mark.parametrize(("layout", "num_blocks"), [(EVEN, 8), (ODD, 3), (DEEP, 2)])
 def test_whole_chunk_verifies(layout: KVLayout, num_blocks: int) -> None:
     slot = make_payload(layout, num_blocks)
-    header = chunkfile.encode_header(layout, KEY, num_blocks, slot)
+    header = encode_header(layout, KEY, num_blocks, slot)
     assert chunkfile.verify(layout, KEY, num_blocks, header, slot) is None
     assert chunkfile.verify(layout, KEY, num_blocks, np.frombuffer(header, np.uint8), slot) is None
     longer = np.concatenate([slot, np.full(4096, 7, np.uint8)])
@@ -122,14 +123,14 @@ def test_whole_chunk_verifies(layout: KVLayout, num_blocks: int) -> None:
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_flipped_payload(layer: int) -> None:
     slot = make_payload(ODD, 3)
-    header = chunkfile.encode_header(ODD, KEY, 3, slot)
+    header = encode_header(ODD, KEY, 3, slot)
     slot[ODD.layer_range(layer, 3)[1] - 1] ^= 1
     assert chunkfile.verify(ODD, KEY, 3, header, slot) is Damage.CHECKSUM
 
 
 def test_another_writers_reasons() -> None:
     slot = make_payload(EVEN, 8)
-    header = chunkfile.encode_header(EVEN, KEY, 8, slot)
+    header = encode_header(EVEN, KEY, 8, slot)
 
     def verdict(found: bytes) -> Damage | None:
         return chunkfile.verify(EVEN, KEY, 8, found, slot)
@@ -149,7 +150,7 @@ def test_another_writers_reasons() -> None:
 
 def test_reading_as_something_else() -> None:
     slot = make_payload(EVEN, 8)
-    header = chunkfile.encode_header(EVEN, KEY, 8, slot)
+    header = encode_header(EVEN, KEY, 8, slot)
     other_namespace = ChunkKey(b"\xff" * 8, KEY.prefix_key)
     other_key = ChunkKey(KEY.namespace_id, b"\xff" * 16)
     assert chunkfile.verify(EVEN, other_namespace, 8, header, slot) is Damage.NAMESPACE
@@ -184,7 +185,7 @@ def test_not_a_chunk(text: bytes) -> None:
 
 def test_absurd_header_length() -> None:
     slot = make_payload(EVEN, 1)
-    header = chunkfile.encode_header(EVEN, KEY, 1, slot)
+    header = encode_header(EVEN, KEY, 1, slot)
     for length in (0, 1, 4087, 4089, 2**63, 2**64 - 1):
         assert chunkfile.verify(EVEN, KEY, 1, struct.pack("<Q", length) + header[8:], slot) is Damage.HEADER
 
@@ -192,7 +193,7 @@ def test_absurd_header_length() -> None:
 @given(bit=st.integers(0, 8 * 4096 - 1))
 def test_any_flipped_header_bit_is_seen(bit: int) -> None:
     slot = make_payload(ODD, 2)
-    header = bytearray(chunkfile.encode_header(ODD, KEY, 2, slot))
+    header = bytearray(encode_header(ODD, KEY, 2, slot))
     header[bit // 8] ^= 1 << bit % 8
     assert chunkfile.verify(ODD, KEY, 2, bytes(header), slot) is not None
 
@@ -200,7 +201,7 @@ def test_any_flipped_header_bit_is_seen(bit: int) -> None:
 @given(start=st.integers(0, 4095), garbage=st.binary(min_size=1, max_size=200))
 def test_garbage_never_raises(start: int, garbage: bytes) -> None:
     slot = make_payload(ODD, 2)
-    header = chunkfile.encode_header(ODD, KEY, 2, slot)
+    header = encode_header(ODD, KEY, 2, slot)
     mixed = (header[:start] + garbage + header[start + len(garbage) :])[:4096]
     assert (chunkfile.verify(ODD, KEY, 2, mixed, slot) is None) == (mixed == header)
 
@@ -212,7 +213,7 @@ def test_worked_example_of_the_document() -> None:
     hasher.update([1, 2, 3, 4])
     layout = KVLayout(page_bytes=(4, 8), planes=1, block_tokens=2, chunk_tokens=4)
     key = ChunkKey(namespace.id, hasher.chunk_keys()[0])
-    header = chunkfile.encode_header(layout, key, 2, np.arange(24, dtype=np.uint8))
+    header = encode_header(layout, key, 2, np.arange(24, dtype=np.uint8))
     block = re.search(r"```json\n(.*?)```", text, re.DOTALL)
     assert block is not None
     documented = json.dumps(json.loads(block[1]), separators=(",", ":"))

@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.diskwork import encode_header
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage, Encoding
 from kvstore.format.codecs import open_codec
 from kvstore.format.coding import ChunkCoder
+from kvstore.format.images import check_image
 from kvstore.keys import ChunkKey
 from kvstore.layout import KVLayout
 
@@ -56,6 +58,27 @@ def test_an_image_comes_back() -> None:
     assert coder.decode(KEY, 3, image, payload) is not None
     assert coder.decode(KEY, 4, image[:-4096], payload) is Damage.SIZE
     assert coder.decode(KEY, 4, image[:-1], payload) is Damage.SIZE
+
+
+@pytest.mark.parametrize("num_layers", [128, 160, 192, 193])
+def test_a_header_that_a_codec_makes_longer(num_layers: int) -> None:
+    """Of many layers: where the payload begins depends on the codec that the header names, and not on the reader's."""
+    layout = KVLayout((4096,) * num_layers, 1, 16, 16)
+    coder = ChunkCoder(layout, open_codec("lz4", layout))
+    payload = np.zeros(layout.slot_bytes, np.uint8)
+    payload[:4096] = np.arange(4096) % 251
+    coded = np.empty(coder.image_bytes(1), np.uint8)
+    coded = coded[: coder.encode(KEY, 1, payload, coded)]
+    header = encode_header(layout, KEY, 1, payload)
+    plain = np.concatenate([np.frombuffer(header, np.uint8), payload])
+    for image, codec in ((coded, "lz4"), (plain, "none")):
+        assert chunkfile.codec_in(layout, image) == codec
+        assert check_image(layout, KEY, 1, image) is None
+        back = np.empty_like(payload)
+        assert coder.decode(KEY, 1, image, back) is None
+        assert np.array_equal(back, payload)
+        image[-5000] ^= 1
+        assert check_image(layout, KEY, 1, image) is Damage.CHECKSUM
 
 
 def test_swapped_layers_and_lying_lengths_are_damage() -> None:

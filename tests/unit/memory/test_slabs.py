@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout
 from kvstore.memory.pinning import NoPinner, find_pinner
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.base import Transfer
-from kvstore.tiers.cpu import CpuTier
 
 LAYOUT = KVLayout(page_bytes=(1024, 1024), planes=1, block_tokens=16, chunk_tokens=32)
 
@@ -88,12 +85,9 @@ def test_pieces_are_whole_slots_and_cover_the_pool() -> None:
     assert {address - base: size for address, size in pinner.pinned.items()} == {
         piece * 3 * 12288: (3 if piece < 3 else 1) * 12288 for piece in range(4)
     }
-    assert pool.pinned_bytes == 10 * 12288
-    assert pool.ready_slots == 10
     assert pinner.threads == {"kvstore-populate-0", "kvstore-populate-1"}
     pool.close()
     assert not pinner.pinned
-    assert pool.pinned_bytes == 0
     pool.close()
 
 
@@ -105,44 +99,15 @@ def test_a_slot_larger_than_a_piece() -> None:
     pool.close()
 
 
-def test_the_first_slots_are_ready_while_the_rest_is_not() -> None:
+def test_a_slot_that_is_not_ready_works() -> None:
     pinner = FakePinner()
     pinner.gate = threading.Semaphore(0)
     pool = SlabPool(8, 4096, pinner=pinner, piece_bytes=2 * 4096)
-    assert pool.ready_slots == 0
-    pool.slot(7)[:] = 7  # a slot that is not ready works
-    seen = []
-    for _ in range(4):
-        pinner.gate.release()
-        seen.append(pool.ready_slots)
+    pool.slot(7)[:] = 7
+    assert not pool.wait_populated(0.0)
+    pinner.gate.release(4)
     assert pool.wait_populated(30.0)
-    assert pool.ready_slots == 8
-    assert seen == sorted(seen)
     assert (pool.slot(7) == 7).all()
-    pool.close()
-
-
-def test_slots_are_not_ready_before_those_in_front_of_them() -> None:
-    first, rest = threading.Event(), threading.Event()
-
-    class Slow(FakePinner):
-        """Its first piece comes last."""
-
-        def pin(self, address: int, num_bytes: int) -> str | None:
-            if threading.current_thread().name == "kvstore-populate-0":
-                assert first.wait(30.0)
-            problem = super().pin(address, num_bytes)
-            if len(self.pinned) == 4:
-                rest.set()
-            return problem
-
-    pool = SlabPool(8, 4096, pinner=Slow(), piece_bytes=4096)
-    assert rest.wait(30.0)
-    pool._threads[1].join(30.0)
-    assert pool.ready_slots == 0, "every second one is ready, but not the first"
-    first.set()
-    assert pool.wait_populated(30.0)
-    assert pool.ready_slots == 8
     pool.close()
 
 
@@ -155,8 +120,7 @@ def test_what_cannot_be_pinned_is_told_once_and_used(caplog: pytest.LogCaptureFi
         "cannot pin the CPU pool (no more): copies between it and the GPU are slower"
     ]
     assert pinner.calls <= 3  # each thread asks once more at most
-    assert pool.pinned_bytes == 4096
-    assert pool.ready_slots == 12
+    assert list(pinner.pinned.values()) == [4096]
     pool.slot(11)[:] = 1
     pool.close()
     assert not pinner.pinned
@@ -205,73 +169,3 @@ def test_impossible_pools(slots: int, size: int) -> None:
 def test_absurd_pools(slots: int) -> None:
     with pytest.raises(ConfigError, match="lower max_local_cpu_size"):
         SlabPool(slots, 4096)
-
-
-def test_a_slot_is_read_only_as_what_it_was_published_as() -> None:
-    tier = CpuTier(SlabPool(2, 4096))
-    one, other = ChunkRef(b"1" * 16, 1), ChunkRef(b"2" * 16, 1)
-    assert tier.capacity_bytes == 8192
-    assert tier.read(0, one) is None
-    slot = tier.claim(0)
-    assert tier.read(0, one) is None
-    tier.publish(0, one)
-    assert tier.read(0, one) is slot
-    assert tier.read(0, other) is tier.read(1, one) is tier.read(0, ChunkRef(one.prefix_key, 2)) is None
-    tier.claim(0)
-    assert tier.read(0, one) is None
-    tier.publish(0, other)
-    assert tier.used_bytes == 4096
-    tier.clear()
-    assert tier.read(0, other) is None
-    tier.close()
-
-
-def test_a_chunk_that_moved_to_another_slot_is_found_there() -> None:
-    tier = CpuTier(SlabPool(3, LAYOUT.slot_bytes), LAYOUT)
-    ref = ChunkRef(b"1" * 16, 1)
-    for slot in (2, 0):  # the index gave slot 2 away without a word, and has the chunk read from disk again
-        tier.claim(slot)[:] = slot + 1
-        tier.publish(slot, ref)
-    tier.claim(2)
-    assert tier.contains([ref]) == [True]
-    buffer = np.zeros(4096, np.uint8)
-    assert tier.get([Transfer(ref, buffer)]) == [Outcome.HIT]
-    assert (buffer[:2048] == 1).all()
-    tier.close()
-
-
-def test_as_a_tier_it_fills_the_lowest_free_slot() -> None:
-    tier = CpuTier(SlabPool(3, LAYOUT.slot_bytes), LAYOUT)
-    one, two, three = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
-    buffer = np.ones(4096, np.uint8)
-    tier.put([Transfer(one, buffer), Transfer(two, buffer)])
-    tier.remove([one])
-    tier.put([Transfer(three, buffer)])
-    assert tier.read(0, three) is not None
-    assert tier.read(1, two) is not None
-    assert [ref for ref, _ in tier.scan()] == [two, three]
-    tier.close()
-
-
-def test_a_slot_being_filled_is_nobody_elses_although_all_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = CpuTier(SlabPool(2, LAYOUT.slot_bytes), LAYOUT)
-    one, other, third = (ChunkRef(key * 16, 2) for key in (b"1", b"2", b"3"))
-    of_slot, answers = tier._pool.slot, []
-
-    def slot(number: int) -> ByteArray:
-        """Before the first copy begins, all is cleared and another chunk comes."""
-        monkeypatch.undo()
-        tier.clear()
-        answers.append(tier.put([Transfer(other, np.full(4096, 2, np.uint8))]))
-        return of_slot(number)
-
-    monkeypatch.setattr(tier._pool, "slot", slot)
-    assert tier.put([Transfer(one, np.full(4096, 1, np.uint8))]) == [Outcome.FAILED]
-    assert answers == [[Outcome.STORED]]
-    buffer = np.zeros(4096, np.uint8)
-    assert tier.get([Transfer(other, buffer)]) == [Outcome.HIT]
-    assert (buffer == 2).all()
-    assert tier.contains([one]) == [False]
-    assert tier.put([Transfer(third, buffer)]) == [Outcome.STORED], "the slot was given back"
-    assert tier.contains([other, third]) == [True, True]
-    tier.close()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-
-import pytest
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
 from kvstore.ops import metrics
 from kvstore.ops.metrics import METRICS, Kind, Meter, Tally, Totals, split_key
-from kvstore.tiers.guards.stats import LATENCY_BOUNDS_S, LatencyHistogram, _Recorder, _Tally
 
 
 class TestTally:
@@ -73,33 +69,6 @@ def test_keys_can_be_split() -> None:
         for values in metric.values:
             assert len(values) == len(metric.labels)
             assert split_key(metric.key(*values)) == (metric, values)
-
-
-class TestLatencies:
-    @staticmethod
-    def buckets_of(times_s: list[float]) -> LatencyHistogram:
-        recorder = _Recorder()
-        for time_s in times_s:
-            recorder._add(_Tally(), time_s)
-        return recorder.snapshot().latency
-
-    @pytest.mark.parametrize("seed", range(20))
-    def test_since_keeps_buckets_and_sum(self, seed: int) -> None:
-        chooser = random.Random(seed)
-        times_s = [10 ** chooser.uniform(-7, 2.5) for _ in range(chooser.randrange(1, 60))]
-        cut = chooser.randrange(len(times_s))
-        earlier, now = self.buckets_of(times_s[:cut]), self.buckets_of(times_s)
-        fresh = now.since(earlier)
-        assert sum(fresh) == pytest.approx(sum(times_s[cut:]))
-        expected, got = self.buckets_of(times_s[cut:]), self.buckets_of(fresh)
-        assert got.buckets == expected.buckets
-
-    def test_a_time_on_a_bound_stays_there(self) -> None:
-        assert self.buckets_of(self.buckets_of([LATENCY_BOUNDS_S[7]]).since(None)).buckets[7] == 1
-
-    def test_nothing_since(self) -> None:
-        now = self.buckets_of([0.1])
-        assert now.since(now) == []
 
 
 def test_departed_is_bounded_and_forgets_the_oldest() -> None:

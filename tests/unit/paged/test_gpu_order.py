@@ -1,7 +1,7 @@
-"""The GPU tier's order of work, on a device that does things as late, and as mixed, as CUDA allows.
+"""The order of work on the device's slots, on a device that does things as late, and as mixed, as CUDA allows.
 
 Launched work waits in its stream. The device takes it from the streams at random, in order within each, and holds back
-what waits for an event. It runs only while the host waits for it. Whatever the tier forgets to put in order comes out
+what waits for an event. It runs only while the host waits for it. Whatever is not put in order comes out
 with other bytes than the same calls carried out one after the other.
 """
 
@@ -10,28 +10,20 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.memory.device import DeviceSlots
 from kvstore.paged.base import BlockIds, HostPagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tiers.base import Transfer
-from kvstore.tiers.gpu.streams import CudaStreams
-from kvstore.tiers.gpu.tier import GpuTier
 from kvstore.transfer.mover import as_block_ids
-
-if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS = 8, 4, 2, 2
 CPU = torch.device("cpu")
-A, B = ChunkRef(b"a" * 16, CHUNK_BLOCKS), ChunkRef(b"b" * 16, CHUNK_BLOCKS)
 
 
 class Device:
@@ -113,7 +105,6 @@ class LatePagedKV(HostPagedKV):
         bound = bind_paged_kv(caches, num_blocks=BLOCKS, block_tokens=N, chunk_tokens=CHUNK_BLOCKS * N)
         super().__init__(planes, bound.layout, BLOCKS)
         self.late = device
-        self.before: Callable[[], object] = lambda: None
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         self.late.current.launch(lambda: self.gather(block_ids, payload.numpy()))
@@ -121,15 +112,7 @@ class LatePagedKV(HostPagedKV):
     def scatter_on_device(
         self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
     ) -> None:
-        self.before()
         self.late.current.launch(lambda: self.scatter(block_ids, payload.numpy(), chunk_blocks, first_block))
-
-
-class LateStreams(CudaStreams):
-    device: Device
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.device.current.launch(lambda: target.copy_(source))
 
 
 class Model:
@@ -160,7 +143,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         "Event": device.make_event,
         "current_stream": lambda _device: device.current,
         "stream": device.on,
-        "device": lambda _device: nullcontext(),
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
@@ -168,110 +150,100 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     return device
 
 
-def make_tier(device: Device, model: Model) -> GpuTier:
-    tier = GpuTier(model.paged.layout, SLOTS, CPU)
-    streams = LateStreams(CPU, SLOTS)
-    streams.device = device
-    tier._streams = streams
-    return tier
+def make_slots(device: Device, model: Model) -> DeviceSlots:
+    slots = DeviceSlots(SLOTS, model.paged.layout.slot_bytes, CPU)
+    slots._last_uses = [device.make_event() for _ in range(SLOTS)]  # type: ignore[misc]
+    return slots
+
+
+def gather(slots: DeviceSlots, slot: int, model: Model, ids: list[int]) -> None:
+    with model.device.on(model.stream), slots.using(slot) as memory:
+        model.paged.gather_on_device(as_block_ids(ids), memory[: model.paged.layout.payload_bytes(len(ids))])
+
+
+def scatter(slots: DeviceSlots, slot: int, model: Model, ids: list[int]) -> None:
+    with model.device.on(model.stream), slots.using(slot) as memory:
+        payload = memory[: model.paged.layout.payload_bytes(len(ids))]
+        model.paged.scatter_on_device(as_block_ids(ids), payload, len(ids), 0)
 
 
 @pytest.mark.parametrize("device", range(12), indirect=True)
 def test_late_work_has_the_same_results(device: Device) -> None:
     models = [Model(device), Model(device)]
-    layout = models[0].paged.layout
-    tier = make_tier(device, models[0])
-    block_bytes = layout.block_bytes
-    held: dict[ChunkRef, list[int]] = {}
-    dice = device.dice
-
-    def put(ref: ChunkRef, buffer: ByteArray) -> Outcome:
-        values = [dice.randrange(256) for _ in range(ref.num_blocks)]
-        for layer in range(2):
-            part = buffer[layer * block_bytes : (layer + 1) * block_bytes]
-            part[:] = np.repeat(np.array(values, np.uint8), block_bytes // 2)
-        (outcome,) = tier.put([Transfer(ref, buffer)])
-        buffer[:] = 0xEE  # it is the caller's again
-        if outcome is Outcome.STORED:
-            held[ref] = values
-        return outcome
-
-    def get(ref: ChunkRef, buffer: ByteArray) -> Outcome:
-        (outcome,) = tier.get([Transfer(ref, buffer)])
-        if outcome is Outcome.HIT:
-            wanted = np.repeat(np.array(held[ref] * 2, np.uint8), block_bytes // 2)
-            assert buffer[: len(wanted)].tobytes() == wanted.tobytes()
-        return outcome
-
-    def gather(ref: ChunkRef, model: Model, ids: list[int]) -> None:
-        if tier.gather(ref, model.paged, as_block_ids(ids)) is Outcome.STORED:
-            held[ref] = [model.wanted[block] for block in ids]
-
-    def scatter(ref: ChunkRef, model: Model, ids: list[int]) -> None:
-        if tier.scatter(ref, model.paged, as_block_ids(ids), 0) is Outcome.HIT:
-            for block, value in zip(ids, held[ref], strict=True):
-                model.wanted[block] = value
-
+    slots = make_slots(device, models[0])
+    held: dict[int, list[int]] = {}
+    dice, scatters = device.dice, 0
     for _ in range(250):
-        ref = ChunkRef(bytes([dice.randrange(3)]) * 16, CHUNK_BLOCKS)
-        model, ids = dice.choice(models), dice.sample(range(BLOCKS), CHUNK_BLOCKS)
-        buffer = np.zeros(layout.slot_bytes, np.uint8)
-        with device.on(model.stream):
-            match dice.randrange(8):
-                case 0 | 1:
-                    model.compute(ids[0], dice.randrange(256))
-                case 2 | 3:
-                    gather(ref, model, ids)
-                case 4 | 5:
-                    scatter(ref, model, ids)
-                case 6:
-                    dice.choice([put, get])(ref, buffer)
-                case _:
-                    tier.remove([ref])
-                    held.pop(ref, None)
+        slot, model = dice.randrange(SLOTS), dice.choice(models)
+        ids = dice.sample(range(BLOCKS), CHUNK_BLOCKS)
+        match dice.randrange(3):
+            case 0:
+                model.compute(ids[0], dice.randrange(256))
+            case 1:
+                gather(slots, slot, model, ids)
+                held[slot] = [model.wanted[block] for block in ids]
+            case _ if slot in held:
+                scatter(slots, slot, model, ids)
+                scatters += 1
+                for block, value in zip(ids, held[slot], strict=True):
+                    model.wanted[block] = value
         if dice.random() < 0.1:
             model.stream.synchronize()
     device.run_until(lambda: not any(stream.work for stream in device.streams))
     for model in models:
         model.check()
-    assert min(tier.counters.hits, tier.counters.stored) > 10
-
-
-def put_number(tier: GpuTier, ref: ChunkRef, number: int) -> None:
-    assert tier.put([Transfer(ref, np.full(4096, number, np.uint8))]) == [Outcome.STORED]
-
-
-@pytest.mark.parametrize("device", [1], indirect=True)
-def test_copies_with_the_host_do_not_wait_for_the_model(device: Device) -> None:
-    model = Model(device)
-    tier = make_tier(device, model)
-    model.compute(0, 1)
-    device.stalled = [model.stream]
-    with device.on(model.stream):
-        put_number(tier, A, 5)
-        buffer = np.zeros(4096, np.uint8)
-        assert tier.get([Transfer(A, buffer)]) == [Outcome.HIT]
-    assert (buffer[: model.paged.layout.payload_bytes(CHUNK_BLOCKS)] == 5).all()
-    assert model.stream.work
+    assert scatters > 10
 
 
 @pytest.mark.parametrize("device", range(4), indirect=True)
-def test_two_that_read_at_the_same_time_are_both_waited_for(device: Device) -> None:
+def test_a_slot_is_written_only_after_scatters_from_two_streams(device: Device) -> None:
     quick, slow = Model(device), Model(device)
-    tier = make_tier(device, quick)
-    put_number(tier, A, 5)
-
-    def scatter_slowly() -> None:  # begins after the other one and is launched before it
-        with device.on(slow.stream):
-            slow.compute(7, 1)
-            tier.scatter(A, slow.paged, as_block_ids([0, 1]), 0)
-
-    quick.paged.before = scatter_slowly
-    with device.on(quick.stream):
-        tier.scatter(A, quick.paged, as_block_ids([2, 3]), 0)
-    tier.remove([A])
-    put_number(tier, B, 6)  # in the same slot
+    slots = make_slots(device, quick)
+    for block in (4, 5):
+        quick.compute(block, 5)
+    gather(slots, 0, quick, [4, 5])
+    slow.compute(7, 1)
+    scatter(slots, 0, slow, [0, 1])
+    scatter(slots, 0, quick, [2, 3])
+    for block in (4, 5):
+        quick.compute(block, 6)
+    gather(slots, 0, quick, [4, 5])
+    device.stalled = [slow.stream]
+    with pytest.raises(AssertionError, match="streams wait for each other"):
+        quick.stream.synchronize()  # it comes after what the other stream has yet to do
+    device.stalled = []
     device.run_until(lambda: not any(stream.work for stream in device.streams))
     quick.wanted[2:4] = slow.wanted[0:2] = [5, 5]
     quick.check()
     slow.check()
+
+
+@pytest.mark.parametrize("device", [1], indirect=True)
+def test_other_slots_are_not_held_up(device: Device) -> None:
+    quick, slow = Model(device), Model(device)
+    slots = make_slots(device, quick)
+    quick.compute(0, 3)
+    slow.compute(0, 4)
+    device.stalled = [slow.stream]
+    gather(slots, 0, slow, [0, 1])
+    gather(slots, 1, quick, [0, 1])
+    scatter(slots, 1, quick, [2, 3])
+    quick.wanted[2:4] = [3, 0]
+    quick.stream.synchronize()
+    quick.check()
+
+
+@pytest.mark.parametrize("device", range(8), indirect=True)
+def test_work_that_raised_is_put_in_order_as_well(device: Device) -> None:
+    """Part of it may have been launched."""
+    quick, slow = Model(device), Model(device)
+    slots = make_slots(device, quick)
+    with suppress(ZeroDivisionError), device.on(slow.stream), slots.using(0) as memory:
+        slow.stream.launch(partial(memory.fill_, 9))
+        raise ZeroDivisionError
+    quick.compute(0, 3)
+    gather(slots, 0, quick, [0, 1])
+    scatter(slots, 0, quick, [2, 3])
+    device.run_until(lambda: not any(stream.work for stream in device.streams))
+    quick.wanted[2:4] = [3, 0]
+    quick.check()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.layouts import LAYOUTS, B, N, Paged, alike, ordered, put_blocks, snapshot, take_blocks
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.errors import LayoutError
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 
 CHUNK_BLOCKS = 4

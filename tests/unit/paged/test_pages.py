@@ -358,7 +358,8 @@ def test_reserved_blocks_are_never_copied() -> None:
         {"l": cache}, num_blocks=B, block_tokens=N, chunk_tokens=CHUNK_BLOCKS * N, reserved_blocks=1
     )
     planes = [find_planes("l", cache, B)]
-    for paged in (on_host, on_host.beside(), device := DevicePagedKV(planes, on_host.layout, B, 1), device.beside()):
+    device = DevicePagedKV(planes, on_host.layout, B, 1)
+    for paged in (on_host, on_host.for_thread(), device, device.for_thread()):
         with pytest.raises(InvalidCallError, match=f"block id 0 is not in 1..{B - 1}"):
             gather(paged, as_block_ids([1, 0]), slot)
         with pytest.raises(InvalidCallError, match="block id 0 "):

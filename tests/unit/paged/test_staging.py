@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV

@@ -24,6 +24,7 @@ from kvstore.server.shelves import Shelves
 from kvstore.server.spaces import Chunk, Space
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import tier as disk
+from kvstore.tiers.disk.chunks import Chunks
 
 A_WHILE_S = 0.5
 FULL, READ, WRITTEN = (Space(Namespace({"model": name}), EVEN) for name in ("full", "read", "written"))
@@ -152,14 +153,14 @@ def test_a_folder_that_cannot_be_made_holds_up_nobody_else(
     desk = open_desk(8 * CHUNK_BYTES)
     assert desk.wait(desk.write(READ, 1)) == CHUNK_BYTES
     gate = Gate()
-    real = disk.DiskTier._make_home
+    real = Chunks.make_home
 
-    def hang(tier: disk.DiskTier) -> None:
-        if tier._namespace == WRITTEN.namespace:
+    def hang(chunks: Chunks) -> None:
+        if chunks.namespace == WRITTEN.namespace:
             gate()
-        real(tier)
+        real(chunks)
 
-    monkeypatch.setattr(disk.DiskTier, "_make_home", hang)
+    monkeypatch.setattr(Chunks, "make_home", hang)
     try:
         new = desk.write(WRITTEN, 2)
         assert gate.reached.wait(HANG_GUARD_S)

@@ -9,15 +9,15 @@ from support.checks import check_idle
 from support.diskwork import flip_header
 from support.rig import SLOT_BYTES, Rig, tokens_of
 
-from kvstore.errors import ConfigError, TierError
+from kvstore.errors import ConfigError
 from kvstore.keys import NO_EXTRAS
-from kvstore.tiers.gpu.tier import GpuTier
+from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.layerwise import LayerLoad
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore.chunks import ChunkRef, Outcome
+    from kvstore.chunks import ChunkRef
     from kvstore.engine import CacheEngine
 
 TOKENS = tokens_of(1, 40)  # two chunks and a tail
@@ -32,7 +32,8 @@ def from_gpu(engine: CacheEngine) -> int:
     """Chunks loaded from the device so far; no slot of it is lost."""
     hot = engine._tiers.hot
     assert hot is not None
-    assert {ref for ref, _ in hot._gpu.scan()} == set(hot._order)
+    slots = [*hot._free, *(held.slot for held in hot._copies.values())]
+    assert sorted(slots) == list(range(len(slots)))
     return engine.stats().mover.chunks_loaded_from_gpu
 
 
@@ -159,10 +160,10 @@ def test_no_copy_is_taken_before_every_layer_was_asked_for() -> None:
         rig.store(engine, TOKENS)
         mapping = rig.slot_mapping(rig.blocks(40), 40)
         for _ in range(3):
-            jobs = engine._plan_load(engine._load_request(TOKENS, None, mapping, NO_EXTRAS))
+            jobs = engine._planner.plan_load(engine._load_request(TOKENS, None, mapping, NO_EXTRAS))
             load = LayerLoad(engine._mover, jobs)
             load.move(0)
-            assert engine._complete_load(jobs, load.finish).failed == set()
+            assert engine._planner.complete_load(jobs, load.finish).failed == set()
             rig.poison()
         assert rig.retrieve(engine, TOKENS) == 40
         check_idle(engine)
@@ -170,22 +171,21 @@ def test_no_copy_is_taken_before_every_layer_was_asked_for() -> None:
 
 def test_a_copy_of_what_is_replaced_meanwhile_does_not_count(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under vLLM, where other threads fill slots while the model's takes its copies."""
-    gather = GpuTier.gather
+    gather = HotChunks._gather
     with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
         cpu = engine._tiers.cpu
 
-        def overtaken(tier: GpuTier, ref: ChunkRef, *arguments: Any) -> Outcome:
-            outcome = gather(tier, ref, *arguments)
+        def overtaken(hot: HotChunks, ref: ChunkRef, *arguments: Any) -> None:
+            gather(hot, ref, *arguments)
             for slot in range(cpu.num_slots):
                 if cpu.read(slot, ref) is not None:
                     cpu.claim(slot)
                     cpu.publish(slot, ref)
-            return outcome
 
         rig.store(engine, TOKENS)
         rig.retrieve(engine, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr(GpuTier, "gather", overtaken)
+            patch.setattr(HotChunks, "_gather", overtaken)
             rig.retrieve(engine, TOKENS)
         assert rig.retrieve(engine, TOKENS) == 40
         assert from_gpu(engine) == 0
@@ -196,15 +196,15 @@ def test_a_device_that_fails_is_left_out(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     def broken(*_: object) -> None:
-        raise TierError("broken on purpose")
+        raise RuntimeError("broken on purpose")
 
     with rig.open(max_local_gpu_bytes=4 * SLOT_BYTES) as engine:
         rig.store(engine, TOKENS)
-        monkeypatch.setattr(GpuTier, call, broken)
+        monkeypatch.setattr(type(rig.paged), f"{call}_on_device", broken)
         for _ in range(5):
             assert rig.retrieve(engine, TOKENS) == 40
         assert engine.stats().mover.chunks_loaded_from_gpu == 0
-        assert caplog.text.count("the GPU tier is left out from now on: broken on purpose") == 1
+        assert caplog.text.count(f"left out from now on: cannot {call} a chunk on cpu: broken on purpose") == 1
 
 
 def test_a_pool_without_room_for_a_chunk_is_refused(rig: Rig) -> None:

@@ -8,91 +8,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.gate import HANG_GUARD_S, Gate
+from support.lane_bench import NEW, NEWER, Bench, ref_of
 from support.rig import BLOCKS_PER_CHUNK, FILE_BYTES, SLOT_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
-from kvstore.keys import Namespace
+from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.tiers.base import Transfer
-from kvstore.tiers.cpu import CpuTier
 from kvstore.transfer.flushed import Flushed
-from kvstore.transfer.lane import WRITE_THREADS, Lane
+from kvstore.transfer.lane import WRITE_THREADS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-OLD = Namespace({"model": "rig"})
-NEW = OLD.at_epoch("new")
-NEWER = OLD.at_epoch("newer")
-
-
-def ref_of(number: int) -> ChunkRef:
-    return ChunkRef(bytes([number]) * 16, BLOCKS_PER_CHUNK)
-
-
-class Bench:
-    """A lane over slots whose number fills them, and a tier that notes what it is asked to forget."""
-
-    def __init__(self, *, asks: bool = False) -> None:
-        self.cpu = CpuTier(SlabPool(16, SLOT_BYTES))
-        self.tier = FakeTier()
-        self.tier.namespace_id = OLD.id
-        self.forgotten: list[object] = []
-        self.before_forgetting: Callable[[], object] = lambda: None
-        self._watch()
-        self.written: list[tuple[ChunkRef, bool]] = []
-        self.lane = Lane(
-            self.cpu,
-            self.tier,
-            lambda *written: self.written.append(written),
-            asks_before_write=self.tier if asks else None,
-            namespace_id=OLD.id,
-        )
-
-    def _watch(self) -> None:
-        remove, clear, reset = self.tier.remove, self.tier.clear, self.tier.reset
-
-        def note(what: object) -> None:
-            self.forgotten.append(what)
-            self.before_forgetting()
-
-        def watched_remove(refs: Sequence[ChunkRef]) -> None:
-            note(sorted(refs))
-            remove(refs)
-
-        def watched_clear() -> None:
-            note("clear")
-            clear()
-
-        def watched_reset(namespace: Namespace) -> None:
-            note(namespace)
-            reset(namespace)
-
-        self.tier.remove = watched_remove  # type: ignore[method-assign, assignment]
-        self.tier.clear = watched_clear  # type: ignore[method-assign]
-        self.tier.reset = watched_reset  # type: ignore[method-assign]
-
-    def fill(self, number: int) -> None:
-        self.cpu.claim(number)[:] = number
-        self.cpu.publish(number, ref_of(number))
-
-    def write(self, *numbers: int) -> None:
-        for number in numbers:
-            self.fill(number)
-            self.lane.write(ref_of(number), number)
-
-    def store(self, *numbers: int) -> None:
-        self.write(*numbers)
-        assert self.lane.flush(HANG_GUARD_S)
-        self.written.clear()
-
-    def read(self, number: int) -> Outcome:
-        return self.lane.read(ref_of(number), 15).result(HANG_GUARD_S).outcome
-
-    def held(self) -> set[ChunkRef]:
-        return set(self.tier.chunks)
 
 
 @pytest.fixture
@@ -221,7 +150,7 @@ def test_nothing_is_read_while_everything_goes(bench: Bench, gate: Gate, sweep: 
 
 def test_a_slot_emptied_since_it_was_claimed_holds_nothing() -> None:
     """A read that was begun before a reset may be declared whole after it."""
-    cpu = CpuTier(SlabPool(2, SLOT_BYTES))
+    cpu = LabelledPool(SlabPool(2, SLOT_BYTES))
     cpu.claim(1)
     cpu.clear()
     cpu.publish(1, ref_of(1))

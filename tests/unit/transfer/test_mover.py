@@ -15,8 +15,8 @@ from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
+from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
-from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.guards import Deadline
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.lane import WRITE_THREADS, Lane
@@ -39,7 +39,7 @@ class Bench:
         for cache in self.rig.caches.values():
             for block in range(self.rig.num_blocks):
                 cache[block] = block
-        self.cpu = CpuTier(SlabPool(8, SLOT_BYTES))
+        self.cpu = LabelledPool(SlabPool(8, SLOT_BYTES))
         self.written: list[tuple[ChunkRef, bool]] = []
         self.tier = tier
         disk = None if tier is None else Deadline(tier, timeout_s, slow_timeout_s=timeout_s)
@@ -320,11 +320,11 @@ def test_what_is_read_while_all_is_forgotten_is_in_no_slot(
 ) -> None:
     bench.store(1)
     assert bench.mover.flush(HANG_GUARD_S)
-    beside, clear = bench.mover.beside(), bench.cpu.clear
+    other, clear = bench.mover.for_thread(), bench.cpu.clear
 
     def clear_then_load() -> None:
         clear()
-        beside.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)])
+        other.load([LoadJob(LoadStep(ref_of(1), 3, Place.DISK), as_block_ids([]), 0)])
 
     monkeypatch.setattr(bench.cpu, "clear", clear_then_load)
     forgets(bench.mover)

@@ -31,8 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.assembly import RemoteOptions
-from kvstore.engine import EngineOptions
+from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.tools.bench import limits, redis
 from kvstore.tools.bench.samples import timed
 from kvstore.tools.bench.server import private_server

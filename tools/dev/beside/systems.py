@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, Prompts
 

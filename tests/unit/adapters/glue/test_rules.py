@@ -22,9 +22,9 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
 from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.engine import EngineOptions
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, as_block_ids
 

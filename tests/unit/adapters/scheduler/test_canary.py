@@ -12,6 +12,7 @@ from support.fake_vllm import FakeVllm, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.scheduler.canary import Canary
+from kvstore.catalog.entries import NO_SLOT
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.ops import metrics
@@ -47,8 +48,9 @@ def verified(vllm: FakeVllm) -> tuple[int, int]:
 def spoil(vllm: FakeVllm, rank: int = 0) -> None:
     """Change what all slots hold."""
     cpu = vllm.workers[rank]._tiers.cpu
-    for ref, _ in cpu.scan():
-        slot = next(chunk.slot for key, chunk in vllm.index._chunks.items() if key == ref.prefix_key)
+    held = [(chunk.slot, chunk.ref) for chunk in vllm.index._chunks.values() if chunk.memory is not NO_SLOT]
+    assert held
+    for slot, ref in held:
         stored = cpu.read(slot, ref)
         assert stored is not None
         stored ^= 0xFF

@@ -19,10 +19,10 @@ from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
-from kvstore.engine import EngineOptions
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, Namespace
 from kvstore.layout import KVLayout
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.transfer.mover import LoadJob, StoreJob, as_block_ids
 

@@ -43,7 +43,7 @@ class FakeMover:
             moment=lambda: self.calls.append("moment"), after=lambda _moment: self.calls.append("after")
         )
 
-    def beside(self) -> FakeMover:
+    def for_thread(self) -> FakeMover:
         return self
 
     def load(self, jobs: Sequence[LoadJob]) -> LoadResult:

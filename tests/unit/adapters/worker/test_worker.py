@@ -20,11 +20,11 @@ from kvstore.adapters.vllm.worker.pushes import PushOptions
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
-from kvstore.engine import EngineOptions
 from kvstore.errors import TierError
 from kvstore.handover.pusher import PushJob
 from kvstore.handover.transport import Transport
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
@@ -305,7 +305,7 @@ def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mover, "beside", no_room)
+        patch.setattr(Mover, "for_thread", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             StoreWorker(paged, Namespace({"model": "one"}), options)
     StoreWorker(paged, Namespace({"model": "one"}), options).close()

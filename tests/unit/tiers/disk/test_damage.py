@@ -201,7 +201,7 @@ def test_damage_of_a_chunk_that_was_replaced_meanwhile(
     put(tier, ref)
     real = ChunkIO.read
 
-    def replace_then_fail(self: ChunkIO, path: Path, body: Body, used_ns: int) -> Damage | None:
+    def replace_then_fail(self: ChunkIO, path: Path, body: Body, used_ns: int, layers: range | None) -> Damage | None:
         monkeypatch.setattr(ChunkIO, "read", real)
         assert put(tier, ref) == [Outcome.STORED]
         if damage is None:

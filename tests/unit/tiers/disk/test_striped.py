@@ -24,11 +24,11 @@ from support.diskwork import (
     path_of,
     put,
 )
+from support.faults import Fault, FaultInjector, FaultKind
 
-from kvstore.chunks import Outcome
+from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, InvalidCallError, TierError, TierTimeoutError
-from kvstore.testing.faults import Fault, FaultInjector, FaultKind
-from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.striped import StripedTier, open_folders
 from kvstore.tiers.disk.tier import DiskTier
@@ -37,7 +37,7 @@ from kvstore.tiers.guards import Deadline
 CAPACITY_BYTES = 36 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
 
-Open = Callable[..., Tier]
+Open = Callable[..., BoundedTier]
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def folders(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def open_tier(folders: list[Path]) -> Iterator[Open]:
     """Opens tiers and closes the last one; opening again is a restart."""
-    opened: list[Tier] = []
+    opened: list[BoundedTier] = []
 
-    def open_(names: list[Path] = folders, capacity_bytes: int = CAPACITY_BYTES) -> Tier:
+    def open_(names: list[Path] = folders, capacity_bytes: int = CAPACITY_BYTES) -> BoundedTier:
         if opened:
             opened[-1].close()
         opened.append(open_folders(names, MINE, EVEN, capacity_bytes))
@@ -89,20 +89,18 @@ def test_a_batch_is_answered_in_its_order(open_tier: Open) -> None:
         assert (transfer.buffer == make_transfer(transfer.ref).buffer).all()
 
 
-def test_the_folders_of_a_batch_are_served_at_once(
-    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folders_are_scanned_at_once(open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier()
     put(tier, *REFS)
     everyone = threading.Barrier(len(folders))
-    original = DiskTier.get
+    original = DiskTier.scan
 
-    def meet(self: DiskTier, transfers: list[Transfer]) -> list[Outcome]:
+    def meet(self: DiskTier) -> list[tuple[ChunkRef, int]]:
         everyone.wait(30)  # breaks unless all folders are inside
-        return original(self, transfers)
+        return original(self)
 
-    monkeypatch.setattr(DiskTier, "get", meet)
-    assert set(tier.get([Transfer(ref, make_slot()) for ref in REFS])) == {Outcome.HIT}
+    monkeypatch.setattr(DiskTier, "scan", meet)
+    assert {ref for ref, _ in tier.scan()} == set(REFS)
 
 
 def test_a_broken_folder_fails_only_its_own_chunks(
@@ -314,7 +312,7 @@ def test_the_first_look_is_guarded(folders: list[Path]) -> None:
     """A folder that hangs makes the start fail, and not hang."""
     injectors: list[FaultInjector] = []
 
-    def wrap(disk: DiskTier) -> Tier:
+    def wrap(disk: DiskTier) -> BoundedTier:
         injectors.append(FaultInjector(disk, [Fault(FaultKind.HANG, "scan")] if len(injectors) == 1 else []))
         return Deadline(injectors[-1], 30.0, slow_timeout_s=0.05)
 
@@ -377,7 +375,7 @@ def test_contract_and_close(open_tier: Open, folders: list[Path]) -> None:
 def test_what_is_put_around_each_folder(folders: list[Path]) -> None:
     seen = []
 
-    def wrap(disk: DiskTier) -> Tier:
+    def wrap(disk: DiskTier) -> BoundedTier:
         seen.append(disk)
         return disk
 

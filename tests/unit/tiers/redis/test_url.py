@@ -1,4 +1,4 @@
-"""What a Redis URL means, and what is wrong with one; and the tier's accounts."""
+"""What a Redis URL means, and what is wrong with one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.diskwork import EVEN, MINE, make_ref
+from support.diskwork import EVEN, MINE
 
 from kvstore.errors import ConfigError
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.redis.calls import Calls
-from kvstore.tiers.redis.ledger import Ledger
 from kvstore.tiers.redis.nodes import SlotMovedError
 from kvstore.tiers.redis.url import Address, Kind, RedisTarget, parse_target
 
 SINGLE, SENTINEL, CLUSTER = Kind.SINGLE, Kind.SENTINEL, Kind.CLUSTER
 HERE = (Address("here", 6379),)
-EPOCH = b"now"
 
 GOOD = {
     "redis://here": RedisTarget(SINGLE, HERE),
@@ -90,54 +88,11 @@ def test_no_password_is_shown() -> None:
 
 def test_options_of_the_tier() -> None:
     with pytest.raises(ConfigError, match="no option 'folder'"):
-        open_tier("redis", TierSetup(MINE, EVEN, 1 << 30, {"url": "redis://here", "folder": "/tmp"}))
+        open_tier("redis", TierSetup(MINE, EVEN, UNBOUNDED_BYTES, {"url": "redis://here", "folder": "/tmp"}))
     with pytest.raises(ConfigError, match="needs the option 'url'"):
-        open_tier("redis", TierSetup(MINE, EVEN, 1 << 30))
-    with pytest.raises(ConfigError, match="do not hold one chunk"):
+        open_tier("redis", TierSetup(MINE, EVEN, UNBOUNDED_BYTES))
+    with pytest.raises(ConfigError, match="1000 bytes: set maxmemory"):
         open_tier("redis", TierSetup(MINE, EVEN, 1000, {"url": "redis://here"}))
-
-
-def test_a_write_that_ended_before_it_was_settled_stays_ended() -> None:
-    """Another thread may hear of the end first."""
-    ledger = Ledger(100)
-    write_id = ledger.book(EPOCH, make_ref(1), 60)
-    assert write_id is not None
-    assert ledger.book(EPOCH, make_ref(2), 41) is None
-    assert ledger.settled(EPOCH, make_ref(1)) == set()
-    ledger.strike([write_id])
-    ledger.settle(write_id)
-    assert ledger.used_bytes == 0
-    assert ledger.settled(EPOCH, make_ref(1)) == set()
-
-
-def test_a_scan_does_not_book_what_ended_meanwhile() -> None:
-    ledger = Ledger(100)
-    ids = [ledger.book(EPOCH, make_ref(number), 10) for number in range(3)]
-    for write_id in ids[:2]:
-        assert write_id is not None
-        ledger.settle(write_id)
-    before = ledger.begin_scan()
-    assert before == set(ids[:2])
-    ledger.strike(ids[:1])  # type: ignore[arg-type] # they are no Nones
-    found = {make_ref(0): 10, make_ref(2): 10, make_ref(7): 10}
-    assert ledger.end_scan(before, EPOCH, found, lambda: True)
-    assert [bool(ledger.settled(EPOCH, make_ref(number))) for number in (0, 1, 2, 7)] == [False, False, False, True]
-    assert ledger.used_bytes == 20  # the one under way, and the one found
-    assert not ledger.end_scan(ledger.begin_scan(), EPOCH, {}, lambda: False)
-    assert ledger.used_bytes == 20
-
-
-def test_a_scan_strikes_what_is_left_of_another_epoch() -> None:
-    """Such as a write whose end nobody heard of."""
-    ledger = Ledger(100)
-    for epoch in (b"before", EPOCH):
-        write_id = ledger.book(epoch, make_ref(1), 10)
-        assert write_id is not None
-        ledger.settle(write_id)
-    assert ledger.end_scan(ledger.begin_scan(), EPOCH, {make_ref(1): 10}, lambda: True)
-    assert ledger.settled(b"before", make_ref(1)) == set()
-    assert len(ledger.settled(EPOCH, make_ref(1))) == 1
-    assert ledger.used_bytes == 10
 
 
 class MovingNodes:

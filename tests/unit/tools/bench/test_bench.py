@@ -16,9 +16,10 @@ from redis import Redis
 from support.redis_server import require_server
 from typer.testing import CliRunner
 
-from kvstore.engine import CacheEngine, EngineOptions
+from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
 from kvstore.paged import binding
 from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive

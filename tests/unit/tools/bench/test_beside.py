@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.engine import EngineOptions
+from kvstore.options import EngineOptions
 from kvstore.tools.dev.beside import __main__ as beside
 from kvstore.tools.dev.beside import prompts as shapes
 from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, CHUNK_TOKENS, TOKEN_BYTES, Prompts

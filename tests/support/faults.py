@@ -142,7 +142,7 @@ class FaultInjector(TierWrapper):
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward, or raise or hang as planned."""
         self._enter("scan", ())
-        return self.inner.scan()
+        return super().scan()
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward, or raise or hang as planned."""

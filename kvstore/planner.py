@@ -1,0 +1,243 @@
+"""What an engine decides: which chunks a call loads or stores, and what is known afterwards. Moves nothing.
+
+One lock covers the index and what the remote tier has answered. It is held for decisions only, never during I/O.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from kvstore.assembly import OpenTiers, open_directory
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
+from kvstore.catalog.plans import LoadStep, Match, Place
+from kvstore.catalog.remote_view import RemoteView, Told
+from kvstore.catalog.sequence import all_refs, chunk_refs
+from kvstore.chunks import ChunkRef
+from kvstore.errors import ClosedError
+from kvstore.keys import Namespace, PrefixHasher, PrefixKey
+from kvstore.layout import KVLayout
+from kvstore.options import EngineOptions, Shard
+from kvstore.requests import Request
+from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob
+
+Result = TypeVar("Result")
+
+
+class Planner:
+    """Plans the calls of one engine, and takes in how they ended. Thread-safe.
+
+    Args:
+        namespace: whose chunks the engine stores.
+        layout: the geometry of the chunks.
+        options: of the engine.
+        tiers: where chunks can be.
+        remove: takes chunks off a slower tier; waits for nothing.
+
+    Attributes:
+        index: which chunks are where; under ``lock``.
+        view: what the remote tier has answered lately; under ``lock``. None without one.
+        directory: asks the remote tier. None without one.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        layout: KVLayout,
+        options: EngineOptions,
+        tiers: OpenTiers,
+        remove: Callable[[Place, Iterable[ChunkRef]], None],
+    ) -> None:
+        remote, disk = options.remote, tiers.disk
+        self.lock = threading.Lock()
+        self.index = ChunkIndex(
+            tiers.cpu.num_slots,
+            keep_in_memory=options.local_cpu,
+            disk_capacity_bytes=disk.usable_bytes if disk else 0,
+            stored_bytes=disk.stored_bytes if disk else None,
+            max_writes=options.max_write_queue,
+            remote=(view := RemoteView(remote.hold_s) if remote else None),
+            max_sends=remote.max_queue if remote and remote.url else 0,
+            cache_policy=options.cache_policy,
+            disk_policy=options.disk_policy,
+        )
+        self.index.adopt(tiers.survivors)
+        self.view = view
+        self.directory = open_directory([Shard(namespace, layout, remote)]) if remote else None
+        self._layout = layout
+        self._options = options
+        self._tiers = tiers
+        self._remove = remove
+        self._told_drops = 0  # writes dropped up to the last ``take_drops``
+        self._is_closed = False
+
+    def check_open(self) -> None:
+        """Refuse a call after ``close``.
+
+        Raises:
+            ClosedError: it was closed.
+        """
+        if self._is_closed:
+            raise ClosedError("this engine was closed: make a new one")
+
+    def close(self) -> None:
+        """Refuse what comes from now on, and close the directory."""
+        self._is_closed = True
+        if self.directory is not None:
+            self.directory.close()
+
+    @contextmanager
+    def deciding(self) -> Iterator[ChunkIndex]:
+        """The index, brought up to date, under the lock."""
+        with self.lock:
+            self._begin()
+            yield self.index
+
+    def match(
+        self, hasher: PrefixHasher, then: Callable[[Match], Result], skip_tokens: int = 0, told: Told | None = None
+    ) -> Result:
+        """Find the longest known prefix, and call ``then`` with it under the lock.
+
+        The remote tier is asked for what the index does not know. Its answers count for everybody for a while, and for
+        the call that is ``told`` them in any case.
+        """
+        told = told or Told()
+        for _ in range(QUESTION_ROUNDS):
+            with self.lock:
+                self._begin()
+                since = self.view.serial if self.view is not None else 0  # what is gone by then is not told
+                match = self.index.lookup(hasher, skip_tokens, told)
+                questions = self.index.questions(hasher, match, skip_tokens, told)
+                if self.directory is None or self.view is None or not questions:
+                    return then(match)
+            answers = self.directory.answer(questions)
+            with self.lock:
+                now_s = time.monotonic()
+                self.view.note(questions, answers, now_s, since)
+                self.view.tell(told, dict(zip(questions, answers, strict=True)), now_s, since)
+        with self.lock:
+            self._begin()
+            return then(self.index.lookup(hasher, skip_tokens, told))
+
+    def ask_remote(self, hasher: PrefixHasher, skip_tokens: int = 0) -> Told:
+        """Find out what the remote tier holds of a sequence, if there is one."""
+        told = Told()
+        if self.directory is not None:
+            self.match(hasher, lambda _: None, skip_tokens, told)
+        return told
+
+    def plan_prefetch(self, hasher: PrefixHasher, told: Told) -> list[LoadStep]:
+        """Plan to bring the known prefix of a sequence into memory; nothing where nothing stays there."""
+        with self.lock:
+            self._begin()
+            refs = self.index.lookup(hasher, told=told).refs if self._options.local_cpu else ()
+            return self.index.prepare_load(refs, told)
+
+    def plan_load(self, request: Request) -> list[LoadJob]:
+        """Plan to load the known prefix of a sequence, from ``request.begin`` on."""
+        blocks_per_chunk, skip_blocks = self._layout.blocks_per_chunk, request.begin // self._layout.block_tokens
+        with self.lock:
+            self._begin()
+            match = self.index.lookup(request.hasher, request.begin, request.told)
+            steps = self.index.prepare_load(match.refs, request.told)
+        jobs = []
+        begin = match.first_chunk * blocks_per_chunk
+        for step in steps:
+            first_block = max(0, skip_blocks - begin)
+            start = begin + first_block - skip_blocks
+            end = start + step.ref.num_blocks - first_block
+            jobs.append(LoadJob(step, request.blocks[start:end], first_block))
+            begin += step.ref.num_blocks
+        return jobs
+
+    def complete_load(self, jobs: Sequence[LoadJob], move: Callable[[], LoadResult]) -> LoadResult:
+        """Let planned loads be moved, and take in what became of them, also if ``move`` raises."""
+        unfinished = {job.step.ref.prefix_key for job in jobs if job.step.source is not Place.MEMORY}
+        result = LoadResult(unfinished, set())
+        try:
+            result = move()
+        finally:
+            with self.lock:
+                self.index.complete_load([job.step for job in jobs], result.failed, result.lost)
+                self._remove_from_disk()
+        return result
+
+    def plan_store(self, request: Request, ttl_s: float | None) -> list[StoreJob]:
+        """Plan to store the chunks of a sequence that begin at ``request.begin`` or later and are not known."""
+        hasher, blocks_per_chunk = request.hasher, self._layout.blocks_per_chunk
+        refs = chunk_refs(hasher, with_tail=self._options.save_unfull_chunk)
+        first = request.begin // self._layout.chunk_tokens
+        with self.lock:
+            self._begin()
+            steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
+            self._remove_from_disk()
+        where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
+        begins = [where[step.ref.prefix_key] for step in steps]
+        return [
+            StoreJob(step, request.blocks[begin : begin + step.ref.num_blocks])
+            for begin, step in zip(begins, steps, strict=True)
+        ]
+
+    def complete_store(self, jobs: Sequence[StoreJob], move: Callable[[], set[PrefixKey]]) -> int:
+        """Let planned stores be moved, and take in which failed: all of them if ``move`` raises.
+
+        Returns the tokens newly stored.
+        """
+        steps = [job.step for job in jobs]
+        failed = {step.ref.prefix_key for step in steps}
+        try:
+            failed = move()
+        finally:
+            with self.lock:
+                self.index.complete_store(steps, failed)
+                self._remove_from_disk()
+        stored = (step.ref.num_blocks for step in steps if step.gather and step.ref.prefix_key not in failed)
+        return sum(stored) * self._layout.block_tokens
+
+    def complete_write(self, target: Place, ref: ChunkRef, stored: bool) -> None:
+        """Take in that a write to a slower tier has ended. From any thread."""
+        size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None
+        with self.lock:
+            self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
+            self._remove_from_disk()
+
+    def forget(self, hasher: PrefixHasher) -> int:
+        """Forget the chunks of a sequence, in every tier. Returns how many were here."""
+        refs = all_refs(hasher)
+        with self.lock:
+            self._begin()
+            count = self.index.remove(ref.prefix_key for ref in refs)
+            self._remove_from_disk()
+            self._remove(Place.REMOTE, refs)
+            if self.view is not None:
+                self.view.forget(refs)
+        return count
+
+    def reset_directory(self, namespace: Namespace) -> None:
+        """Ask the remote tier about another namespace from now on."""
+        if self.directory is not None and self.view is not None:
+            self.directory.reset([namespace])
+            with self.lock:
+                self.view.clear()  # once more: a lookup meanwhile was told of what is gone
+
+    def take_drops(self) -> int:
+        """How many writes were not queued since the last call, for want of room."""
+        with self.lock:
+            dropped = self.index.counters.writes_dropped + self.index.counters.sends_dropped
+            untold, self._told_drops = dropped - self._told_drops, dropped
+        return untold
+
+    def _begin(self) -> None:
+        """Bring the index up to date. Needs the lock."""
+        self.check_open()
+        self.index.advance(time.monotonic())
+        self.index.set_disk_answers(answers=self._tiers.disk_answers)
+        self.index.set_remote_answers(answers=self._tiers.remote_answers)
+
+    def _remove_from_disk(self) -> None:
+        """Take evicted chunks off the disk. Needs the lock, so that removals keep the index's order there."""
+        self._remove(Place.DISK, self.index.take_removals())

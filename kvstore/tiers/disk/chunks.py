@@ -1,0 +1,248 @@
+"""The chunks in a tier's folder: which are held, and under which names their files are.
+
+The dictionary and the names change together, under the tier's lock. Only renames and the making of folders happen under
+it; files are opened, read, written and unlinked without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import TierError
+from kvstore.tiers.disk import survey
+from kvstore.tiers.disk.folder import (
+    DEAD_PREFIX,
+    FOLDER_MODE,
+    LAYOUT_FILE,
+    NAMESPACE_FILE,
+    NO_ROOM,
+    chunk_name,
+    reason,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.chunks import ChunkRef
+    from kvstore.keys import Namespace
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.disk.space import Space
+
+
+class Held(NamedTuple):
+    """A chunk in the folder: the serial number of its put, its last use in ns since 1970, the size of its file."""
+
+    serial: int
+    used_ns: int
+    size_bytes: int
+
+
+class Chunks:
+    """The chunks of one namespace. Thread-safe: every method takes the lock, and may be called under it.
+
+    Args:
+        folder: of the tier.
+        namespace: of the chunks.
+        layout: of the chunks.
+        space: counts the bytes of their files; its lock is the tier's.
+        complain: logs a cause and what happened.
+
+    Attributes:
+        namespace: of the chunks, until ``enter``.
+        home: the folder of the namespace.
+        generation: counts clears and resets.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        namespace: Namespace,
+        layout: KVLayout,
+        space: Space,
+        complain: Callable[[str, str], None],
+    ) -> None:
+        self.namespace = namespace
+        self.home = folder / namespace.id.hex()
+        self.generation = 0
+        self._folder = folder
+        self._layout = layout
+        self._space = space
+        self._changed = space.changed
+        self._complain = complain
+        self._held: dict[ChunkRef, Held] = {}
+        self._serials = itertools.count()
+        self._condemned: dict[Path, int] = {}  # homes from before a reset that must go, and their bytes
+
+    def get(self, ref: ChunkRef) -> Held | None:
+        """What is known of a chunk; None if it is not held."""
+        return self._held.get(ref)
+
+    def path(self, ref: ChunkRef) -> Path:
+        """Where the chunk's file is, if it is held."""
+        return self.home / chunk_name(ref)
+
+    def uses(self) -> list[survey.Use]:
+        """Every chunk held, in no order."""
+        with self._changed:
+            return [survey.Use(held.used_ns, ref, held.size_bytes) for ref, held in self._held.items()]
+
+    def take_stock(self, found: survey.Survey) -> None:
+        """Hold what a survey found; what exceeds the capacity goes, chunks of other namespaces first."""
+        with self._changed:
+            by_use = survey.in_order_of_use(found.own)
+            self._held = {use.ref: Held(next(self._serials), use.used_ns, use.size_bytes) for use in by_use}
+            self._space.used_bytes = sum(use.size_bytes for use in by_use)
+            self._space.add_foreign((Path(path), size) for _, path, size in sorted(found.foreign, reverse=True))
+            self._space.shrink()
+            for use in by_use:
+                if self._space.used_bytes <= self._space.capacity_bytes:
+                    break
+                self.recycle(use.ref)
+                self._space.shrink()
+
+    def publish(self, path: Path, ref: ChunkRef, used_ns: int, size_bytes: int, *, generation: int) -> bool:
+        """Make a complete file visible as ``ref``; False if the chunks were forgotten since ``generation``.
+
+        Raises:
+            OSError: the file could not be renamed.
+        """
+        final = self.path(ref)
+        with self._changed:
+            if self.generation != generation:
+                return False
+            self.recycle(ref)
+            try:
+                path.rename(final)
+            except FileNotFoundError:
+                self.make_home()
+                final.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
+                path.rename(final)
+            self._space.overwritten(final)
+            self._held[ref] = Held(next(self._serials), used_ns, size_bytes)
+            return True
+
+    def used(self, ref: ChunkRef, serial: int, used_ns: int) -> None:
+        """Note a use, unless the chunk was removed or replaced meanwhile."""
+        with self._changed:
+            held = self._held.get(ref)
+            if held is not None and held.serial == serial:
+                self._held[ref] = held._replace(used_ns=used_ns)
+
+    def recycle(self, ref: ChunkRef) -> None:
+        """Turn a chunk's file into a spare one, if the chunk is held. ``Space.trim`` must follow sometime."""
+        with self._changed:
+            if (held := self._held.get(ref)) is not None and (path := self._retire(ref, held)) is not None:
+                self._space.add_spare(path, held.size_bytes)
+
+    def discard(self, ref: ChunkRef, serial: int) -> bool:
+        """Delete a chunk whose file is damaged or gone; False if it was removed or replaced meanwhile."""
+        with self._changed:
+            held = self._held.get(ref)
+            if held is None or held.serial != serial:
+                return False
+            path = self._retire(ref, held)
+            if path is not None:
+                self._space.leave(held.size_bytes)
+        if path is not None:  # not recycled: the fault may be in the disk
+            self._space.delete(path, held.size_bytes)
+        return True
+
+    def clear(self) -> None:
+        """Forget every chunk and delete the files.
+
+        Raises:
+            TierError: the folder refused, and nothing was forgotten.
+        """
+        self._delete_home()
+
+    def enter(self, namespace: Namespace) -> None:
+        """Forget every chunk and hold those to come under another namespace. ``bury`` deletes the old files."""
+        with self._changed:
+            old = self.home
+            self.namespace = namespace
+            self.home = self._folder / namespace.id.hex()
+            self._condemned[old] = self._forget_all()
+
+    def bury(self) -> None:
+        """Delete the files from before a reset.
+
+        Raises:
+            TierError: the folder refused.
+        """
+        for home in list(self._condemned):
+            self._delete_home(home)
+
+    def forget(self) -> int:
+        """Forget every chunk; returns the bytes of their files, which stay counted."""
+        with self._changed:
+            forgotten_bytes = sum(held.size_bytes for held in self._held.values()) + self._space.forget_stuck()
+            self._held.clear()
+            return forgotten_bytes
+
+    def make_home(self) -> None:
+        """Create the folder of the namespace, with notes on what its id stands for and what its chunks look like.
+
+        Raises:
+            OSError: the folder or a note cannot be written, and not for lack of room.
+        """
+        self.home.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        notes = {NAMESPACE_FILE: self.namespace.to_json(), LAYOUT_FILE: self._layout.to_json()}
+        try:
+            for name, text in notes.items():
+                note = self.home / name
+                if not note.exists() or note.read_text() != text + "\n":
+                    note.write_text(text + "\n")
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+
+    def _forget_all(self) -> int:
+        """Forget every chunk and make the home of those to come; returns the bytes of the old files."""
+        self.generation += 1
+        forgotten_bytes = self.forget()
+        with suppress(OSError):  # the next put makes it
+            self.make_home()
+        return forgotten_bytes
+
+    def _delete_home(self, condemned: Path | None = None) -> None:
+        """Delete a condemned home, or the present one with all chunks.
+
+        It is renamed first: unreachable in one step, also for the next start.
+
+        Raises:
+            TierError: the folder refused.
+        """
+        with self._changed:
+            # Not named by the time: a clock that jumps repeats itself.
+            dead = self._folder / f"{DEAD_PREFIX}{next(self._serials)}"
+            try:
+                (condemned or self.home).rename(dead)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise TierError(f"cannot clear {self._folder}: {reason(error)}") from error
+            dead_bytes = self._condemned.pop(condemned, 0) if condemned else self._forget_all()
+            self._space.leave(dead_bytes)
+        shutil.rmtree(dead, ignore_errors=True)
+        self._space.left(dead_bytes, dead_bytes - survey.tree_bytes(dead))
+
+    def _retire(self, ref: ChunkRef, held: Held) -> Path | None:
+        """Forget a chunk and rename its file to a number; None if the file is gone or cannot be renamed."""
+        del self._held[ref]
+        path = self._space.new_path()
+        try:
+            try:
+                return self.path(ref).rename(path)
+            except FileNotFoundError:
+                path.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
+                return self.path(ref).rename(path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._space.used_bytes -= held.size_bytes
+        except OSError as error:  # still there, so still counted: until it moves, or the next start finds it
+            self._space.add_stuck(self.path(ref), held.size_bytes)
+            self._complain("rename", f"cannot remove a chunk: {reason(error)}")
+        return None

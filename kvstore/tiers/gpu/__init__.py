@@ -1,1 +1,0 @@
-"""The GPU tier: copies of hot chunks in device memory."""

@@ -1,0 +1,71 @@
+"""What the tests of broken Redis servers share: tiers, chunks of several parts, and what a server holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.chunks import Outcome
+from kvstore.errors import ClosedError, TierError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.tiers import open_tier
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
+from kvstore.tiers.redis.tier import RedisTier
+from support.diskwork import EVEN, MINE, make_ref, make_slot, make_transfer
+from support.redis_server import RedisServer
+
+TIMEOUT_S = 0.5
+BOUND_S = 15.0  # what must end at all; a time-out or two take 0.5 s each
+LARGE = KVLayout(page_bytes=(1 << 16,) * 8, planes=1, block_tokens=16, chunk_tokens=128)  # 4 MiB: five parts
+REFS = [make_ref(number) for number in range(16)]
+WHOLE = [make_ref(number, LARGE.blocks_per_chunk) for number in range(12)]
+PAYLOADS = {ref: make_transfer(ref, LARGE) for ref in WHOLE}
+
+
+def open_redis(url: str, layout: KVLayout = EVEN, namespace: Namespace = MINE, **options: object) -> RedisTier:
+    given = {"url": url, "timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S, **options}
+    tier = open_tier("redis", TierSetup(namespace, layout, UNBOUNDED_BYTES, given))
+    assert isinstance(tier, RedisTier)
+    return tier
+
+
+def put_large(tier: Tier, *refs: Any) -> list[Outcome]:
+    return tier.put([PAYLOADS[ref] for ref in refs])
+
+
+def get_large(tier: Tier, ref: Any) -> Outcome:
+    """Read a chunk; a hit must have the right bytes."""
+    slot = make_slot(LARGE)
+    (outcome,) = tier.get([Transfer(ref, slot)])
+    assert outcome is not Outcome.HIT or (slot == PAYLOADS[ref].buffer).all()
+    return outcome
+
+
+def values(server: RedisServer, pattern: str = "kvs:{*:*") -> dict[bytes, int]:
+    """All values of chunks, by key, and their lengths; the epoch's key is none."""
+    admin = server.admin()
+    return {key: admin.strlen(key) for key in admin.scan_iter(pattern, 1000) if b"}:epoch" not in key}
+
+
+def ends(action: Callable[[], object]) -> object:
+    """The result of an action, or the error that it ended in, within a bound."""
+    begin_s = time.monotonic()
+    try:
+        return action()
+    except (TierError, ClosedError) as error:
+        return error
+    finally:
+        assert time.monotonic() - begin_s < BOUND_S
+
+
+def killed(*_: object) -> None:
+    """In the place of something that the process does not live to do."""
+    raise TierError("killed")
+
+
+def keys_of(server: RedisServer, ref: Any) -> list[bytes]:
+    """All keys of a chunk, the commit first."""
+    found = [key for key in values(server) if ref.prefix_key.hex().encode() in key]
+    return sorted(found, key=lambda key: (not key.endswith(b"}:c"), key))
