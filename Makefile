@@ -29,7 +29,7 @@ check: venv-unit  ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy -p kvstore
-	@$(BIN)/mypy tests tools/dev/vllm_cpu.py tools/dev/two_engines.py tools/dev/mutate/forkserver.py
+	@$(BIN)/mypy tests tools/dev/vllm_cpu.py tools/dev/mutate/forkserver.py
 
 format: venv-unit  ## put the code into the format that check expects
 	@$(BIN)/ruff check --fix --quiet .

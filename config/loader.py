@@ -1,4 +1,4 @@
-"""Reads the configuration: ``kv_connector_extra_config`` over environment over file over defaults."""
+"""Reads the configuration. Of a key, vLLM's extra config counts before the environment, the file and the default."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class LoadedConfig:
     """A configuration and where it came from.
 
     Attributes:
-        config: the effective values.
-        origins: for every key of ``config``, "default" or the file and line, variable or extra-config key.
-        warnings: what was ignored and what it means, one line each.
+        config: the values in effect.
+        origins: for each key of ``config``, "default", or its file and line, its variable or its extra-config key.
+        warnings: what was ignored and what that means, one line each.
     """
 
     config: StoreConfig
@@ -50,13 +50,14 @@ def load_config(
     """Read and check the configuration.
 
     Args:
-        extra: vLLM's ``kv_connector_extra_config``; only ``kvstore.<key>`` and ``lmcache.<key>`` are looked at.
+        extra: vLLM's ``kv_connector_extra_config``. Only ``kvstore.<key>`` and ``lmcache.<key>`` count, and two keys
+            that LMCache reads without a prefix.
         path: the YAML file, instead of the one that ``KVSTORE_CONFIG_FILE`` or ``LMCACHE_CONFIG_FILE`` names.
         environ: the environment.
-        log_warnings: False for all but one of several processes that load the same configuration.
+        log_warnings: False in all but one of several processes that load the same configuration.
 
     Raises:
-        ConfigError: something is wrong; the message has one line for each problem.
+        ConfigError: something is wrong. The message has one line for each problem.
     """
     findings = Findings()
     chosen = _choose(extra or {}, path or sources.named_file(environ), environ, findings)
@@ -75,7 +76,7 @@ def load_config(
 def _choose(
     extra: Mapping[str, object], path: Path | None, environ: Mapping[str, str], findings: Findings
 ) -> dict[str, Entry]:
-    """For every known key the entry of its strongest source."""
+    """For each known key, the entry of its strongest source."""
     layers = [
         *(sources.file_layers(path, findings) if path else []),
         *sources.environment_layers(environ, findings),
@@ -92,13 +93,15 @@ def _choose(
 
 
 def _give_pool(chosen: dict[str, Entry], findings: Findings) -> None:
-    """LMCache's files for prefill and decode engines have no memory; here KV passes through it."""
+    """Replace a pool of size 0 in LMCache's files for prefill and decode engines: here KV passes through the pool."""
     pool, enabled = chosen.get("max_local_cpu_size"), chosen.get("enable_pd")
     if pool is None or type(pool.value) not in {int, float} or pool.value or enabled is None or not enabled.value:
         return
     del chosen[pool.key]
     size_gib = StoreConfig.model_fields[pool.key].default
-    findings.warnings.append(f"{pool.where}: {pool.key}: {size_gib} GiB instead of 0: what is handed over passes there")
+    findings.warnings.append(
+        f"{pool.where}: {pool.key}: {size_gib} GiB instead of 0: KV that is handed over passes through it"
+    )
 
 
 def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | None:
@@ -113,7 +116,7 @@ def _validate(chosen: Mapping[str, Entry], findings: Findings) -> StoreConfig | 
 
 
 def _culprit(details: ErrorDetails, chosen: Mapping[str, Entry]) -> Entry:
-    """The entry to blame. A default is never wrong alone: the key that makes it wrong says where."""
+    """The entry to blame. A default is wrong only because of another key, which then gives the place."""
     key = str(details["loc"][0])
     if key in chosen:
         return chosen[key]
@@ -121,7 +124,7 @@ def _culprit(details: ErrorDetails, chosen: Mapping[str, Entry]) -> Entry:
 
 
 def _ignored(chosen: Mapping[str, Entry]) -> list[str]:
-    """A line for every key of LMCache's whose absence makes a difference."""
+    """A line for each key of LMCache's whose absence makes a difference."""
     return [
         f"{entry.where}: {key}: ignored: {NOT_IMPLEMENTED[key]}"
         for key, entry in chosen.items()
@@ -132,26 +135,23 @@ def _ignored(chosen: Mapping[str, Entry]) -> list[str]:
 def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
     """Combinations that are valid and surely not meant."""
     lines = []
+
+    def warn(key: str, text: str) -> None:
+        lines.append(f"{origins[key]}: {key}: {text}")
+
     if config.local_disk is None and config.max_local_disk_size > 0:
-        where = origins["max_local_disk_size"]
-        lines.append(f"{where}: max_local_disk_size: ignored: local_disk is not set, so nothing is kept on disk")
+        warn("max_local_disk_size", "ignored: local_disk is not set, so nothing is kept on disk")
     for key in ("cache_policy", "disk_cache_policy"):
         _, warning = choose_policy(getattr(config, key) or config.cache_policy)
         if warning and getattr(config, key):
             lines.append(f"{origins[key]}: {warning}")
     if config.remote_url != config.shared_url:
-        where = origins["remote_url"]
-        lines.append(f"{where}: remote_url: ignored: there is no such tier here: nothing will be shared between hosts")
+        warn("remote_url", "ignored: there is no such tier here: nothing will be shared between hosts")
     if config.remote_serde in OTHER_CODECS:
-        where = origins["remote_serde"]
-        lines.append(
-            f"{where}: remote_serde: there is no {config.remote_serde!r} here: 'none' is used, so chunks are stored as "
-            "they are"
-        )
+        codec = config.remote_serde
+        warn("remote_serde", f"there is no {codec!r} here: 'none' is used, so chunks are stored as they are")
     if config.pd_peer_init_port is not None and not config.enable_pd and origins["enable_pd"] == "default":
-        where = origins["pd_peer_init_port"]
-        lines.append(f"{where}: pd_peer_init_port: ignored: enable_pd is not set, so this engine does not listen")
+        warn("pd_peer_init_port", "ignored: enable_pd is not set, so this engine does not listen")
     if config.local_disk is None and not config.has_remote and not config.local_cpu:
-        where = origins["local_cpu"]
-        lines.append(f"{where}: local_cpu: false without local_disk and remote_url: nothing will be kept")
+        warn("local_cpu", "false without local_disk and remote_url: nothing will be kept")
     return lines

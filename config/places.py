@@ -1,28 +1,41 @@
-"""Hosts and ports as an operator lists them: which of them requests may name."""
+"""Hosts and ports as an operator lists them: requests may name these."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
-_END_PORT: Final = 65_536
+END_PORT: Final = 65_536
 
 
 class ListedPlace(NamedTuple):
-    """A host in lower case, and a port of it, or None where only the host is listed."""
+    """A host in lower case and one of its ports, or None where only the host is listed."""
 
     host: str
     port: int | None
 
     @classmethod
     def parse(cls, text: str) -> ListedPlace:
-        """``host``, ``host:port``, ``[v6]:port``, or a bare IPv6 address.
+        """Read ``host``, ``host:port``, ``[v6]:port``, or a bare IPv6 address.
 
         Raises:
-            ValueError: what stands behind the host is no port.
+            ValueError: what follows the host is not a port.
         """
         host, colon, port = text.rpartition(":")
         if not colon or (":" in host and not host.endswith("]")):
             return cls(text.strip("[]").lower(), None)
-        if not port.isascii() or not port.isdigit() or not 0 < int(port) < _END_PORT or not host.strip("[]"):
+        if not port.isascii() or not port.isdigit() or not 0 < int(port) < END_PORT or not host.strip("[]"):
             raise ValueError(text)
         return cls(host.strip("[]").lower(), int(port))
+
+    @classmethod
+    def of_url(cls, url: str) -> ListedPlace:
+        """The engine behind ``kvs://host:port``, whatever options follow.
+
+        Raises:
+            ValueError: the URL is no such address.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "kvs" or not parts.hostname or not parts.port or parts.path:
+            raise ValueError(url)
+        return cls(parts.hostname, parts.port)

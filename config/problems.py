@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, and what is merely ignored, gathered so that a user sees all of it at once."""
+"""Collects what is wrong with a configuration and what is ignored, so that a user sees all of it at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEMANDS: Final = {
 
 
 class Entry(NamedTuple):
-    """A key with its value, and where a user finds it."""
+    """A key with its value, and the place where a user finds it."""
 
     key: str
     value: object
@@ -37,30 +37,30 @@ class Entry(NamedTuple):
 
 @dataclass
 class Findings:
-    """Problems stop the start, warnings do not. Each is one line."""
+    """Problems prevent the start, warnings do not. Each is one line."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def sorted_problems(self) -> list[str]:
-        """Source by source, and in the order of a file's lines."""
+        """Grouped by source; those of a file in the order of its lines."""
         return sorted(self.problems, key=_natural_order)
 
     def unknown_key(self, entry: Entry) -> None:
-        """A key of nobody's."""
+        """Add a key that neither kvstore nor LMCache has."""
         self.problems.append(f"{_named(entry)}: unknown key; {_suggestion(entry.key)}")
 
     def invalid(self, entry: Entry, error: ErrorDetails) -> None:
-        """A value that the schema refuses."""
+        """Add a value that the schema refuses."""
         self.problems.append(f"{_named(entry)}: {_demand(entry, error)}")
 
     def no_mapping(self, entry: Entry) -> None:
-        """``extra_config`` that holds no keys."""
+        """Add an ``extra_config`` that holds no keys."""
         self.problems.append(f"{_named(entry)}: must be a mapping of keys to values")
 
 
 def nearest_key(key: str) -> str | None:
-    """The valid key that looks most like ``key``: one of ours if any does, else one of LMCache's."""
+    """The valid key most similar to ``key``: one of ours if there is any, else one of LMCache's."""
     for names in ([*KEYS, EXTRA_CONFIG], list(NOT_IMPLEMENTED)):
         if close := difflib.get_close_matches(key.lower(), names, n=1):
             return close[0]
@@ -77,7 +77,7 @@ def _named(entry: Entry) -> str:
 
 
 def _shown(entry: Entry) -> str:
-    """The value as a user wrote it, short, and without anything that may be a secret."""
+    """The value as the user wrote it, shortened, and without anything that may be a secret."""
     value = entry.value
     if entry.key not in KEYS and _SECRET_NAME.search(entry.key):
         return "(a value that is not shown)"

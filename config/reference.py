@@ -1,12 +1,12 @@
-"""What each key is, in words: for messages, and for the tables in docs/configuration.md."""
+"""What each key is, in words: for messages and for the documentation."""
 
 from __future__ import annotations
 
 import json
 from typing import Final, NamedTuple, get_args
 
-from kvstore.config.lmcache import FAMILIES
-from kvstore.config.schema import StoreConfig, Unit
+from kvstore.config.keys.base import Unit
+from kvstore.config.schema import StoreConfig
 
 _KINDS: Final = {
     bool: "true or false",
@@ -24,7 +24,7 @@ class KeyReference(NamedTuple):
         kind: "true or false", "whole number", "number" or "text".
         default: as YAML writes it.
         unit: empty where the value is no quantity.
-        meaning: its description in the schema.
+        meaning: the text below the key in its class.
     """
 
     key: str
@@ -42,20 +42,8 @@ def _describe(key: str) -> KeyReference:
         kind=_KINDS[types[0]],
         default=json.dumps(field.default),
         unit=next((item.name for item in field.metadata if isinstance(item, Unit)), ""),
-        meaning=field.description or "",
+        meaning=" ".join((field.description or "").split()),
     )
 
 
 KEYS: Final = {key: _describe(key) for key in StoreConfig.model_fields}
-
-
-def key_table() -> str:
-    """All keys as a Markdown table."""
-    rows = [f"| `{k.key}` | {k.kind} | {k.default} | {k.unit} | {k.meaning} |" for k in KEYS.values()]
-    return "\n".join(["| key | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |", *rows])
-
-
-def lmcache_table() -> str:
-    """LMCache's keys that have no effect here, as a Markdown table."""
-    rows = [f"| {', '.join(f'`{key}`' for key in keys.split())} | {meaning} |" for keys, meaning in FAMILIES.items()]
-    return "\n".join(["| keys of LMCache | what their absence means |", "| --- | --- |", *rows])

@@ -1,7 +1,7 @@
 """Where values come from: a file, the environment, and vLLM's ``kv_connector_extra_config``.
 
-Each function returns layers of entries, the weakest first, and adds to the findings what it could not read. Whether a
-key exists and its value is right is decided later, for all sources alike.
+Each function returns layers of entries, the weakest first, and adds what it could not read to the findings. Whether a
+key exists and has a valid value is checked later, for all sources alike.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvstore.config.yamltext import YamlTextError, parse_yaml
 Layer = list[Entry]
 
 FILE_VARIABLES: Final = ("KVSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-"""Name the file; the first that is set counts."""
+"""They name the file; the first one that is set counts."""
 
 OTHER_VARIABLES: Final = frozenset({*FILE_VARIABLES, "KVSTORE_ALLOW_UNTESTED_VLLM", "KVSTORE_LOG_LEVEL"})
-"""Variables that look like keys and are read elsewhere."""
+"""They look like keys but are read elsewhere."""
 
 _MAX_FILE_BYTES: Final = 2**20
 _PREFIXES: Final = ("lmcache", "kvstore")
 
-# Kubernetes gives every pod such variables for each service beside it, and a service may well be called "kvstore".
+# Kubernetes sets such variables for each service of the namespace, and a service may well be called "kvstore".
 _SERVICE_VARIABLE: Final = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
 
@@ -46,9 +46,6 @@ def file_layers(path: Path, findings: Findings) -> list[Layer]:
     except OSError as error:
         findings.problems.append(f"{where}: cannot be read: {error.strerror}")
         return []
-    except YamlTextError as error:
-        findings.problems.append(f"{where}: not valid YAML: {error}")
-        return []
     except ValueError as error:
         findings.problems.append(f"{where}: {error}")
         return []
@@ -65,7 +62,7 @@ def file_layers(path: Path, findings: Findings) -> list[Layer]:
 
 
 def environment_layers(environ: Mapping[str, str], findings: Findings) -> list[Layer]:
-    """``LMCACHE_<KEY>`` and ``KVSTORE_<KEY>``. An empty variable counts as not set."""
+    """``LMCACHE_<KEY>`` and ``KVSTORE_<KEY>``. An empty variable counts as unset."""
     layers = []
     for prefix in _PREFIXES:
         names = [name for name in environ if name.startswith(f"{prefix.upper()}_") and environ[name]]
@@ -75,7 +72,7 @@ def environment_layers(environ: Mapping[str, str], findings: Findings) -> list[L
 
 
 def extra_layers(extra: Mapping[str, object], findings: Findings) -> list[Layer]:
-    """``lmcache.<key>`` and ``kvstore.<key>``; all but two of the other keys belong to vLLM or to other connectors."""
+    """``lmcache.<key>``, ``kvstore.<key>``, and two keys without a prefix. Others are vLLM's or other connectors'."""
     layers = [[Entry(name, extra[name], f"kv_connector_extra_config {name}") for name in extra if name in UNPREFIXED]]
     for prefix in _PREFIXES:
         if prefix in extra:
@@ -91,7 +88,7 @@ def extra_layers(extra: Mapping[str, object], findings: Findings) -> list[Layer]
 
 
 def with_nested(layer: Iterable[Entry], findings: Findings) -> Layer:
-    """The layer with the keys inside ``extra_config`` as entries of their own, weaker than those beside it."""
+    """The layer with the keys inside ``extra_config`` as entries of their own, weaker than the keys beside it."""
     nested: Layer = []
     direct: Layer = []
     for entry in layer:
@@ -124,12 +121,12 @@ def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         raw = file.read(_MAX_FILE_BYTES + 1)
     if len(raw) > _MAX_FILE_BYTES:
-        raise ValueError("larger than 1 MiB: this is no configuration")
+        raise ValueError("larger than 1 MiB: this is not a configuration")
     return raw
 
 
 def _variable(name: str, text: str, findings: Findings) -> Entry | None:
-    """One variable as an entry, or None if it is no key."""
+    """A variable as an entry, or None if it is not a key."""
     key = name.partition("_")[2].lower()
     where = f"environment {name}"
     if key not in KEYS and key not in NOT_IMPLEMENTED and key != EXTRA_CONFIG:
@@ -144,18 +141,18 @@ def _variable(name: str, text: str, findings: Findings) -> Entry | None:
     except YamlTextError as error:
         if key in NOT_IMPLEMENTED:
             return Entry(key, text, where)
-        findings.problems.append(f"{where}: {key}: not valid YAML: {error}")
+        findings.problems.append(f"{where}: {key}: {error}")
         return None
 
 
 def _is_foreign(name: str, text: str) -> bool:
-    """Whether a variable only looks like one of ours."""
+    """Whether a variable only looks like a key of ours."""
     is_service = _SERVICE_VARIABLE.fullmatch(name) is not None or (name.endswith("_PORT") and "://" in text)
     return name in OTHER_VARIABLES or is_service
 
 
 def _report_unknown(entry: Entry, findings: Findings) -> None:
-    """Our own namespace has no room for typing errors; LMCache keeps switches in its own that are no keys."""
+    """Refuse an unknown variable of ours. LMCache has switches that are no keys: warn only where a key is near."""
     variable = entry.where.removeprefix("environment ")
     if variable.startswith("KVSTORE_"):
         findings.unknown_key(entry)

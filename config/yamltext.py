@@ -1,7 +1,7 @@
 """YAML of the plain kind that a configuration needs.
 
-PyYAML's safe loader takes the last of two equal keys without a word, copies what an alias names as often as a file
-asks, and lets a malformed date or number end in whatever error Python raises. Here these are problems with a place.
+PyYAML's safe loader silently takes the last of two equal keys, copies what an alias names as often as a file asks, and
+raises any Python error for a malformed date or number. Here, all of these are problems with a place.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import yaml
 
 
 class YamlTextError(ValueError):
-    """Not YAML, or more than plain YAML. The message is one line and names the place, never the content."""
+    """The text is not plain YAML. The message is one line and names the place, never the content."""
 
 
 class Duplicate(NamedTuple):
-    """A key that stands twice in one mapping; ``line`` counts from 1 and is the second's."""
+    """A key that occurs twice in one mapping; ``line`` is that of the second, counted from 1."""
 
     key: str
     line: int
@@ -27,7 +27,7 @@ class YamlText(NamedTuple):
 
     Attributes:
         value: None for an empty text.
-        lines: where the keys of a top-level mapping stand, counted from 1.
+        lines: the line of each key of a top-level mapping, counted from 1.
         duplicates: keys given more than once; ``value`` has the last.
     """
 
@@ -49,11 +49,11 @@ def parse_yaml(text: str | bytes) -> YamlText:
             return YamlText(None, {}, [])
         value = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
-        raise YamlTextError(_one_line(error)) from error
+        raise YamlTextError(f"not valid YAML: {_one_line(error)}") from error
     except yaml.reader.ReaderError as error:
-        raise YamlTextError(f"{error.reason} (at position {error.position})") from error
+        raise YamlTextError(f"not valid YAML: {error.reason} (at position {error.position})") from error
     except RecursionError as error:
-        raise YamlTextError("it is nested too deeply") from error
+        raise YamlTextError("not valid YAML: it is nested too deeply") from error
     lines = {}
     if isinstance(root, yaml.MappingNode):
         lines = {str(name.value): name.start_mark.line + 1 for name, _ in root.value}
@@ -67,7 +67,7 @@ def _one_line(error: yaml.MarkedYAMLError) -> str:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader without aliases, which remembers duplicates and fails with YAMLError only."""
+    """A SafeLoader without aliases, which records duplicate keys and raises only YAMLError."""
 
     def __init__(self, text: str | bytes) -> None:
         self.duplicates: list[Duplicate] = []
@@ -79,7 +79,9 @@ class _PlainLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", mark)
         return super().compose_node(parent, index)
 
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:  # in truth a name or None
+    def compose_mapping_node(
+        self, anchor: dict[Any, yaml.Node]
+    ) -> yaml.MappingNode:  # the stub is wrong: a name or None
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for name, _ in node.value:

@@ -1,10 +1,10 @@
-"""``kvstore calc``: what KV takes, a token and a chunk, and how many tokens a memory holds."""
+"""``kvstore calc``: the size of a token's and a chunk's KV, and how many tokens fit in memory."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ class Geometry:
     Attributes:
         layers: attention layers.
         kv_heads: heads of keys and values; 1 with latent attention (MLA).
-        head_elements: numbers for each token and head: keys and values together, or the latent vector.
-        dtype: of those numbers.
+        head_elements: numbers per token and head: keys and values together, or the latent vector.
+        dtype: type of these numbers.
     """
 
     layers: int
@@ -33,7 +33,7 @@ class Geometry:
     dtype: str
 
     def bytes_per_token(self, tp_size: int = 1) -> int:
-        """Of one worker: heads are divided among tensor-parallel workers, and repeated where there are too few."""
+        """KV of one worker: heads are divided among tensor-parallel workers, or repeated if there are too few."""
         heads = max(1, self.kv_heads // tp_size)
         return self.layers * heads * self.head_elements * DTYPE_BYTES[self.dtype]
 
@@ -43,9 +43,9 @@ class Sizes:
     """The answer, for one worker.
 
     Attributes:
-        chunk_bytes: a full chunk's payload.
-        file_bytes: its file on disk, without a codec.
-        holds_tokens: for each memory asked for, in GiB, the tokens in whole chunks that it holds.
+        chunk_bytes: payload of a full chunk.
+        file_bytes: size of its file on disk, without a codec.
+        holds_tokens: for each memory size asked for, in GiB, how many tokens fit, in whole chunks.
     """
 
     geometry: Geometry
@@ -56,10 +56,6 @@ class Sizes:
     file_bytes: int
     holds_tokens: dict[str, int]
 
-    def to_tree(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def calculate(
     geometry: Geometry, *, chunk_tokens: int, block_tokens: int, tp_size: int, memory_gib: Sequence[float]
@@ -67,7 +63,7 @@ def calculate(
     """Work out all sizes.
 
     Raises:
-        ConfigError: the chunk size is no multiple of the block size, or the heads cannot be divided so.
+        ConfigError: the chunk size is not a multiple of the block size, or the heads cannot be divided like this.
     """
     if tp_size < 1 or (geometry.kv_heads % tp_size and tp_size % geometry.kv_heads):
         raise ConfigError(f"{geometry.kv_heads} KV heads cannot be divided among {tp_size} workers")
@@ -90,24 +86,24 @@ def geometry_of(model: Path, kv_dtype: str | None = None) -> Geometry:
     """Read a model's ``config.json``.
 
     Args:
-        model: its folder, or the file.
+        model: the model's folder, or the file.
         kv_dtype: as vLLM's ``--kv-cache-dtype``; None or ``auto`` for the model's own.
 
     Raises:
-        ConfigError: there is none, or it does not say enough.
+        ConfigError: there is no such file, or it does not say enough.
     """
     file = model / "config.json" if model.is_dir() else model
     try:
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read: {error.strerror}; name the folder of a model, or --layers"
+            f"{file} cannot be read: {error.strerror}; name the folder of a model, or give --layers"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} is not a model's configuration")
-    text = {**config, **config.get("text_config", {})}  # where the model sees images too
+    text = {**config, **config.get("text_config", {})}  # of a model that also reads images
     dtype = kv_dtype if kv_dtype not in (None, "auto") else str(text.get("dtype") or text.get("torch_dtype") or "")
     return _geometry(text, dtype.removeprefix("torch.") or "bfloat16", file)
 
@@ -126,10 +122,10 @@ def _geometry(config: Mapping[str, Any], dtype: str, file: Path) -> Geometry:
 
 
 def check_dtype(dtype: str) -> None:
-    """Turn down a type whose size is not known.
+    """Refuse a type of unknown size.
 
     Raises:
-        ConfigError: names those that are.
+        ConfigError: the type is unknown; the message lists the known ones.
     """
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"the KV dtype {dtype!r} is not known here: it is one of {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(f"the KV dtype {dtype!r} is not known: use one of {', '.join(DTYPE_BYTES)}")

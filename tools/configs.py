@@ -1,4 +1,4 @@
-"""``kvstore config from-lmcache``: a configuration of LMCache's as one of kvstore's."""
+"""``kvstore config from-lmcache``: converts a configuration of LMCache's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.policies import choose_policy
 
 @dataclass(frozen=True)
 class Converted:
-    """A configuration in kvstore's own words.
+    """A configuration with kvstore's own keys.
 
     Attributes:
         text: YAML that ``load_config`` reads without a warning.
@@ -25,10 +25,10 @@ class Converted:
 
 
 def from_lmcache(file: Path) -> Converted:
-    """Convert a file. The environment is left aside.
+    """Convert a file. The environment is ignored.
 
     Raises:
-        ConfigError: it cannot be read, has a key that neither system knows, or a value that cannot be used.
+        ConfigError: the file cannot be read, or has a key that neither system knows or a value that cannot be used.
     """
     loaded = load_config(path=file, environ={}, log_warnings=False)
     values = _values(loaded)
@@ -40,7 +40,7 @@ def from_lmcache(file: Path) -> Converted:
 
 
 def _values(loaded: LoadedConfig) -> dict[str, object]:
-    """What the file sets and this system has, under its own names."""
+    """What the file sets and kvstore has, under kvstore's names."""
     config = loaded.config
     given = {key: getattr(config, key) for key, origin in loaded.origins.items() if origin != "default"}
     if given.pop("discard_partial_chunks", False):

@@ -1,9 +1,14 @@
-"""What all subcommands share: exit codes, the option ``--json``, standard error, progress."""
+"""What all commands share: exit codes, ``--json``, standard error, progress, and how options become objects."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import logging
+import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
@@ -11,42 +16,96 @@ from rich.console import Console
 from kvstore.errors import ConfigError, KVStoreError, LayoutError, TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.progress import Progress
 
+    Tick = Callable[[int, int], None]
+
 FAILED = 1
 WRONG_USAGE = 2
+_MAX_SHOWN = 50
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
+def for_typer(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as Typer takes it: a parameter whose type is a dataclass becomes one option for each of its fields.
+
+    An error of the library, or a missing package, ends the command with one line and an exit code.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        group = groups.get(name)
+        parts = inspect.signature(group).parameters if group else {name: parameter}
+        types = get_type_hints(group, include_extras=True) if group else hints
+        parameters += [part.replace(kind=part.KEYWORD_ONLY, annotation=types[part.name]) for part in parts.values()]
+
+    def run(**given: Any) -> None:  # noqa: ANN401 - whatever the options are
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        try:
+            command(**given)
+        except (KVStoreError, ImportError) as error:
+            give_up(error)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # what Typer reads
+    return run
+
+
 def errors() -> Console:
-    """Standard error, printing what it gets as it is."""
+    """Standard error, which prints text as it is."""
     return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
-def output() -> Console:
-    """Standard output for tables."""
-    return Console(markup=False, highlight=False)
+def give_up(error: Exception, exit_code: int | None = None) -> NoReturn:
+    """Print an error and exit.
 
-
-def give_up(error: KVStoreError | ImportError) -> NoReturn:
-    """Say what was wrong, before anything was done, and exit.
-
-    With 2 if it was the usage or the configuration, a target that cannot be used, or a package that is not installed;
-    else with 1.
+    Unless it is given, the exit code is 2 if nothing could be done: wrong usage, a configuration or a target that
+    cannot be used, a package that is not installed. Otherwise it is 1.
     """
     errors().print(f"error: {error}")
-    is_unusable = isinstance(error, ConfigError | LayoutError | TierError | ImportError)
-    raise typer.Exit(WRONG_USAGE if is_unusable else FAILED) from error
+    if exit_code is None:
+        is_unusable = isinstance(error, ConfigError | LayoutError | TierError | ImportError)
+        exit_code = WRONG_USAGE if is_unusable else FAILED
+    raise typer.Exit(exit_code) from error
+
+
+def print_report(report: Mapping[str, object], *, as_json: bool) -> None:
+    """Print a report at once: one line a field, without empty ones, or one JSON object."""
+    if as_json:
+        print(json.dumps(report), flush=True)
+        return
+    for name, value in report.items():
+        if isinstance(value, dict):
+            value = [f"{inner} {text}" for inner, text in value.items()]  # noqa: PLW2901 - the same, as text
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if shown:
+            print(f"{name.replace('_', ' ')}: {shown}", flush=True)
+
+
+def print_some(lines: Sequence[str], kind: str) -> None:
+    """Print the first of many lines about things of one kind on standard error, and how many more there are."""
+    for line in lines[:_MAX_SHOWN]:
+        errors().print(f"{kind}: {line}")
+    if len(lines) > _MAX_SHOWN:
+        errors().print(f"{kind}: {len(lines) - _MAX_SHOWN} more; --json names all")
+
+
+def log_to_stderr() -> None:
+    """Let a process that serves write its log to standard error."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
 
 @contextmanager
 def progress(unit: str) -> Iterator[Progress]:
-    """A bar on standard error with a rate in ``unit`` a second and the time left; nothing where no one watches.
+    """A bar on standard error with the rate in ``unit`` per second and the time left; nothing if it is no terminal.
 
-    A task's ``rate`` is what ``unit`` counts: pass it to ``update``, or leave it at the speed of the bar.
+    A task has a field ``rate``, which ``update`` sets.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
@@ -60,6 +119,19 @@ def progress(unit: str) -> Iterator[Progress]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar
+
+
+@contextmanager
+def chunk_progress(what: str) -> Iterator[Tick]:
+    """A bar that counts chunks: call it after each one, with their total number and the bytes of this one."""
+    with progress("chunks") as bar:
+        task = bar.add_task(what, total=None, rate="")
+
+        def tick(total: int, _size_bytes: int) -> None:
+            speed = bar.tasks[0].speed
+            bar.update(task, total=total, advance=1, rate=f"{speed:,.0f}" if speed else "")
+
+        yield tick
 
 
 def size(num_bytes: float) -> str:

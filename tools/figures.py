@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which is an extra, for commands with ``--plot``."""
+"""Figures for commands with ``--plot``, through matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def require_plotting() -> None:
     _figure_class()
 
 
-def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN401 - matplotlib's, which is not always there
+def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN401 - matplotlib's, which may not be installed
     """An empty figure.
 
     Raises:
@@ -27,10 +27,10 @@ def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN40
 
 
 def save_figure(figure: Any, file: Path) -> None:  # noqa: ANN401 - see new_figure
-    """Write a figure; the file's ending chooses the format.
+    """Write a figure; the file's suffix chooses the format.
 
     Raises:
-        ConfigError: that is not possible.
+        ConfigError: the file cannot be written, or there is no such format.
     """
     try:
         figure.savefig(file)

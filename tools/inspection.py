@@ -1,4 +1,4 @@
-"""``kvstore inspect``: what a chunk, a folder or a pack holds, as it says of itself."""
+"""``kvstore inspect``: what a chunk, a folder or a pack says that it holds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
     """What ``target`` is and holds.
 
     Args:
-        target: a chunk file, a folder of the disk tier or of a cache server, a pack; or a prefix key, in hex, to be
-            found in ``folder``.
-        folder: where to look for a key.
+        target: a chunk file, a folder of the disk tier or of a cache server, a pack; or a prefix key in hex, which is
+            searched in ``folder``.
+        folder: where to search for a key.
 
     Raises:
         ConfigError: there is no such thing.
     """
     if _KEY.fullmatch(target.lower()):
         if folder is None:
-            raise ConfigError("a key is looked for in a folder: name it with --folder")
+            raise ConfigError("a key is searched in a folder: name it with --folder")
         return _inspect_key(target.lower(), folder)
     path = Path(target)
     if path.is_dir():
@@ -50,19 +50,19 @@ def inspect_target(target: str, *, folder: Path | None = None) -> Tree:
 
 
 def _inspect_key(key: str, folder: Path) -> Tree:
-    found = []
-    for shelf in shelves(folder):
-        found += [path for path in (shelf.home / key[:2]).glob(f"{key}-*.safetensors") if path.is_file()]
-    if not found:
-        raise ConfigError(f"no namespace in {folder} has a chunk {key}")
-    chunks = [_inspect_chunk(path, facts) for path in found if (facts := read_facts(_begin_of(path)))]
+    chunks = [
+        _inspect_chunk(path, facts)
+        for shelf in shelves(folder)
+        for path in (shelf.home / key[:2]).glob(f"{key}-*.safetensors")
+        if (facts := shelf.facts(path))
+    ]
     if not chunks:
-        raise ConfigError(f"what is called {key} in {folder} is no chunk file: see kvstore verify")
+        raise ConfigError(f"no namespace in {folder} has a readable chunk {key}: see kvstore verify {folder}")
     return chunks[0] if len(chunks) == 1 else {"kind": "chunks", "chunks": chunks}
 
 
 def _inspect_chunk(path: Path, facts: Facts) -> Tree:
-    """A chunk file: what it says, and, where it stands in a folder of the disk tier, whether that is true."""
+    """What a chunk file says and, if it is in a folder of the disk tier, whether that is true."""
     tree: Tree = {"kind": "chunk", "path": str(path), **facts._asdict(), "file_bytes": path.stat().st_size}
     home = path.absolute().parent.parent
     ref = parse_chunk_name(path.parent.name, path.name)
@@ -116,7 +116,7 @@ def _begin_of(path: Path) -> bytes:
 
 
 def lines(tree: Mapping[str, Any], indent: int = 0) -> list[str]:
-    """The same for people: one line a field, lists and mappings indented."""
+    """A tree for people: one line a field, with lists and mappings indented."""
     shown: list[str] = []
     pad = "  " * indent
     for name, value in tree.items():

@@ -1,4 +1,4 @@
-"""Llama models with random weights, their tokenizer and LoRA adapters, written to disk without any download.
+"""Llama models with random weights, and their tokenizer, written to disk without any download.
 
 With weights from N(0, 2/sqrt(fan_in)), embeddings and the output head from N(0, 1) and norms at 1, greedy outputs
 depend on the whole prompt, so equal outputs mean equal KV. The same arguments give the same bytes.
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 DType = Literal["float32", "bfloat16", "float16"]
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>")
-"""The last ids of every vocabulary; all others are the words ``w0``, ``w1``, ..., whose number is their id."""
-LORA_TARGETS = ("q_proj", "v_proj")
+"""The last ids of every vocabulary. All others are the words ``w0``, ``w1``, ..., whose numbers are their ids."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,17 @@ class LlamaShape:
 
 
 TINY = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=1024)
-"""Enough to check outputs: 14 MB in float32, built at once."""
+"""Large enough to check outputs: 14 MB in float32, built in no time."""
 DEMO = LlamaShape(layers=12, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2560, vocab=2048)
-"""Enough to measure: 520 MB in float32; computing 3,000 tokens takes seconds on a small machine."""
+"""Large enough to measure: 520 MB in float32; computing 3,000 tokens takes seconds on a small machine."""
 
 
 def build_llama(
     folder: Path, shape: LlamaShape, *, dtype: DType = "float32", seed: int = 0, max_position: int = 4096
 ) -> Path:
-    """Write a model and its tokenizer as vLLM and transformers read them, and return ``folder``.
+    """Write a model and its tokenizer as vLLM and transformers read them; returns ``folder``.
 
-    A folder that already holds exactly this model is left as it is.
+    A folder that already holds exactly this model is not changed.
     """
     built_from = json.dumps({**asdict(shape), "dtype": dtype, "seed": seed, "max_position": max_position})
     receipt = folder / "built_from.json"
@@ -80,41 +79,6 @@ def build_llama(
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     receipt.write_text(built_from, encoding="utf-8")
-    return folder
-
-
-def build_lora(folder: Path, shape: LlamaShape, *, model_folder: Path, seed: int, rank: int = 8) -> Path:
-    """Write a LoRA adapter in PEFT's format for a model of ``shape``, and return ``folder``.
-
-    Its weights are large enough to change outputs. Adapters of different seeds differ in their weights only: file
-    names, sizes and configuration are equal.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    widths = {"q_proj": shape.query_width, "v_proj": shape.kv_width}
-    weights: dict[str, torch.Tensor] = {}
-    for layer in range(shape.layers):
-        for target in LORA_TARGETS:
-            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
-            down = torch.randn(rank, shape.hidden, generator=generator) / math.sqrt(shape.hidden)
-            up = torch.randn(widths[target], rank, generator=generator) / math.sqrt(rank)
-            weights[f"{name}.lora_A.weight"] = down
-            weights[f"{name}.lora_B.weight"] = up
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model_folder),
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": list(LORA_TARGETS),
-        "modules_to_save": None,
-    }
-    _write_json(folder / "adapter_config.json", config)
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +21,14 @@ from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
-from kvstore.tools.verify import Fault
-
-Tick = Callable[[int, int], None]
-"""Called after every chunk: how many there are in all, and the bytes of this one."""
+from kvstore.tools.verify import Fault, Tick, place_in_pack
 
 _SHARD_FIELD = "shard"
 _ROOM_CHUNKS = 4  # a tier writes before it deletes
 
 
 def _ignore(_total: int, _size_bytes: int) -> None:
-    """For those who do not watch."""
+    """A tick for callers that do not watch."""
 
 
 @dataclass
@@ -40,13 +37,13 @@ class PackReport:
 
     Attributes:
         path: the pack.
-        chunks: moved now.
-        present: there already: from an interrupted export, or in the target of an import.
-        missing: asked for, and not in the source.
-        refused: no room in the target, or it failed.
+        chunks: moved by this run.
+        present: already there, from an interrupted export or in the target of an import.
+        missing: asked for, but not in the source.
+        refused: not taken by the target, which has no room or failed.
         faults: damaged in the source, and left out.
-        size_bytes: of the chunks moved now.
-        broke: what ended it in the middle; None if nothing did.
+        size_bytes: of the chunks moved by this run.
+        broke: the error that ended the run in the middle; None if there was none.
     """
 
     path: str
@@ -60,19 +57,19 @@ class PackReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that was wanted is there."""
+        """Whether everything asked for is there."""
         return not (self.missing or self.refused or self.faults or self.broke)
 
 
 class Source:
-    """The shelves of one engine in a disk folder: one for each of its workers' shards.
+    """The chunks of one engine in a disk folder, by the shards of its workers.
 
     Args:
         folder: the engine's ``local_disk``.
-        namespace: the begin of a namespace's id, in hex, where the folder has those of several engines.
+        namespace: first hex digits of a namespace's id, where the folder has namespaces of several engines.
 
     Raises:
-        ConfigError: there is no namespace, or there are several engines', or it is not known what chunks look like.
+        ConfigError: there is no such namespace, there are several engines', or their geometry is unknown.
     """
 
     def __init__(self, folder: Path, namespace: str | None = None) -> None:
@@ -82,31 +79,29 @@ class Source:
         if not found:
             raise ConfigError(f"{folder} has no such namespace: see kvstore inspect {folder}")
         if any(shelf.is_servers for shelf in found):
-            raise ConfigError(f"{folder} is a cache server's: a pack is made of an engine's folder")
-        by_engine: dict[str, list[Shelf]] = {}
+            raise ConfigError(f"{folder} belongs to a cache server: a pack is made from an engine's folder")
+        engines: set[str] = set()
+        by_id: dict[bytes, list[Shelf]] = {}
         for shelf in found:
             if shelf.namespace is None or not shelf.is_layout_noted or shelf.layout is None:
                 raise ConfigError(
                     f"{shelf.home} does not say whose chunks these are: start an engine of this version on it once"
                 )
             fields = {name: value for name, value in shelf.namespace.fields.items() if name != _SHARD_FIELD}
-            by_engine.setdefault(Namespace(fields).to_json(), []).append(shelf)
-        if len(by_engine) > 1:
+            engines.add(Namespace(fields).to_json())
+            by_id.setdefault(shelf.namespace_id, []).append(shelf)
+        if len(engines) > 1:
             ids = ", ".join(sorted(shelf.home.name for shelf in found))
             raise ConfigError(f"{folder} has chunks of several models or settings: choose one by --namespace: {ids}")
-        by_id: dict[bytes, list[Shelf]] = {}
-        for shelf in found:
-            by_id.setdefault(shelf.namespace_id, []).append(shelf)
         self.shelves = list(by_id.values())
         self.shards = [_shard(folder, same) for same in self.shelves]
 
     def refs(self) -> list[ChunkRef]:
-        """Every chunk, the heads of prompts first as far as times tell."""
+        """All chunks, oldest first, which puts the beginnings of prompts before their ends."""
         found: dict[ChunkRef, int] = {}
-        for shelf in (shelf for same in self.shelves for shelf in same):
-            for place in shelf.places():
-                if place.ref is not None:
-                    found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
+        for place in (place for same in self.shelves for shelf in same for place in shelf.places()):
+            if place.ref is not None:
+                found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
         return sorted(found, key=lambda ref: (found[ref], ref))
 
 
@@ -119,13 +114,13 @@ def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
 
 
 def export(source: Source, path: Path, *, refs: Iterable[ChunkRef] | None = None, tick: Tick = _ignore) -> PackReport:
-    """Write chunks into a pack, each read, checked and copied on its own; interrupted, the next call goes on.
+    """Write chunks to a pack; each is read, checked and copied on its own. The next call continues an interrupted one.
 
     Args:
-        source: where they are; an engine may be using the folder.
-        path: the pack. One that exists is replaced when the new one is whole.
+        source: where the chunks are; an engine may be using the folder.
+        path: the pack. An existing one is replaced when the new one is complete.
         refs: which chunks, in order; all if None.
-        tick: told of every chunk.
+        tick: called after each chunk.
 
     Raises:
         ConfigError: the pack cannot be written.
@@ -165,11 +160,11 @@ class Target:
     """Where a pack goes.
 
     Attributes:
-        folders: of an engine's ``local_disk``; empty for a Redis.
-        max_bytes: of each worker, as ``max_local_disk_size``; None for as much as is there and comes.
+        folders: an engine's ``local_disk``; empty for a Redis.
+        max_bytes: limit for each worker, as ``max_local_disk_size``; None for room enough for the pack.
         codec: as ``local_disk_serde`` or ``remote_serde``.
-        url: of a Redis.
-        options: of the Redis tier.
+        url: URL of a Redis.
+        options: options of the Redis tier.
     """
 
     folders: tuple[Path, ...] = ()
@@ -180,18 +175,18 @@ class Target:
 
 
 def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick = _ignore) -> PackReport:
-    """Put all chunks of a pack where an engine finds them; what is there already is passed by.
+    """Put all chunks of a pack where an engine finds them, except those already there.
 
     Args:
         path: the pack.
-        target: where to; no engine may be using the folders.
-        anyway: also into folders whose chunks are of another model or other settings.
-        tick: told of every chunk.
+        target: where they go; no engine may be using the folders.
+        anyway: import even into folders whose chunks are of another model or other settings.
+        tick: called after each chunk.
 
     Raises:
-        ConfigError: it is no whole pack, or made for something else than what the folders hold.
+        ConfigError: the pack is not complete, or was made for something else than what the folders hold.
         FolderOwnedError: an engine uses a folder.
-        TierError: the target cannot be used at all. If it breaks later, the report says so.
+        TierError: the target cannot be used at all. If it fails later, the report says so.
     """
     with open_pack(path) as pack:
         _refuse_servers(target.folders)
@@ -223,12 +218,12 @@ def _refuse_servers(folders: Sequence[Path]) -> None:
     for folder in folders:
         if folder.is_dir() and any(shelf.is_servers for shelf in shelves(folder)):
             raise ConfigError(
-                f"{folder} is a cache server's, which would not find these chunks: name an engine's folder"
+                f"{folder} belongs to a cache server, which would not find these chunks: name an engine's folder"
             )
 
 
 def refuse_foreign(pack: Pack, folders: Sequence[Path]) -> None:
-    """Refuse folders that hold chunks, but none that an engine with this pack's could use.
+    """Refuse folders that hold chunks, but none for an engine that could use this pack.
 
     Raises:
         ConfigError: names the fields that differ.
@@ -249,7 +244,7 @@ def refuse_other_model(pack: Pack, identity: str) -> None:
 
     Args:
         pack: opened.
-        identity: of the model that is to use it, as in a namespace: ``files <fingerprint>``, ``id <model_id>``.
+        identity: the model that will use it, as in a namespace: ``files <fingerprint>`` or ``id <model_id>``.
 
     Raises:
         ConfigError: names both.
@@ -264,15 +259,14 @@ def refuse_other_model(pack: Pack, identity: str) -> None:
 
 
 def _import_one(source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, report: PackReport) -> int:
-    """Move one chunk; the bytes moved."""
+    """Move one chunk. Returns the bytes moved."""
     ref = transfer.ref
     if tier.contains([ref]) == [True]:
         report.present += 1
         return 0
     size_bytes = source.size_of(ref)
     if source.get([transfer]) != [Outcome.HIT]:
-        place = f"{shard.namespace.id.hex()}/{ref.prefix_key.hex()}-{ref.num_blocks}"
-        report.faults.append(Fault(place, "damaged in the pack"))
+        report.faults.append(Fault(place_in_pack(shard, ref), "damaged in the pack"))
         return 0
     if tier.put([transfer]) != [Outcome.STORED]:
         report.refused += 1

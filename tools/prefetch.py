@@ -1,7 +1,7 @@
-"""``kvstore prefetch``: lets a running vLLM load prompts from its slower tiers before users ask for them.
+"""``kvstore prefetch``: makes a running vLLM load prompts from its slower tiers before users ask for them.
 
-Every prompt is sent to the server for one token. So the server loads what its tiers know, into CPU memory and into its
-own prefix cache, by the same path and under the same keys as for a user; and computes what is stored nowhere.
+Each prompt is sent to the server for one token. The server loads what its tiers hold into CPU memory and its own prefix
+cache, in the same way and under the same keys as for a user, and computes what is not stored.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class PrefetchReport:
     """What a run did.
 
     Attributes:
-        prompts: that the server has answered.
-        refused: those it would not answer, and malformed ones, each with its place and the reason.
+        prompts: how many the server has answered.
+        refused: prompts that it did not answer, and malformed ones, each with its place and the reason.
         tokens: of all answered prompts.
-        tokens_loaded: what the server's tiers supplied meanwhile, also to others.
-        seconds: all in all.
-        interrupted: whether it was stopped before the last prompt.
+        tokens_loaded: what the server's tiers supplied meanwhile, for other requests too.
+        seconds: time of the whole run.
+        interrupted: whether the run was stopped before the last prompt.
     """
 
     prompts: int = 0
@@ -62,16 +62,16 @@ def prefetch(
     """Ask a server for one token of every prompt, one after the other.
 
     Args:
-        server: its address, such as ``http://127.0.0.1:8000``.
-        model: as it is called there; for an adapter, the adapter's name.
+        server: the server's address, such as ``http://127.0.0.1:8000``.
+        model: the server's name for it; for an adapter, the adapter's name.
         prompts: what ``read_prompts`` returns.
         salt: ``cache_salt`` of prompts that have none of their own.
-        api_key: if the server wants one.
-        tick: told after every prompt.
-        should_stop: asked before every prompt.
+        api_key: if the server needs one.
+        tick: called after each prompt.
+        should_stop: asked before each prompt.
 
     Raises:
-        ConfigError: the server does not answer, or is no vLLM.
+        ConfigError: the server does not answer, or is not vLLM.
     """
     report = PrefetchReport()
     begin_s = time.monotonic()
@@ -94,7 +94,7 @@ def _loaded(server: str) -> int:
     try:
         return read_counter(server.rstrip("/"), TOKENS_LOADED)
     except httpx.HTTPError as error:
-        raise ConfigError(f"the server at {server} does not tell its metrics ({error}): is vLLM there?") from error
+        raise ConfigError(f"the server at {server} does not show its metrics ({error}): is vLLM there?") from error
 
 
 def _ask(client: httpx.Client, model: str, prompt: Prompt | Rejected, salt: str | None, report: PrefetchReport) -> None:
@@ -114,7 +114,7 @@ def _ask(client: httpx.Client, model: str, prompt: Prompt | Rejected, salt: str 
 
 
 def _request(prompt: Prompt, salt: str | None) -> tuple[str, dict[str, Any]]:
-    """Where to send a prompt, and as what."""
+    """The path and the body to send for a prompt."""
     found = prompt.salt or salt
     body: dict[str, Any] = {"cache_salt": found} if found else {}
     if not isinstance(prompt.content, Chat):

@@ -1,94 +1,35 @@
-"""``kvstore serve`` and ``keygen``: the cache server as a process."""
+"""The cache server as a process: what ``kvstore serve`` runs."""
 
 from __future__ import annotations
 
 import ctypes
-import json
-import logging
 import resource
 import signal
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, errors, give_up
+from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.config import StoreConfig
     from kvstore.ops.admin_http import PageServer
     from kvstore.server.hub import Hub
     from kvstore.server.options import ServerOptions
 
 _GIB = 2**30
-# From malloc.h of glibc, and how much freed memory stays in the process: that of some clients' frames.
+# From glibc's malloc.h; and how much freed memory stays in the process: the frames of some clients.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
 _SNAPSHOT_TIMEOUT_S = 2.0
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register the commands of this module."""
-    app.command(epilog="Example: kvstore serve --config cache.yaml")(serve)
-    app.command(epilog="Example: kvstore keygen --folder keys server")(keygen)
-
-
-def serve(
-    config: Annotated[Path, typer.Option(help="YAML file; docs/server.md has an example.", exists=True)],
-    *,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only check the configuration, and say what it means.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Report the start as one JSON object.")] = False,
-) -> None:
-    """Keep a cache for every engine on this host, and on others, until SIGTERM or SIGINT.
-
-    Chunks on their way to disk are then written, for as long as server_drain_secs; a second signal ends it at once.
-    Exits with 2 if the configuration or the folder cannot be used, with 1 if chunks were given up at the end.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    try:
-        loaded = _load(config)
-        options = server_options(loaded)
-        options.check()
-        if check:
-            _report(planned(options), as_json=as_json)
-            return
-        from kvstore.server.hub import Hub  # noqa: PLC0415
-
-        hub = Hub(options)
-    except (KVStoreError, ImportError) as error:
-        give_up(error)
-    if not _run(hub, loaded.server_http_port, as_json=as_json):
-        raise typer.Exit(FAILED)
-
-
-def keygen(
-    name: Annotated[str, typer.Argument(help="Of whom, as the files are called: server, or a client's.")],
-    *,
-    folder: Annotated[Path, typer.Option(help="Where to put <name>.key and <name>.pub.")] = Path(),
-    as_json: AsJson = False,
-) -> None:
-    """Make a pair of keys, for a server that other hosts reach, or for one of its clients."""
-    try:
-        from kvstore.protocol.keyfiles import make_keys  # noqa: PLC0415 - an extra
-
-        public, secret = make_keys(folder, name)
-    except (ConfigError, ImportError) as error:
-        give_up(error)
-    if as_json:
-        print(json.dumps({"secret": str(secret), "public": str(public)}))
-    else:
-        print(f"{secret}: secret, for nobody else\n{public}: public, for the other side")
-
-
 def server_options(config: StoreConfig) -> ServerOptions:
-    """What a configuration says about a server.
+    """The options of a server with this configuration.
 
     Raises:
-        ConfigError: it cannot be used for one.
+        ConfigError: it is no configuration of a server.
     """
     from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415
     from kvstore.server.options import ServerOptions, parse_listen, parse_quotas  # noqa: PLC0415
@@ -139,45 +80,44 @@ def planned(options: ServerOptions) -> dict[str, object]:
     return {"tiers": tiers, "endpoints": endpoints, "quotas": quotas, "policy": options.policy}
 
 
-def _load(path: Path) -> StoreConfig:
-    from kvstore.config import load_config  # noqa: PLC0415
-    from kvstore.memory.limits import require_memory  # noqa: PLC0415
+def run_server(hub: Hub, http_port: int | None, report: Callable[[dict[str, object]], None]) -> bool:
+    """Serve until a signal comes. Returns False if chunks were given up at the end.
 
-    config = load_config(path=path).config
-    require_memory(config.max_local_cpu_bytes, "the cache server")
-    return config
+    Args:
+        hub: the server, made and not yet running.
+        http_port: of its pages; None for no pages.
+        report: called once, when clients can connect.
 
-
-def _run(hub: Hub, http_port: int | None, *, as_json: bool) -> bool:
-    """Serve until a signal comes; False if chunks were given up."""
+    Raises:
+        ConfigError: the pages cannot be served. Nothing was served yet.
+    """
     _keep_freed_memory()
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a client has two connections, or one
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hub.stop())
-    report = planned(hub.options)
+    state = planned(hub.options)
     pages = None
     try:
         if http_port is not None:
             pages = _open_pages(hub, http_port)
-            report["http"] = f"http://127.0.0.1:{pages.port}/metrics"
+            state["http"] = f"http://127.0.0.1:{pages.port}/metrics"
         if hub.tcp_port is not None:
-            report["tcp_port"] = hub.tcp_port
+            state["tcp_port"] = hub.tcp_port
         found = sum(len(space.chunks) for space in hub.stock.spaces.values())
-        _report({**report, "chunks_found_on_disk": found, "status": "ready"}, as_json=as_json)
+        report({**state, "chunks_found_on_disk": found, "status": "ready"})
         return hub.run()
-    except ConfigError as error:  # of the pages: nothing was served yet
-        errors().print(f"error: {error}")
+    except ConfigError:
         hub.stop()
         hub.run()
-        raise typer.Exit(WRONG_USAGE) from error
+        raise
     finally:
         if pages is not None:
             pages.close()
 
 
 def _keep_freed_memory() -> None:
-    """Let messages be received into memory that others have left: fresh pages cost as much as the copy itself."""
+    """Receive messages into memory that earlier ones have freed: fresh pages cost as much as the copy itself."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -201,18 +141,5 @@ def _open_pages(hub: Hub, port: int) -> PageServer:
             status = "the server does not answer"
         return (200 if status == "ok" else 503), f"{status}\n"
 
-    remedy = "choose another server_http_port, or leave it away"
+    remedy = "choose another server_http_port, or leave it out"
     return PageServer({"/metrics": metrics, "/healthz": health}, port, name="the server's HTTP endpoint", remedy=remedy)
-
-
-def _report(report: dict[str, object], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report), flush=True)
-        return
-    for name, value in report.items():
-        if isinstance(value, dict):
-            shown = ", ".join(f"{inner} {text}" for inner, text in value.items())
-        else:
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        if shown:
-            print(f"{name.replace('_', ' ')}: {shown}", flush=True)

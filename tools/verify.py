@@ -1,32 +1,34 @@
-"""``kvstore verify``: reads every chunk of a folder or a Redis, and sets aside what is damaged."""
+"""``kvstore verify``: reads every chunk of a folder, a pack or a Redis, and sets aside the damaged ones."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
 from kvstore.format.chunkfile import Damage
-from kvstore.format.pack import open_pack
+from kvstore.format.pack import Pack, Shard, open_pack
 from kvstore.tiers import leads_to, load_tier
 from kvstore.tiers.disk.folder import FOLDER_MODE, LOCK_FILE, FolderLock
 from kvstore.tiers.disk.shelf import Place, Shelf, shelves
 
 if TYPE_CHECKING:
     from kvstore.tiers.redis.chunk import Home
-    from kvstore.tiers.redis.shelf import RedisPlace
+    from kvstore.tiers.redis.shelf import RedisPlace, RedisShelf
+
+_P = TypeVar("_P")
 
 QUARANTINE = ".quarantine"
 NOT_A_NAME = "not a chunk's name"
 
 
 class Fault(NamedTuple):
-    """What nobody can use: where it is, what is wrong with it, and whether it was set aside or removed."""
+    """Something unusable: where it is, what is wrong with it, and whether it was set aside or removed."""
 
     place: str
     damage: str
@@ -38,9 +40,9 @@ class VerifyReport:
     """What was found.
 
     Attributes:
-        chunks: looked at, sound or not.
-        size_bytes: of those.
-        faults: each with its place.
+        chunks: how many were read, sound or not.
+        size_bytes: of the sound ones.
+        faults: one for each damaged chunk, and each name that is no chunk's.
         left: namespaces in which nothing was fixed, because no chunk in them is sound.
     """
 
@@ -55,10 +57,10 @@ class VerifyReport:
         return sum(fault.fixed for fault in self.faults)
 
     def may_fix(self, home: str, sound: int, faulty: int) -> bool:
-        """Whether chunks of a namespace may be called damaged; otherwise it is noted in ``left``.
+        """Whether faults of a namespace may be fixed; if not, the namespace is added to ``left``.
 
-        A sound chunk proves that the geometry is right by which the others were checked. If there is none, a wrong
-        note, or layers of sizes that nothing tells, would make every good chunk look damaged.
+        A sound chunk proves that the geometry used to check the others is right. Without one, a wrong note, or layers
+        of unknown sizes, could make every good chunk look damaged.
         """
         if faulty and not sound:
             self.left.append(home)
@@ -66,7 +68,24 @@ class VerifyReport:
 
 
 Tick = Callable[[int, int], None]
-"""Called after every chunk: how many there are in all, and the bytes of this one."""
+"""Called after each chunk with the number of all chunks and the bytes of this one."""
+
+
+@dataclass(frozen=True)
+class _Namespace(Generic[_P]):
+    """The chunks of one namespace.
+
+    Attributes:
+        name: where they are.
+        places: each chunk, with its place for people.
+        check: what is wrong with a chunk, if anything, and the bytes of a sound one; no bytes if it is gone.
+        fix: set damaged chunks aside, or remove them; whether each was.
+    """
+
+    name: str
+    places: Sequence[tuple[str, _P]]
+    check: Callable[[_P], tuple[str | None, int]]
+    fix: Callable[[list[_P]], list[bool]]
 
 
 def verify(
@@ -81,11 +100,11 @@ def verify(
 
     Args:
         target: a folder of the disk tier or of a cache server, a pack, or the URL of a Redis.
-        fix: move damaged chunks of a folder to ``.quarantine`` in it; those in Redis are removed. Nothing else is
-            touched: no folder, and no file that is not a chunk's.
-        remove: with ``fix``, delete them instead.
-        options: of the Redis tier, beside the URL.
-        tick: told of every chunk.
+        fix: move damaged chunks of a folder to ``.quarantine`` in it; delete those in Redis. Nothing else is touched:
+            no folder, and no file that is not a chunk's.
+        remove: with ``fix``, delete those of a folder too.
+        options: of the Redis tier, besides the URL.
+        tick: called after each chunk.
 
     Raises:
         ConfigError: there is no such folder, or the URL is wrong.
@@ -93,87 +112,110 @@ def verify(
         TierError: the Redis does not answer.
     """
     if leads_to(target, "redis"):
-        return _verify_redis(target, options or {}, fix=fix, tick=tick)
+        load_tier("redis")  # says what to install, if need be
+        from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
+
+        with closing(RedisShelf(target, options or {})) as shelf:
+            return _verify(_in_redis(shelf), fix=fix, tick=tick)
     if "://" in target:
-        raise ConfigError(f"verify reads a folder or a Redis, and {target.partition('://')[0]}:// is neither")
-    if Path(target).is_file():
+        raise ConfigError(f"verify reads a folder, a pack or a Redis: {target.partition('://')[0]}:// is none of them")
+    path = Path(target)
+    if path.is_file():
         if fix:
             raise ConfigError("a pack is not changed: export it again without the damaged chunks")
-        return _verify_pack(Path(target), tick=tick)
-    return _verify_folder(Path(target), fix=fix, remove=remove, tick=tick)
-
-
-def _verify_pack(path: Path, *, tick: Tick) -> VerifyReport:
-    report = VerifyReport()
-    with open_pack(path) as pack:
-        total = sum(len(extents) for extents in pack.extents)
-        for number, extents in enumerate(pack.extents):
-            for ref, extent in extents.items():
-                report.chunks += 1
-                report.size_bytes += extent.size_bytes
-                damage = pack.check(number, ref)
-                if damage is not None:
-                    place = f"{pack.shards[number].namespace.id.hex()}/{ref.prefix_key.hex()}-{ref.num_blocks}"
-                    report.faults.append(Fault(place, damage))
-                tick(total, extent.size_bytes)
-    return report
-
-
-def _verify_folder(folder: Path, *, fix: bool, remove: bool, tick: Tick) -> VerifyReport:
-    found = shelves(folder)
-    if not found and not (folder / LOCK_FILE).exists():
-        raise ConfigError(f"{folder} is no folder of the disk tier: there is no namespace in it")
-    report = VerifyReport()
+        with open_pack(path) as pack:
+            return _verify(_in_pack(pack), fix=False, tick=tick)
+    found = shelves(path)
+    if not found and not (path / LOCK_FILE).exists():
+        raise ConfigError(f"{path} is no folder of the disk tier: there is no namespace in it")
     with ExitStack() as locks:
         if fix:  # a running engine would count bytes that are gone, and find names that it did not make
             for owned in sorted({owner for shelf in found for owner in shelf.owners()}):
                 locks.callback(FolderLock(owned).release)
-        listed = [(shelf, list(_places(shelf))) for shelf in found]
-        total = sum(len(places) for _, places in listed)
-        for shelf, places in listed:
-            faults, sound = [], 0
-            for place in places:
-                damage, size_bytes = _verify_place(shelf, place, report)
-                tick(total, size_bytes)
-                sound += size_bytes > 0
-                if damage is not None:
-                    faults.append((place, damage))
-            may_fix = fix and report.may_fix(str(shelf.home), sound, len(faults))
-            for place, damage in faults:
-                is_fixed = may_fix and _set_aside(shelf, place, remove=remove)
-                report.faults.append(Fault(str(place.path), damage, is_fixed))
+        return _verify([_in_folder(shelf, remove=remove) for shelf in found], fix=fix, tick=tick)
+
+
+def place_in_pack(shard: Shard, ref: ChunkRef) -> str:
+    """A chunk of a pack, for people."""
+    return f"{shard.namespace.id.hex()}/{ref.prefix_key.hex()}-{ref.num_blocks}"
+
+
+def _verify(namespaces: Iterable[_Namespace[_P]], *, fix: bool, tick: Tick) -> VerifyReport:
+    report, namespaces = VerifyReport(), list(namespaces)
+    total = sum(len(namespace.places) for namespace in namespaces)
+    for namespace in namespaces:
+        faults: list[tuple[str, _P, str]] = []
+        sound = 0
+        for text, place in namespace.places:
+            damage, size_bytes = namespace.check(place)
+            report.chunks += bool(size_bytes) or damage not in {None, NOT_A_NAME}
+            report.size_bytes += size_bytes
+            sound += size_bytes > 0
+            if damage is not None:
+                faults.append((text, place, damage))
+            tick(total, size_bytes)
+        may_fix = fix and report.may_fix(namespace.name, sound, len(faults))
+        is_fixed = namespace.fix([place for _, place, _ in faults]) if may_fix else [False] * len(faults)
+        report.faults += [Fault(text, damage, done) for (text, _, damage), done in zip(faults, is_fixed, strict=True)]
     return report
 
 
-def _places(shelf: Shelf) -> Iterator[Place]:
+def _in_pack(pack: Pack) -> Iterator[_Namespace[ChunkRef]]:
+    for number, shard in enumerate(pack.shards):
+
+        def check(ref: ChunkRef, number: int = number) -> tuple[str | None, int]:
+            damage = pack.check(number, ref)
+            return damage, 0 if damage else pack.extents[number][ref].size_bytes
+
+        places = [(place_in_pack(shard, ref), ref) for ref in pack.extents[number]]
+        yield _Namespace(shard.namespace.id.hex(), places, check, lambda refs: [False] * len(refs))
+
+
+def _in_folder(shelf: Shelf, *, remove: bool) -> _Namespace[Place]:
+    def check(place: Place) -> tuple[str | None, int]:
+        if place.ref is None:
+            return NOT_A_NAME, 0
+        found = shelf.read(place.ref)
+        if found is None or isinstance(found, str):  # an engine has removed it meanwhile, or it is damaged
+            return found, 0
+        return None, len(found)
+
     try:
-        yield from shelf.places()
+        places = [(str(place.path), place) for place in shelf.places()]
     except OSError as error:
         raise ConfigError(f"the folder {shelf.home} cannot be read: {error.strerror}") from error
+    return _Namespace(
+        str(shelf.home), places, check, lambda found: [_set_aside(shelf, place, remove=remove) for place in found]
+    )
 
 
-def _verify_place(shelf: Shelf, place: Place, report: VerifyReport) -> tuple[str | None, int]:
-    """Look at one name: what is wrong with it, if anything, and the bytes of a sound chunk."""
-    if place.ref is None:
-        return NOT_A_NAME, 0
-    found = shelf.read(place.ref)
-    if found is None:  # an engine has removed it meanwhile
-        return None, 0
-    report.chunks += 1
-    if isinstance(found, str):
-        return found, 0
-    report.size_bytes += len(found)
-    return None, len(found)
+def _in_redis(shelf: RedisShelf) -> Iterator[_Namespace[RedisPlace]]:
+    def check(place: RedisPlace) -> tuple[str | None, int]:
+        damage = shelf.check(place)
+        facts = shelf.facts(place) if damage is None else None
+        return damage, facts.payload_bytes if facts else 0
+
+    def fix(places: list[RedisPlace]) -> list[bool]:
+        shelf.remove(places)
+        return [True] * len(places)
+
+    places = shelf.places()
+    by_home: dict[Home, list[tuple[str, RedisPlace]]] = {}
+    for place in places:
+        by_home.setdefault(place.home, []).append((str(place), place))
+    for home, mine in by_home.items():
+        shelf.layout(home, places)  # which ``check`` uses
+        yield _Namespace(home.namespace_id.hex(), mine, check, fix)
 
 
 def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
-    """Take a damaged chunk away from where chunks are looked for, if it is one: a file of ours that was read once more.
+    """Move or delete a chunk's file, if reading it once more shows that it is damaged. Whether that was done.
 
-    Folders, links, names that are no chunk's and what the system does not let us read are left alone: they may be
-    anything, and good chunks may be below them.
+    Folders, links, names that are no chunk's, and files that the system does not let us read are left alone: they may
+    be anything, and a folder may contain good chunks.
 
     Raises:
-        ConfigError: the folder does not let go of it.
+        ConfigError: the file cannot be moved or deleted.
     """
     if place.ref is None or not isinstance(shelf.read(place.ref), Damage):
         return False
@@ -190,36 +232,5 @@ def _set_aside(shelf: Shelf, place: Place, *, remove: bool) -> bool:
             target = aside / f"{place.path.name}.{number}"
         place.path.rename(target)
     except OSError as error:
-        raise ConfigError(f"{place.path} cannot be taken away: {error.strerror}") from error
+        raise ConfigError(f"{place.path} cannot be moved or deleted: {error.strerror}") from error
     return True
-
-
-def _verify_redis(url: str, options: Mapping[str, object], *, fix: bool, tick: Tick) -> VerifyReport:
-    load_tier("redis")  # says what to install, if need be
-    from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
-
-    shelf = RedisShelf(url, options)
-    report = VerifyReport()
-    try:
-        places = shelf.places()
-        bad: dict[Home, list[tuple[RedisPlace, str]]] = {}
-        sound: Counter[Home] = Counter()
-        for place in places:
-            shelf.layout(place.home, places)
-            damage = shelf.check(place)
-            report.chunks += 1
-            facts = shelf.facts(place) if damage is None else None
-            size_bytes = facts.payload_bytes if facts else 0
-            report.size_bytes += size_bytes
-            tick(len(places), size_bytes)
-            sound[place.home] += facts is not None
-            if damage is not None:
-                bad.setdefault(place.home, []).append((place, damage))
-        for home, faults in bad.items():
-            may_fix = fix and report.may_fix(home.namespace_id.hex(), sound[home], len(faults))
-            if may_fix:
-                shelf.remove(place for place, _ in faults)
-            report.faults += [Fault(str(place), damage, may_fix) for place, damage in faults]
-    finally:
-        shelf.close()
-    return report

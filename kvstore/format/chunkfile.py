@@ -145,6 +145,11 @@ class RunningSums:
         return "".join(self._sums)
 
 
+def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: ByteArray) -> bytes:
+    """The header of a chunk without a codec, checksums included. ``payload`` may be longer than the chunk."""
+    return build_header(layout, key, num_blocks, checksums(layout, num_blocks, payload))
+
+
 def build_header(
     layout: KVLayout, key: ChunkKey, num_blocks: int, layer_sums: str, *, encoding: Encoding | None = None
 ) -> bytes:

@@ -1,14 +1,15 @@
-"""The administration of one engine: what may be asked and done, apart from how it is asked.
+"""The administration of one engine: its requests and their answers. ``admin_http.py`` serves them.
 
-Whoever has something to administer implements ``Controls``; ``answer`` is the rest. ``admin_http.py`` serves it.
+What can be administered implements ``Controls``; ``answer`` does the rest.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Final, NamedTuple, Protocol
+from typing import Annotated, Final, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
 from kvstore.errors import InvalidCallError
 from kvstore.keys import KeyExtras
@@ -16,30 +17,29 @@ from kvstore.protocol.loopback import is_from_here
 
 Tree = Mapping[str, object]
 
-
-_EXAMPLE: Final = '{"tokens": [1, 2, 3], "salt": "a"}'
+_EXAMPLE: Final = '{"tokens": [1, 2, 3], "salt": "a", "tags": {"tenant": "a"}}'
 
 
 class Controls(Protocol):
-    """What an administrator may ask of something that caches. Methods are called from any thread, and return soon."""
+    """What an administrator may ask of a cache. Methods are called from any thread and return soon."""
 
     def info(self) -> Tree:
-        """What it is: versions, tiers, sizes."""
+        """Versions, tiers and sizes."""
 
     def stats(self) -> Tree:
-        """Everything counted since its start."""
+        """Everything counted since the start."""
 
     def config(self) -> Tree:
         """The configuration in effect, without secrets."""
 
     def health(self) -> Tree:
-        """Whether its parts work; ``status`` is ``ok`` or ``degraded``."""
+        """Whether all parts work; ``status`` is ``ok`` or ``degraded``."""
 
     def kv(self, tokens: Sequence[int], extras: KeyExtras) -> Tree:
-        """How many leading tokens of a sequence are there, and in which tier.
+        """How many leading tokens of a sequence are known, and in which tier.
 
         Raises:
-            InvalidCallError: they are no token ids.
+            InvalidCallError: a token id is out of range.
         """
 
     def clear(self) -> int | None:
@@ -56,39 +56,33 @@ class Controls(Protocol):
 
 
 class Reply(NamedTuple):
-    """An answer: HTTP's number, and what becomes JSON."""
+    """An answer: the HTTP status, and what becomes JSON."""
 
     status: HTTPStatus
     body: Tree
 
 
+class _Sequence(BaseModel):
+    """A sequence of tokens, and what else decides its KV."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tokens: Annotated[list[int], FailFast()]
+    salt: str | None = None
+    tags: dict[str, str] | None = None
+
+
 def _kv(controls: Controls, body: bytes) -> Reply:
     try:
-        return Reply(HTTPStatus.OK, controls.kv(*_sequence(body)))
+        asked = _Sequence.model_validate_json(body)
+        extras = KeyExtras(cache_salt=asked.salt, tags=tuple(sorted((asked.tags or {}).items())))
+        return Reply(HTTPStatus.OK, controls.kv(asked.tokens, extras))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, ("body", *problem["loc"])))
+        return Reply(HTTPStatus.BAD_REQUEST, {"error": f"{place}: {problem['msg']}; write it as {_EXAMPLE}"})
     except InvalidCallError as error:
         return Reply(HTTPStatus.BAD_REQUEST, {"error": str(error)})
-
-
-def _sequence(body: bytes) -> tuple[list[int], KeyExtras]:
-    """The tokens that a body is about, and what else decides their KV.
-
-    Raises:
-        InvalidCallError: it is not about any.
-    """
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InvalidCallError(f"the body must be JSON, {_EXAMPLE}") from error
-    if not isinstance(asked, dict) or not asked.keys() <= {"tokens", "salt", "tags"}:
-        raise InvalidCallError(f"the body must be tokens, and salt and tags if any: {_EXAMPLE}")
-    tokens, salt, tags = asked.get("tokens"), asked.get("salt"), asked.get("tags") or {}
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise InvalidCallError(f"tokens must be a list of token ids: {_EXAMPLE}")
-    if not isinstance(salt, str | None):
-        raise InvalidCallError("salt must be text, as in the cache_salt of a request")
-    if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
-        raise InvalidCallError('tags must be texts by name: {"tenant": "a"}')
-    return tokens, KeyExtras(cache_salt=salt, tags=tuple(sorted(tags.items())))
 
 
 def _clear(controls: Controls, _: bytes) -> Reply:
@@ -133,10 +127,10 @@ _ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls, bytes], Reply]]] = 
 def answer(controls: Controls, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Reply:
     """Carry out a request. ``headers`` has lower-case names.
 
-    Browsers are turned away, see ``is_from_here``.
+    Requests of browsers are refused, see ``is_from_here``.
     """
     if not is_from_here(headers):
-        return Reply(HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may ask, under a loopback name"})
+        return Reply(HTTPStatus.FORBIDDEN, {"error": "only programs on this machine may ask, by a loopback name"})
     action = _ACTIONS.get((method, path))
     if action is not None:
         return action(controls, body)

@@ -1,4 +1,4 @@
-"""Serves HTTP on loopback from a daemon thread: ``admin.answer``, and what others have to say there."""
+"""Serves HTTP on loopback from a daemon thread: the administration of an engine, or a few pages of text."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _END_WAIT_S: Final = 5.0
 
 
 class LoopbackServer:
-    """Listens from the moment it is made until ``close``.
+    """Listens from its creation until ``close``.
 
     Args:
-        respond: answers every request, given its body too, on a thread of this server's.
+        respond: answers a request, given its body, on a thread of this server.
         host: a loopback name or address. There are no passwords, so nothing else is allowed.
-        port: 0 for any that is free; see ``port``.
-        name: what it is called in messages.
+        port: 0 for any free port; the attribute ``port`` has the actual one.
+        name: its name in messages.
         remedy: what to do if it cannot listen.
 
     Raises:
-        ConfigError: the host is no loopback, the port is taken, or the libraries are not installed.
+        ConfigError: the host is not loopback, the port is taken, or the libraries are not installed.
     """
 
     def __init__(self, respond: Respond, host: str, port: int, *, name: str, remedy: str) -> None:
@@ -57,7 +57,7 @@ class LoopbackServer:
         logger.info("%s listens on %s port %d", name, host, self.port)
 
     def close(self) -> None:
-        """Stop listening. Requests under way have a second to end. Idempotent."""
+        """Stop listening. Requests in progress have a second to end. Idempotent."""
         self._server.should_exit = True
         self._thread.join(_END_WAIT_S)
         self._socket.close()
@@ -90,8 +90,8 @@ class PageServer(LoopbackServer):
     """Serves a few pages of text.
 
     Args:
-        pages: makes each page: HTTP's number, and the text.
-        port: on 127.0.0.1; 0 for any that is free.
+        pages: by path, what makes a page: the HTTP status and the text.
+        port: on 127.0.0.1; 0 for any free port.
         name: see ``LoopbackServer``.
         remedy: the same.
 
@@ -136,7 +136,7 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            log_config=None,  # the process's logging is not ours to configure
+            log_config=None,  # the process configures its logging itself
             log_level=None,
             lifespan="off",
             loop="asyncio",
@@ -149,7 +149,7 @@ def _make_server(respond: Respond, name: str) -> uvicorn.Server:
 
 
 def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
-    """A socket that is bound, for a server that is called ``name`` in messages.
+    """A listening socket, for a server that messages call ``name``.
 
     Raises:
         ConfigError: it cannot be bound; ``remedy`` says what to do.
@@ -157,13 +157,13 @@ def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()  # now: clients that connect before the serving thread runs wait
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
-        raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()  # now: the thread that serves may be late, and who comes meanwhile waits
-    except OSError as error:
-        listener.close()
         raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
     return listener

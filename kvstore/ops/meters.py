@@ -27,7 +27,7 @@ _DIRECTIONS: Final = {"load": "get", "store": "put"}
 
 
 class IndexMeter:
-    """What an index decided and holds. To be used by the index's thread."""
+    """What an index decided and holds. For the index's thread only."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -74,7 +74,7 @@ def _index_levels(index: ChunkIndex) -> dict[str, float]:
 
 
 class _Observed:
-    """A tier with those of its wrappers that know something."""
+    """A tier, and those of its wrappers that have counters."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -82,18 +82,18 @@ class _Observed:
         self.statistics = [statistics for part in counted if (statistics := find(part, Statistics))]
 
     def breakers(self) -> list[CircuitBreaker]:
-        """Those of all its parts, of which there may be more or fewer the next time."""
+        """The breakers of its parts, which may be more or fewer the next time."""
         return [breaker for part in self.tier.parts if (breaker := find(part, CircuitBreaker))]
 
 
 class WorkerMeter:
-    """What a worker moved, and how its tiers do. To be used by the worker's thread."""
+    """What a worker moved, and how its tiers do. For the worker's thread only."""
 
     def __init__(self, tiers: OpenTiers, moved: Callable[[], MoverCounters]) -> None:
         self._moved = moved
         self._disk = tiers.disk
         self._tiers = {place: _Observed(tier) for place, tier in ((_DISK, tiers.disk), (_REMOTE, tiers.remote)) if tier}
-        self._source = secrets.token_hex(8)  # tells this worker's gauges from those of others
+        self._source = secrets.token_hex(8)  # distinguishes this worker's gauges from others'
         self._meter = Meter()
         self._levels: dict[str, float] = {}
 
@@ -127,7 +127,7 @@ class WorkerMeter:
 
 
 def push_totals(pushed: PushCounters) -> dict[str, float]:
-    """What was handed over to other engines, as totals of the metrics."""
+    """What was handed over to other engines, as totals of metrics."""
     chunks = metrics.PUSHED_CHUNKS
     return {
         chunks.key("sent"): pushed.sent,

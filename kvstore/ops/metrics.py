@@ -1,6 +1,6 @@
-"""What is counted: every metric's name, labels and meaning, and the plain numbers on their way to whoever shows them.
+"""What is counted: each metric's name, labels and meaning, and the plain numbers on their way to a monitoring system.
 
-Nothing here knows Prometheus: a ``Tally`` is three dictionaries of numbers, under keys such as ``hit_tokens|disk``.
+Nothing here knows Prometheus: a ``Tally`` is three dictionaries of numbers, with keys such as ``hit_tokens|disk``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import product
 from typing import Final
 
 from kvstore.catalog.plans import MissReason, Place
@@ -32,12 +33,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: without the prefix that a monitoring system wants; units are in it.
+        name: with the unit, without the prefix that a monitoring system adds.
         kind: how it behaves.
         meaning: a sentence without its full stop.
         labels: what it is divided by.
-        values: the values of each label, where they are known beforehand: these begin at 0 instead of being absent.
-        worst: of several workers' gauges the highest counts, and not the sum.
+        values: all combinations of label values, where they are known beforehand; these start at 0, not absent.
+        worst: of several workers' gauges, the highest counts instead of the sum.
     """
 
     name: str
@@ -58,125 +59,107 @@ def split_key(key: str) -> tuple[Metric, tuple[str, ...]]:
     return METRICS[name], tuple(values)
 
 
-_COUNTER, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
-_BY_TIER: Final = tuple((tier,) for tier in _TIERS)
-_BY_SLOW_TIER: Final = tuple((tier,) for tier in _SLOW_TIERS)
+def _counter(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    return Metric(name, Kind.COUNTER, meaning, tuple(labels), _combined(labels))
 
-LOOKUPS = Metric("lookups", _COUNTER, "Requests that asked, once each when they are first scheduled")
-ASKED_TOKENS = Metric("asked_tokens", _COUNTER, "Tokens that they asked for: what vLLM's own prefix cache lacked")
-HIT_TOKENS = Metric(
-    "hit_tokens", _COUNTER, "Tokens of these that were found, by the tier they come from", ("tier",), _BY_TIER
-)
-MISSES = Metric(
+
+def _gauge(name: str, meaning: str, *labels: str, worst: bool = False) -> Metric:
+    return Metric(name, Kind.GAUGE, meaning, labels, worst=worst)
+
+
+def _histogram(name: str, meaning: str, **labels: tuple[str, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, meaning, tuple(labels), _combined(labels))
+
+
+def _combined(labels: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(product(*labels.values())) if labels else ()
+
+
+LOOKUPS = _counter("lookups", "Requests that were looked up, counted once when they are first scheduled")
+ASKED_TOKENS = _counter("asked_tokens", "Tokens of these requests that vLLM's own prefix cache lacked")
+HIT_TOKENS = _counter("hit_tokens", "Of these, tokens that were found, by the tier they come from", tier=_TIERS)
+MISSES = _counter(
     "misses",
-    _COUNTER,
-    "Requests of which a whole block or more was not found, by the reason",
-    ("reason",),
-    tuple((reason.value,) for reason in MissReason),
+    "Requests of which at least one whole block was not found, by the reason",
+    reason=tuple(reason.value for reason in MissReason),
 )
-LOOKUP_TIMEOUTS = Metric(
-    "lookup_timeouts", _COUNTER, "Lookups that the remote tier did not answer in time: they count as not stored there"
+LOOKUP_TIMEOUTS = _counter(
+    "lookup_timeouts", "Lookups that the remote tier did not answer in time; they count as not stored there"
 )
-STORED_CHUNKS = Metric("stored_chunks", _COUNTER, "Chunks stored in memory")
-REFUSED_CHUNKS = Metric("refused_chunks", _COUNTER, "Chunks not stored: no slot was free, or the policy refused them")
-FAILED_STORES = Metric("failed_stores", _COUNTER, "Chunks that could not be stored, or were computed on garbage")
-EVICTED_CHUNKS = Metric(
-    "evicted_chunks", _COUNTER, "Chunks that made room for others", ("tier",), (("memory",), ("disk",))
-)
-EXPIRED_CHUNKS = Metric("expired_chunks", _COUNTER, "Chunks whose time to live was over")
-FAILED_LOADS = Metric("failed_loads", _COUNTER, "Chunks that could not be loaded as promised: vLLM computed them")
-LOST_CHUNKS = Metric("lost_chunks", _COUNTER, "Chunks of these that were missing or damaged, and are forgotten")
-WRITES = Metric(
+STORED_CHUNKS = _counter("stored_chunks", "Chunks stored in memory")
+REFUSED_CHUNKS = _counter("refused_chunks", "Chunks not stored because no slot was free or the policy refused them")
+FAILED_STORES = _counter("failed_stores", "Chunks that could not be stored, or that were computed from invalid KV")
+EVICTED_CHUNKS = _counter("evicted_chunks", "Chunks evicted to make room for others", tier=("memory", "disk"))
+EXPIRED_CHUNKS = _counter("expired_chunks", "Chunks whose time to live was over")
+FAILED_LOADS = _counter("failed_loads", "Chunks that could not be loaded as promised; vLLM computed them")
+LOST_CHUNKS = _counter("lost_chunks", "Of these, chunks that were missing or damaged; they are forgotten")
+WRITES = _counter(
     "writes",
-    _COUNTER,
-    "Writes of chunks to a slower tier; dropped ones found its queue or the tier full",
-    ("tier", "result"),
-    tuple((tier, result) for tier in _SLOW_TIERS for result in ("done", "failed", "dropped")),
+    "Chunk writes to a slower tier; dropped ones found its queue or the tier full",
+    tier=_SLOW_TIERS,
+    result=("done", "failed", "dropped"),
 )
-LOADED_CHUNKS = Metric(
-    "loaded_chunks",
-    _COUNTER,
-    "Chunks brought to the paged cache, by all workers, and the tier they came from",
-    ("tier",),
-    _BY_TIER,
+LOADED_CHUNKS = _counter(
+    "loaded_chunks", "Chunks loaded into the paged cache by all workers, by the tier they came from", tier=_TIERS
 )
-GPU_LOADED_CHUNKS = Metric("gpu_loaded_chunks", _COUNTER, "Chunks of these of which the GPU tier had a copy")
-MOVED_BYTES = Metric(
+GPU_LOADED_CHUNKS = _counter("gpu_loaded_chunks", "Of these, chunks that were copied from the GPU tier")
+MOVED_BYTES = _counter(
     "moved_bytes",
-    _COUNTER,
     "Bytes moved by all workers: between the paged cache and memory, or between memory and a slower tier",
-    ("tier", "direction"),
-    tuple((tier, direction) for tier in _TIERS for direction in ("load", "store")),
+    tier=_TIERS,
+    direction=("load", "store"),
 )
-CORRUPT_CHUNKS = Metric(
-    "corrupt_chunks", _COUNTER, "Chunks whose bytes did not agree with their checksums", ("tier",), _BY_SLOW_TIER
-)
-MISLABELLED_SLOTS = Metric("mislabelled_slots", _COUNTER, "Loads refused because a slot held another chunk")
-READ_TIMEOUTS = Metric("read_timeouts", _COUNTER, "Reads given up, whose slot is out of use until they end")
-VERIFIED_CHUNKS = Metric(
+CORRUPT_CHUNKS = _counter("corrupt_chunks", "Chunks whose bytes did not match their checksums", tier=_SLOW_TIERS)
+MISLABELLED_SLOTS = _counter("mislabelled_slots", "Loads refused because a slot held another chunk")
+READ_TIMEOUTS = _counter("read_timeouts", "Reads given up; their slots stay out of use until the reads end")
+VERIFIED_CHUNKS = _counter(
     "verified_chunks",
-    _COUNTER,
-    "Chunks that were computed again, by all workers, and compared with what was stored",
-    ("result",),
-    (("equal",), ("mismatch",)),
+    "Chunks that were computed again by all workers and compared with what was stored",
+    result=("equal", "mismatch"),
 )
-VERIFY_DEVIATION = Metric(
+VERIFY_DEVIATION = _gauge(
     "verify_deviation",
-    _GAUGE,
-    "The largest deviation seen in these: the largest difference as a part of the layer's largest value, or the part "
-    "of the bytes that differ where they are no floats",
+    "Largest deviation among these: the largest difference relative to the layer's largest value, or the fraction of "
+    "bytes that differ where values are no floats",
     worst=True,
 )
-TIER_ERRORS = Metric(
-    "tier_errors", _COUNTER, "Calls with which a tier failed as a whole, time-outs included", ("tier",), _BY_SLOW_TIER
+TIER_ERRORS = _counter("tier_errors", "Calls in which a tier failed as a whole, including time-outs", tier=_SLOW_TIERS)
+TIER_TIMEOUTS = _counter("tier_timeouts", "Calls to a tier that did not end in time", tier=_SLOW_TIERS)
+TIER_CALL_SECONDS = _histogram(
+    "tier_call_seconds", "Time of a call to a slower tier, per chunk", tier=_SLOW_TIERS, direction=("load", "store")
 )
-TIER_TIMEOUTS = Metric("tier_timeouts", _COUNTER, "Calls to a tier that did not end in time", ("tier",), _BY_SLOW_TIER)
-TIER_CALL_SECONDS = Metric(
-    "tier_call_seconds",
-    _HISTOGRAM,
-    "Time of a call to a slower tier, a chunk each",
-    ("tier", "direction"),
-    tuple((tier, direction) for tier in _SLOW_TIERS for direction in ("load", "store")),
-)
-LOAD_SECONDS = Metric("load_seconds", _HISTOGRAM, "Time for which a worker waited for the loads of one request")
-PUSHED_CHUNKS = Metric(
+LOAD_SECONDS = _histogram("load_seconds", "Time that a worker waited for the loads of one request")
+PUSHED_CHUNKS = _counter(
     "pushed_chunks",
-    _COUNTER,
-    "Chunks handed over to other engines, by all workers; refused ones found no room, here or there",
-    ("result",),
-    (("sent",), ("refused",), ("failed",)),
+    "Chunks handed over to other engines by all workers; refused ones found no room, here or there",
+    result=("sent", "refused", "failed"),
 )
-PUSHED_BYTES = Metric("pushed_bytes", _COUNTER, "Bytes of the chunks that other engines have now")
-PUSH_SECONDS = Metric(
-    "push_seconds", _HISTOGRAM, "Time from the end of a step until another engine had all that it was handed over"
+PUSHED_BYTES = _counter("pushed_bytes", "Bytes of the chunks that other engines received")
+PUSH_SECONDS = _histogram(
+    "push_seconds", "Time from the end of a step until the other engine had all that was handed over"
 )
-HANDOVER_TIMEOUTS = Metric(
-    "handover_timeouts", _COUNTER, "Requests that waited in vain for what another engine was to hand over"
-)
-STORE_SECONDS = Metric(
-    "store_seconds", _HISTOGRAM, "Time that a worker took to gather the stores of one request's step"
-)
-BREAKER_STATE = Metric(
+HANDOVER_TIMEOUTS = _counter("handover_timeouts", "Requests that waited in vain for KV from another engine")
+STORE_SECONDS = _histogram("store_seconds", "Time that a worker took to gather what one request stores in a step")
+BREAKER_STATE = _gauge(
     "breaker_state",
-    _GAUGE,
     "Whether a tier is left out: 0 no, 1 yes and being tried, 2 yes; the worst of all workers and folders",
-    ("tier",),
+    "tier",
     worst=True,
 )
-ENABLED = Metric("enabled", _GAUGE, "Whether the cache is on: 0 after it was switched off", worst=True)
-KNOWN_CHUNKS = Metric("known_chunks", _GAUGE, "Chunks in memory and on disk")
-SLOTS = Metric("slots", _GAUGE, "Slots of memory, equal in every worker")
-USED_SLOTS = Metric("used_slots", _GAUGE, "Slots that hold a chunk or are being filled")
-LEASES = Metric("leases", _GAUGE, "Leases that keep chunks from eviction")
-QUEUED_WRITES = Metric("queued_writes", _GAUGE, "Chunks waiting to be written to a tier, or being written", ("tier",))
-DISK_USED_BYTES = Metric("disk_used_bytes", _GAUGE, "Bytes on disk, of all workers, spare files included")
-DISK_CAPACITY_BYTES = Metric("disk_capacity_bytes", _GAUGE, "Bytes that all workers may fill on disk")
+ENABLED = _gauge("enabled", "Whether the cache is on: 0 after it was switched off", worst=True)
+KNOWN_CHUNKS = _gauge("known_chunks", "Chunks in memory and on disk")
+SLOTS = _gauge("slots", "Memory slots, equal in every worker")
+USED_SLOTS = _gauge("used_slots", "Slots that hold a chunk or are being filled")
+LEASES = _gauge("leases", "Leases that keep chunks from eviction")
+QUEUED_WRITES = _gauge("queued_writes", "Chunks waiting to be written to a tier, or being written", "tier")
+DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, including spare files")
+DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that all workers may fill on disk")
 
 METRICS: Final = {value.name: value for value in tuple(globals().values()) if isinstance(value, Metric)}
 """All metrics by name, in the order in which people read them."""
 
 MAX_SAMPLES: Final = 4096
-"""Times that one time series of a ``Tally`` holds; beyond that they are counted no longer, should nobody take them."""
+"""The most times that one series of a ``Tally`` holds; further ones are dropped, in case nobody takes the tally."""
 
 
 @dataclass
@@ -186,7 +169,7 @@ class Tally:
     Attributes:
         counters: what was added, by time series.
         samples: times in seconds, by time series.
-        gauges: values by time series, and by who said so: of one source the last word counts.
+        gauges: values by time series and source; of each source, the last value counts.
     """
 
     counters: dict[str, float] = field(default_factory=dict)
@@ -214,7 +197,7 @@ class Tally:
         self.gauges.setdefault(key, {})[source] = value
 
     def add(self, later: Tally) -> None:
-        """Take in another rank's tally, or a later one."""
+        """Add another rank's tally, or a later one."""
         for key, number in later.counters.items():
             self.count(key, number)
         for key, times_s in later.samples.items():
@@ -223,7 +206,7 @@ class Tally:
             self.gauges.setdefault(key, {}).update(by_source)
 
     def levels(self) -> dict[str, float]:
-        """The gauges, those of all sources folded into one value."""
+        """The gauges, with one value for all sources."""
         return {
             key: max(by_source.values()) if split_key(key)[0].worst else math.fsum(by_source.values())
             for key, by_source in self.gauges.items()
@@ -240,7 +223,7 @@ class Meter:
         """Count what came since the last call."""
         for key, total in totals.items():
             last = self._last.get(key, 0)
-            if total > last:  # a difference of two totals that are not of one moment may shrink for a while
+            if total > last:  # a total that is a difference of two others, read one after the other, may shrink briefly
                 tally.count(key, total - last)
                 self._last[key] = total
 
@@ -254,7 +237,7 @@ class Totals:
         self._times: dict[str, tuple[int, float, float]] = {}  # number, sum, longest
 
     def add(self, tally: Tally) -> None:
-        """Take in what happened."""
+        """Add a tally."""
         with self._lock:
             self._sums.add(Tally(tally.counters, {}, tally.gauges))
             for key, times_s in tally.samples.items():
@@ -265,7 +248,7 @@ class Totals:
         return self._sums.counters.get(key, 0)
 
     def levels(self) -> dict[str, float]:
-        """The gauges as last seen, those of all sources folded."""
+        """The gauges as last seen, with one value for all sources."""
         with self._lock:
             return self._sums.levels()
 
@@ -292,13 +275,3 @@ def _hang(tree: dict[str, object], metric: Metric, values: tuple[str, ...], leaf
         assert isinstance(branch, dict)
         tree = branch
     tree[path[-1]] = int(leaf) if isinstance(leaf, float) and leaf.is_integer() else leaf
-
-
-def metric_table(prefix: str) -> str:
-    """All metrics as a Markdown table, under the names that they have with a prefix."""
-    rows = [
-        f"| `{prefix}{metric.name}` | {metric.kind.value} | {', '.join(f'`{label}`' for label in metric.labels)} "
-        f"| {metric.meaning}. |"
-        for metric in METRICS.values()
-    ]
-    return "\n".join(["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |", *rows])

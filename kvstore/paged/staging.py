@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
 
 import torch
 
@@ -26,17 +25,23 @@ class Way(Enum):
     OUT = "device to host"
 
 
-class Streams(Protocol):
-    """The current stream of the calling thread, and a copy stream for each direction."""
+class Streams:
+    """The current stream of the calling thread, and a copy stream for each direction.
+
+    As it stands it is for the CPU, where work is done when its call returns.
+    """
 
     def now(self) -> Moment:
         """The end of what the current stream has been given so far."""
+        return None
 
     def hold(self, moment: Moment) -> None:
         """Order what the current stream is given from now on after ``moment``."""
 
-    def launch(self, way: Way, work: Work, after: Moment) -> Moment:
+    def launch(self, way: Way, work: Work, after: Moment) -> Moment:  # noqa: ARG002 - there is one way and one time
         """Launch ``work`` on a copy stream, after ``after``. Returns its end."""
+        work()
+        return None
 
     def reach(self, moment: Moment) -> None:
         """Let the host wait for ``moment``."""
@@ -48,32 +53,7 @@ class Streams(Protocol):
         """Tell the allocator that the copy streams use ``memory``, which may be dropped at any time."""
 
 
-class NoStreams:
-    """For the CPU, where work is done when its call returns."""
-
-    def now(self) -> Moment:
-        """See ``Streams``."""
-        return None
-
-    def hold(self, moment: Moment) -> None:
-        """See ``Streams``."""
-
-    def launch(self, way: Way, work: Work, after: Moment) -> Moment:  # noqa: ARG002 - there is one way and one time
-        """See ``Streams``."""
-        work()
-        return None
-
-    def reach(self, moment: Moment) -> None:
-        """See ``Streams``."""
-
-    def wait(self) -> None:
-        """See ``Streams``."""
-
-    def keep(self, memory: torch.Tensor) -> None:
-        """See ``Streams``."""
-
-
-class CudaStreams:
+class CudaStreams(Streams):
     """For a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +105,7 @@ class Staging:
 
     def __init__(self, size_bytes: int, device: torch.device, streams: Streams | None = None) -> None:
         if streams is None:
-            streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
+            streams = CudaStreams(device) if device.type == "cuda" else Streams()
         self.size_bytes = size_bytes
         self.streams = streams
         self._buffers = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]

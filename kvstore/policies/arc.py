@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvstore.keys import PrefixKey
 from kvstore.policies.base import Policy
+from kvstore.policies.queues import SizedQueue
 
 
 class ARC(Policy):
@@ -21,8 +21,8 @@ class ARC(Policy):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
-        self._once, self._again = _Queue(), _Queue()
-        self._gone_once, self._gone_again = _Queue(), _Queue()
+        self._once, self._again = SizedQueue(), SizedQueue()
+        self._gone_once, self._gone_again = SizedQueue(), SizedQueue()
         self._target_bytes = 0.0
 
     @property
@@ -59,9 +59,7 @@ class ARC(Policy):
         queue.push(key, self._sizes[key])
 
     def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:
-        queue = self._once if key in self._once else self._again
-        queue[key] += more_bytes
-        queue.used_bytes += more_bytes
+        (self._once if key in self._once else self._again).resize(key, more_bytes)
 
     def _on_evict(self, key: PrefixKey) -> None:
         if key in self._once:
@@ -91,30 +89,3 @@ class ARC(Policy):
             yield key
         yield from once
         yield from again
-
-
-class _Queue(OrderedDict[PrefixKey, int]):
-    """Keys with their sizes, the least recently used first, and the sum of the sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used_bytes = 0
-
-    def push(self, key: PrefixKey, size_bytes: int) -> None:
-        self[key] = size_bytes
-        self.used_bytes += size_bytes
-
-    def take(self, key: PrefixKey) -> int:
-        size_bytes = self.pop(key)
-        self.used_bytes -= size_bytes
-        return size_bytes
-
-    def discard(self, key: PrefixKey) -> bool:
-        """Take a key out if it is there; returns whether it was."""
-        if key not in self:
-            return False
-        self.take(key)
-        return True
-
-    def pop_oldest(self) -> None:
-        self.take(next(iter(self)))

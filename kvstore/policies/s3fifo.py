@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvstore.keys import PrefixKey
 from kvstore.policies.base import Policy
+from kvstore.policies.queues import SizedQueue
 
 SMALL_SHARE = 0.1
 MAX_USES = 3
@@ -25,13 +25,9 @@ class S3FIFO(Policy):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
-        self._small: OrderedDict[PrefixKey, None] = OrderedDict()
-        self._main: OrderedDict[PrefixKey, None] = OrderedDict()
-        self._ghosts: OrderedDict[PrefixKey, int] = OrderedDict()  # with their sizes
+        self._small, self._main, self._ghosts = SizedQueue(), SizedQueue(), SizedQueue()
         self._uses: dict[PrefixKey, int] = {}  # of the chunks that are here, since they came
         self._new: set[PrefixKey] = set()  # added since the last touch
-        self._small_bytes = 0
-        self._ghost_bytes = 0
 
     @property
     def num_ghosts(self) -> int:  # noqa: D102 - inherited
@@ -48,61 +44,45 @@ class S3FIFO(Policy):
     def _on_add(self, key: PrefixKey) -> None:
         self._new.add(key)
         self._uses[key] = 0
-        if key in self._ghosts:
-            self._ghost_bytes -= self._ghosts.pop(key)
-            self._main[key] = None
-        else:
-            self._small[key] = None
-            self._small_bytes += self._sizes[key]
+        queue = self._main if self._ghosts.discard(key) else self._small
+        queue.push(key, self._sizes[key])
 
     def _on_resize(self, key: PrefixKey, more_bytes: int) -> None:
-        if key in self._small:
-            self._small_bytes += more_bytes
+        (self._small if key in self._small else self._main).resize(key, more_bytes)
 
     def _on_evict(self, key: PrefixKey) -> None:
         if key in self._small:
-            self._ghosts[key] = self._sizes[key]
-            self._ghost_bytes += self._sizes[key]
+            self._ghosts.push(key, self._sizes[key])
         self._leave(key)
-        while self._ghosts and self._ghost_bytes > self.capacity_bytes * (1 - SMALL_SHARE):
-            self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
+        while self._ghosts and self._ghosts.used_bytes > self.capacity_bytes * (1 - SMALL_SHARE):
+            self._ghosts.pop_oldest()
 
     def _on_remove(self, key: PrefixKey) -> None:
-        self._ghost_bytes -= self._ghosts.pop(key, 0)
+        self._ghosts.discard(key)
         if key in self._uses:
             self._leave(key)
 
     def _leave(self, key: PrefixKey) -> None:
         del self._uses[key]
         self._new.discard(key)
-        if key in self._small:
-            del self._small[key]
-            self._small_bytes -= self._sizes[key]
-        else:
-            del self._main[key]
+        (self._small if key in self._small else self._main).take(key)
 
     def _order(self, newcomer: PrefixKey | None) -> Generator[PrefixKey]:  # noqa: ARG002 - the newcomer is always worth more
         """Moves used chunks on, as the hand of a clock does: this changes the order, but not which chunks are here."""
-        offered: list[tuple[OrderedDict[PrefixKey, None], PrefixKey]] = []
-        offered_bytes = 0
+        offered: list[tuple[SizedQueue, PrefixKey]] = []
         try:
             while self._small or self._main:
-                above = self._small_bytes - offered_bytes > self.capacity_bytes * SMALL_SHARE
+                above = self._small.used_bytes > self.capacity_bytes * SMALL_SHARE
                 queue = self._small if self._small and (above or not self._main) else self._main
                 key = next(iter(queue))
-                del queue[key]
-                if self._uses[key] and queue is self._main:
-                    self._uses[key] -= 1
-                    self._main[key] = None
-                elif self._uses[key]:
-                    self._uses[key] = 0
-                    self._small_bytes -= self._sizes[key]
-                    self._main[key] = None
+                queue.take(key)
+                if self._uses[key]:
+                    self._uses[key] = self._uses[key] - 1 if queue is self._main else 0
+                    self._main.push(key, self._sizes[key])
                 else:
                     offered.append((queue, key))
-                    offered_bytes += self._sizes[key] if queue is self._small else 0
                     yield key
         finally:  # they keep their place until they are evicted
             for queue, key in reversed(offered):
-                queue[key] = None
+                queue.push(key, self._sizes[key])
                 queue.move_to_end(key, last=False)

@@ -28,22 +28,22 @@ from kvstore.paged.base import ChunkBlocks
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 
-READ_BYTES = 768 << 10  # of a chunk in one read, at least: smaller ones are slower in sum
-MAX_GROUPS = 16  # more would not let the model begin much earlier
-IDLE_SHARE = 0.1  # of the time that a layer takes: a model that computes for less does not compute
-READ_AHEAD_GROUPS = 2  # on their way, behind the group that is being used
+READ_BYTES = 768 << 10  # least size of a read: many smaller ones are slower
+MAX_GROUPS = 16  # more would not let the model start much earlier
+IDLE_SHARE = 0.1  # of the time a layer took to load: a model that was away for less did not compute
+READ_AHEAD_GROUPS = 2  # groups being read behind the one in use
 
 T = TypeVar("T")
 
 
 class LayerLoad:
-    """Loads under way. For one thread at a time, the mover's; between two calls the model may run.
+    """Loads in progress. For one thread at a time, the mover's; between two calls the model may run.
 
     The blocks belong to it until ``finish`` or ``halt``, which may be called at any time.
 
     Args:
-        mover: carries out everything else meanwhile.
-        jobs: what to load. A job whose source is memory may name a chunk that an earlier job brings there.
+        mover: may carry out other calls meanwhile.
+        jobs: what to load. A job whose source is memory may name a chunk that an earlier job loads into it.
     """
 
     def __init__(self, mover: Mover, jobs: Sequence[LoadJob]) -> None:
@@ -69,9 +69,9 @@ class LayerLoad:
         self._is_halted = False
 
     def move(self, layer: int) -> None:
-        """Bring one layer of all chunks to the paged cache, the layers in order; waits for it to arrive.
+        """Load one layer of all chunks into the paged cache, the layers in order. Waits for it.
 
-        From the layer on at which a chunk fails, its blocks stay as they were.
+        From the layer on at which a chunk fails, its blocks are left as they were.
         """
         begin_s = time.perf_counter()
         self._read_ahead(layer)
@@ -109,20 +109,20 @@ class LayerLoad:
                 self._mover.paged.scatter_layer(layer, arrived)
 
     def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
-        """Where a job's chunk is: found for the first layer, and right for all."""
+        """Where a job's chunk is; found for the first layer, and the same for all."""
         if number not in self._blocks:
             step, block_ids, first_block = self._jobs[number]
             self._blocks[number] = self._mover.paged.chunk(block_ids, source, step.ref.num_blocks, first_block)
         return self._blocks[number]
 
     def halt(self) -> None:
-        """Leave the blocks alone from now on. From any thread; waits for a copy under way, and for nothing else."""
+        """Leave the blocks alone from now on. Any thread may call it; it waits only for a copy in progress."""
         self._is_halted = True
         with self._scattering:
             pass
 
     def finish(self) -> LoadResult:
-        """End all reads, and tell what did not arrive. Chunks whose last layer was not moved count as failed.
+        """End all reads. Returns what did not arrive; chunks whose last layer was not read count as failed.
 
         What arrived is in memory from now on.
         """
@@ -143,7 +143,7 @@ class LayerLoad:
         return self._result
 
     def _note_loads(self) -> None:
-        """Every layer is in the blocks, and these are still the load's: copies on the device may be taken of them."""
+        """After every layer, while the blocks still belong to the load, so that hot copies may be taken of them."""
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
             if key in self._result.failed:
@@ -152,7 +152,7 @@ class LayerLoad:
             self._mover.note_load(job, filling, is_hot=key in self._hot)
 
     def _read_ahead(self, layer: int) -> None:
-        """Ask for this layer and some behind it, of every chunk in turn."""
+        """Start to read this layer and some behind it, of every chunk in turn."""
         current = next(number for number, group in enumerate(self._groups) if layer in group)
         for group in self._groups[self._groups_asked : current + 1 + READ_AHEAD_GROUPS]:
             for reading in self._reading.values():
@@ -160,7 +160,7 @@ class LayerLoad:
             self._groups_asked += 1
 
     def _source(self, step: LoadStep, layer: int) -> ByteArray | None:
-        """The slot of a chunk in which ``layer`` is right, or None, and why not is noted."""
+        """The slot of a chunk once ``layer`` is there; None if it never will be, which is noted."""
         reading = self._reading.get(step.slot)
         if reading is None:
             source, outcome = self._mover.cpu.read(step.slot, step.ref), Outcome.FAILED
@@ -193,7 +193,7 @@ class _Reading:
         return self._done_layers == self._num_layers
 
     def ask(self, layers: range) -> None:
-        """Start to read the next layers; or all of them, if they come together."""
+        """Start to read the next layers; or all of them, if the tier reads only whole chunks."""
         if self._outcome is not Outcome.HIT or self._asked_layers == self._num_layers:
             return
         self._asked_layers = layers.stop if self._in_parts else self._num_layers
@@ -201,7 +201,7 @@ class _Reading:
         self._reads.append((self._asked_layers, read))
 
     def wait(self, layer: int) -> Outcome:
-        """Wait until a layer is there, or never will be."""
+        """Wait for a layer. Returns HIT, or how the read that should have brought it ended."""
         while self._outcome is Outcome.HIT and self._done_layers <= layer:
             stop, read = self._reads[0]
             self._outcome = read.result().outcome
@@ -211,13 +211,13 @@ class _Reading:
         return self._outcome
 
     def end(self) -> None:
-        """Withdraw or await what is left: no read may write to a slot given back."""
+        """Cancel or await the remaining reads: none may write to a slot that is given back."""
         while self._reads:
             self._mover.end_read(self.step, self._reads.popleft()[1])
 
 
 class LayerStore:
-    """Stores under way. For one thread at a time, the mover's; between two calls the model may run."""
+    """Stores in progress. For one thread at a time, the mover's; between two calls the model may run."""
 
     def __init__(self, mover: Mover, jobs: Sequence[StoreJob]) -> None:
         self._mover = mover
@@ -238,9 +238,9 @@ class LayerStore:
         self._done_layers = layer + 1
 
     def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
-        """Let the chunks be read, start their writes, and return the keys of those that failed.
+        """Let the chunks be read, and start their writes. Returns the keys of those that failed.
 
-        All of them fail if a layer is missing, or what was gathered is not to be ``trusted``.
+        All fail if a layer is missing, or the gathered bytes are not ``trusted``.
         """
         self._mover.paged.wait()  # in any case: the slots are given back
         if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
@@ -257,7 +257,7 @@ class LayerWork(NamedTuple, Generic[T]):
     Attributes:
         move: called for every layer in order.
         end: called once, after any of them.
-        halt: called instead of ``end``, which comes later then: nothing may touch the blocks any more.
+        halt: called when the work is given up, before ``end``: nothing may touch the blocks any more.
     """
 
     move: Callable[[int], None]
@@ -271,11 +271,11 @@ def by_layer(
     turn: Callable[[], AbstractContextManager[None]],
     abandoned: deque[Callable[[], object]],
 ) -> Generator[T | None, None, None]:
-    """Advance work by one layer per ``next()``: yields None after each layer, and at last the result.
+    """Advance work by one layer per ``next()``: yields None after each layer, and finally the result.
 
-    Begins with the first ``next()``. A generator that is closed, collected or has raised leaves its ``end`` in
-    ``abandoned``, to be called in the next turn: the collector may come at any time, also in a thread that has just
-    taken a lock, so no turn can be waited for here.
+    Begins with the first ``next()``. A generator that is closed, garbage-collected or has raised leaves its ``end`` in
+    ``abandoned``, to be called in the next turn: the collector may run at any time, also in a thread that holds a lock,
+    so this must not wait for a turn.
     """
     with turn():
         work = begin()
@@ -296,7 +296,7 @@ def by_layer(
 
 
 def layer_groups(layout: KVLayout) -> list[range]:
-    """The layers in groups, each of the size of a good read of a full chunk, the last one aside."""
+    """The layers in groups; of a full chunk each group but the last is large enough for a fast read."""
     blocks = layout.blocks_per_chunk
     least_bytes = max(READ_BYTES, layout.payload_bytes(blocks) // MAX_GROUPS)
     groups, first = [], 0

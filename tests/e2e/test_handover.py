@@ -20,8 +20,8 @@ from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
 
 from kvstore.tools.demo.client import read_counter
-from kvstore.tools.demo.server import free_port
 from kvstore.tools.models import TINY, as_text, random_tokens
+from kvstore.tools.processes import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 

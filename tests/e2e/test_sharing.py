@@ -26,9 +26,10 @@ def test_salts(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_lora_files_behind_one_name(tiny_model: Path, tmp_path: Path) -> None:
     """An adapter's files replaced between two starts of vLLM: same name, same path, other KV."""
+    from support.lora import build_lora
     from vllm.lora.request import LoRARequest
 
-    from kvstore.tools.models import TINY, build_lora
+    from kvstore.tools.models import TINY
 
     adapter = tmp_path / "adapter"
     settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.lora import build_lora
 from support.redis_server import RedisServer, running
 from support.vllm_engine import (
     BLOCK_TOKENS,
@@ -31,7 +32,7 @@ from kvstore.keys import KeyExtras
 from kvstore.tiers.disk.shelf import shelves
 from kvstore.tools.demo.client import TOKENS_LOADED, complete, read_counter
 from kvstore.tools.demo.server import VllmServer
-from kvstore.tools.models import TINY, as_text, build_lora, random_tokens
+from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.verify import verify
 from kvstore.tools.warm.prompts import load_tokenizer
 from kvstore.tools.warm.wanted import Lora, Sharing, refs_of

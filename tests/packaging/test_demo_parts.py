@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from safetensors.torch import load_file
+from support.lora import build_lora
 from tokenizers import Tokenizer
 
 from kvstore.tools.demo.run import DemoResult, drop_page_cache
-from kvstore.tools.models import TINY, as_text, build_llama, build_lora, random_tokens
+from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,8 @@ from typing import Any, Self
 import httpx
 
 from kvstore.tools.demo.client import read_counter
-from kvstore.tools.demo.server import VllmServer, free_port
+from kvstore.tools.demo.server import VllmServer
+from kvstore.tools.processes import free_port
 from support.redis_server import wait_for
 
 STOP_WAIT_S = 60.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format import chunkfile
-from kvstore.keys import ChunkKey, Namespace
+from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk import folder as _folder
@@ -59,11 +59,6 @@ def get(tier: Tier, ref: ChunkRef, layout: KVLayout = EVEN) -> Outcome:
         size = layout.payload_bytes(ref.num_blocks)
         assert np.array_equal(slot[:size], make_transfer(ref, layout).buffer[:size])
     return outcome
-
-
-def encode_header(layout: KVLayout, key: ChunkKey, num_blocks: int, payload: ByteArray) -> bytes:
-    """The header of a chunk without a codec, with the checksums of its payload."""
-    return chunkfile.build_header(layout, key, num_blocks, chunkfile.checksums(layout, num_blocks, payload))
 
 
 def bytes_on_disk(*folders: Path) -> int:

@@ -47,7 +47,13 @@ class HttpThread:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> Self:
-        config = uvicorn.Config(self._app, port=self.port, log_config=None, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            self._app,
+            port=self.port,
+            loop="asyncio",  # as in ``kvstore proxy``; with uvloop, anyio fails if an engine closes a new connection
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
         self._server = server = uvicorn.Server(config)
         self._thread = threading.Thread(target=server.run, name="test-http")
         self._thread.start()

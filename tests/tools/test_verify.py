@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from support import diskwork
-from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, encode_header, make_ref, make_transfer, path_of
+from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, make_ref, make_transfer, path_of
 from support.redis_server import RedisServer, running
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import FolderOwnedError
+from kvstore.format.chunkfile import encode_header
 from kvstore.keys import ChunkKey
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk import folder as _folder

@@ -1,15 +1,16 @@
 """What codecs save and what they cost, for ``kvstore bench``: ratio, and speed against memcpy in the same run.
 
-Two kinds of bfloat16 data, a chunk of the bench's geometry each: *normal* is independent, of mean 0 and deviation 1;
-*KV-like* has channels of their own mean (normal) and deviation (log-normal, sigma 1), as keys have. Every chunk is
-compared after its way through a lossless codec.
+There are two kinds of bfloat16 data, one chunk each: *normal* data is independent, with mean 0 and deviation 1;
+*KV-like* data has its own mean (normal) and deviation (log-normal, sigma 1) in each channel, as keys have. Chunks are
+compared after a round trip through a lossless codec.
 """
 
 from __future__ import annotations
 
 import statistics
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,8 @@ from kvstore.errors import ConfigError
 from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.layout import KVLayout
 from kvstore.tools.bench.limits import prefaulted
-from kvstore.tools.bench.samples import BenchError, Pair, paired
+from kvstore.tools.bench.samples import BenchError, Limit, Pair, paired
+from kvstore.tools.bench.table import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,13 +46,9 @@ class CodecLine:
     decode_gbps: float
     decode_fraction: float
 
-    def to_json(self) -> dict[str, object]:
-        """The line as a JSON object."""
-        return asdict(self)
-
 
 def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
-    """Measure every codec but ``none``, one thread each; what cannot be opened is left out.
+    """Measure every codec but ``none``, on one thread each; codecs that cannot be opened are left out.
 
     Raises:
         BenchError: a lossless codec lost a byte.
@@ -73,12 +71,9 @@ def measure_codecs(geometry: Geometry, rounds: int) -> list[CodecLine]:
 
 
 def codec_table(lines: Sequence[CodecLine]) -> Table:
-    """The lines for people."""
-    table = Table(title="codecs, one thread; fractions of memcpy")
-    table.add_column("codec")
-    table.add_column("bfloat16 data")
-    for title in ("ratio", "encode", "fraction", "decode", "fraction"):
-        table.add_column(title, justify="right")
+    """The lines as a table."""
+    figures = numbers("ratio", "encode", "fraction", "decode", "fraction")
+    table = Table("codec", "bfloat16 data", *figures, title="codecs, one thread; fractions of memcpy")
     for line in lines:
         table.add_row(
             line.codec,
@@ -108,9 +103,7 @@ def _measure(codec: Codec, kind: str, data: ByteArray, layout: KVLayout, rounds:
         for (begin, end), size in zip(ranges, sizes, strict=True):
             codec.decode(encoded[begin : begin + size], back[begin:end])
 
-    def memcpy() -> None:
-        np.copyto(copy, data)
-
+    memcpy = partial(np.copyto, copy, data)
     encodes = _sample(memcpy, encode, rounds)
     decodes = _sample(memcpy, decode, rounds)
     if codec.is_lossless and not np.array_equal(back, data):
@@ -118,7 +111,7 @@ def _measure(codec: Codec, kind: str, data: ByteArray, layout: KVLayout, rounds:
     return CodecLine(codec.name, kind, len(data) / sum(sizes), *_speed(encodes, len(data)), *_speed(decodes, len(data)))
 
 
-def _sample(limit: Callable[[], None], path: Callable[[], None], rounds: int) -> list[Pair]:
+def _sample(limit: Limit, path: Callable[[], None], rounds: int) -> list[Pair]:
     pairs = [paired(limit, path, limit_first=number % 2 == 0)[0] for number in range(WARM_UP_ROUNDS + rounds)]
     return pairs[WARM_UP_ROUNDS:]
 

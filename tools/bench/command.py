@@ -1,4 +1,4 @@
-"""Carries out ``kvstore bench``: runs it with its progress shown, prints, draws and compares."""
+"""Carries out ``kvstore bench``: runs it with a progress bar, prints, plots and compares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.tools.bench.lines import BenchReport
 
-_WIDTH = 160  # where nobody looks
+_WIDTH = 160  # where the output is no terminal
 
 
 def measure_and_print(
@@ -32,7 +32,7 @@ def measure_and_print(
     """Run the bench and print its tables, or one JSON object. False if a line is below its floor.
 
     Raises:
-        ConfigError: too little memory, a file that cannot be compared with, or a picture that cannot be drawn.
+        ConfigError: too little memory, an older run that cannot be compared, or a plot that cannot be drawn.
         BenchError: a path lost a byte.
     """
     old = read_fractions(compare_with, options.geometry.name) if compare_with else None
@@ -44,7 +44,7 @@ def measure_and_print(
     if plot is not None:
         plot_report(report, plot)
     if as_json:
-        print(json.dumps(report.to_json() | {"codecs": [line.to_json() for line in codecs]}))
+        print(json.dumps(report.to_json() | {"codecs": [asdict(line) for line in codecs]}))
     else:
         tables = [bench_table(report), timed_table(report), codec_table(codecs)]
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(*tables)
@@ -64,14 +64,13 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
     """
     found = measure_turns(parse_connectors(connectors), rounds, folder, redis_server)
     if as_json:
-        samples = {name: {one: asdict(part) for one, part in parts.items()} for name, parts in found.items()}
-        print(json.dumps({"turns": samples}))
+        print(json.dumps({"turns": found}, default=asdict))
     else:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(turns_table(found))
 
 
 def _run_shown(options: BenchOptions, console: Console) -> BenchReport:
-    """Run the bench with a progress bar, if anybody looks."""
+    """Run the bench, on a terminal with a progress bar."""
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("memory", total=options.total_ticks)

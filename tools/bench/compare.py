@@ -1,4 +1,4 @@
-"""``kvstore bench --compare``: the fractions of an older run beside those of this one."""
+"""``kvstore bench --compare``: the fractions of an older run next to those of this one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvstore.tools.bench.lines import BenchReport
 
-NOISE = 0.10  # an unchanged tree moves by as much
+NOISE = 0.10  # fractions of an unchanged tree vary by as much
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Change:
 
     @property
     def share(self) -> float | None:
-        """By how much it changed, relative to then."""
+        """The change, relative to then."""
         return None if self.then is None or self.now is None or not self.then else self.now / self.then - 1
 
     @property
@@ -44,7 +44,7 @@ def read_fractions(file: Path, geometry: str) -> dict[str, float]:
     """The fractions in a file that ``kvstore bench --json`` wrote.
 
     Raises:
-        ConfigError: it is no such file, or of another geometry, which cannot be compared.
+        ConfigError: it is no such file, or of another geometry.
     """
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
@@ -58,6 +58,6 @@ def read_fractions(file: Path, geometry: str) -> dict[str, float]:
 
 
 def compare(old: dict[str, float], report: BenchReport) -> list[Change]:
-    """Every path of both runs, those of this one first."""
+    """Every path of both runs, those of this run first."""
     now = {line.subject.name: line.fraction for line in report.lines}
     return [Change(name, old.get(name), now.get(name)) for name in now | old]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.engine import CacheEngine
 from kvstore.tools.bench import moves
-from kvstore.tools.bench.lines import Line, Subject, move_lines
-from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick
+from kvstore.tools.bench.lines import Line, Subject
 
 if TYPE_CHECKING:
+    from kvstore.tools.bench.samples import Tick
     from kvstore.tools.bench.workbench import Workbench
 
 _CALL = "keys of the token list, slot check, index"
@@ -27,10 +26,5 @@ def measure_cpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
     Raises:
         BenchError: a path lost or changed a byte.
     """
-    samples: dict[Subject, list[Pair]] = {subject: [] for subject in SUBJECTS}
-    with CacheEngine(workbench.paged, NAMESPACE, moves.options(workbench)) as engine:
-        for number in range(WARM_UP_ROUNDS + rounds):
-            tick("CPU")
-            for subject, move in SUBJECTS.items():
-                samples[subject].append(move(engine, workbench, workbench.memcpy, limit_first=number % 2 == 0))
-    return move_lines(samples, workbench)
+    held = {subject: (move, workbench.memcpy) for subject, move in SUBJECTS.items()}
+    return moves.measure_moves("CPU", held, workbench, rounds, tick)

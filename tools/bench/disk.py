@@ -1,14 +1,14 @@
 """The disk tier's lines, over recycled files, with a pool that keeps nothing.
 
-Cold reads and writes go past the system's cache on both sides. Warm reads find the files there, and are held against
-what no reader can do without: a copy out of the cache, and the checksum of what was copied.
+Cold reads and writes bypass the page cache, in the path and in its limit. Warm reads find the files there; their limit
+is what every reader must do: copy the bytes out of the cache, and compute the checksum of the copy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.engine import CacheEngine
@@ -17,7 +17,7 @@ from kvstore.options import EngineOptions
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines
-from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, BenchError, Pair, Tick, require
+from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick, alternating, require, timed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ WRITE = Subject("disk write-behind", "O_DIRECT write", "store and flush: gather,
 COLD = Subject("disk cold retrieve", "O_DIRECT read", "O_DIRECT read, xxh3 verified, scatter")
 LAYERS = Subject("disk layerwise retrieve", "load or compute", "O_DIRECT read by layers, xxh3 verified, scatter")
 WARM = Subject("disk warm retrieve", "memcpy + xxh3", "buffered read of cached files, xxh3 verified, scatter")
-_LOADS_PER_ROUND = 3  # from disk: whole, layer by layer, and again beside computing
+_LOADS_PER_ROUND = 3  # whole, layer by layer, and layer by layer while computing
 _TIMEOUT_S = 120.0
 
 
@@ -36,27 +36,23 @@ def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) ->
     """Write-behind, cold and warm retrieves, and loads layer by layer.
 
     Raises:
-        BenchError: a path lost or changed a byte, or came from elsewhere than the disk.
-        ConfigError: the folder has no room, or no direct I/O: then there is no limit to hold the paths against.
+        BenchError: a path lost or changed a byte, or did not read from the disk.
+        ConfigError: the folder has no room, or no direct I/O, without which there is no limit.
     """
     samples: dict[Subject, list[Pair]] = {WRITE: [], COLD: [], LAYERS: [], WARM: []}
     layout, chunks = workbench.paged.layout, workbench.num_chunks
     with _opened(workbench, folder / "direct", use_odirect=True, batches=WARM_UP_ROUNDS + rounds) as engine:
         read_threads = EngineOptions(0).disk_io_threads
-        with RawDisk(folder / "raw", layout, chunks, read_threads) as raw:
-            for number in range(WARM_UP_ROUNDS + rounds):
-                tick("disk")
-                limit_first = number % 2 == 0
+        with closing(RawDisk(folder / "raw", layout, chunks, read_threads)) as raw:
+            for limit_first in alternating("disk", rounds, tick):
                 samples[WRITE].append(moves.store_and_flush(engine, workbench, raw.write, limit_first=limit_first))
                 samples[COLD].append(moves.retrieve(engine, workbench, raw.read, limit_first=limit_first))
-                samples[LAYERS].append(_retrieve_beside_computing(engine, workbench))
+                samples[LAYERS].append(_retrieve_while_computing(engine, workbench))
                 engine.clear(workbench.tokens)  # by tokens: their files are recycled by the next round
         _require_loads(engine, _LOADS_PER_ROUND * (WARM_UP_ROUNDS + rounds) * chunks)
     with _opened(workbench, folder / "buffered", use_odirect=False, batches=1) as engine:
         moves.store_and_flush(engine, workbench, workbench.memcpy, limit_first=True)
-        for number in range(WARM_UP_ROUNDS + rounds):
-            tick("disk")
-            limit_first = number % 2 == 0
+        for limit_first in alternating("disk", rounds, tick):
             samples[WARM].append(moves.retrieve(engine, workbench, workbench.memcpy_and_sum, limit_first=limit_first))
         _require_loads(engine, (WARM_UP_ROUNDS + rounds) * chunks)
     return move_lines(samples, workbench)
@@ -64,7 +60,7 @@ def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) ->
 
 @contextmanager
 def _opened(workbench: Workbench, folder: Path, *, use_odirect: bool, batches: int) -> Iterator[CacheEngine]:
-    """An engine over a folder that holds one batch, and the files of the one before; ``batches`` are to be written."""
+    """An engine over a folder with room for a batch and the files of the one before; ``batches`` must be written."""
     layout, chunks = workbench.paged.layout, workbench.num_chunks
     options = EngineOptions(
         max_local_cpu_bytes=workbench.pool_bytes,
@@ -86,10 +82,10 @@ def _require_loads(engine: CacheEngine, loads: int) -> None:
     require(from_disk == loads, f"{from_disk} of {loads} chunks were read from disk")
 
 
-def _retrieve_beside_computing(engine: CacheEngine, workbench: Workbench) -> Pair:
-    """Load the batch once as fast as it comes, and once while a model computes each layer for as long as that took.
+def _retrieve_while_computing(engine: CacheEngine, workbench: Workbench) -> Pair:
+    """Load the batch twice: as fast as it comes, then with each layer computed for as long as a layer took to load.
 
-    The limit is the larger of the two sums, that of the loading and that of the computing: all of the other is hidden.
+    The limit is the larger of the two sums, of loading and of computing: the other one is hidden completely.
     """
     load_s, _ = _load(engine, workbench, 0.0)
     path_s, compute_s = _load(engine, workbench, load_s / workbench.paged.layout.num_layers)
@@ -97,23 +93,15 @@ def _retrieve_beside_computing(engine: CacheEngine, workbench: Workbench) -> Pai
 
 
 def _load(engine: CacheEngine, workbench: Workbench, layer_s: float) -> tuple[float, float]:
-    """Load the batch with that much computing behind each layer: the time of all, and that of the computing."""
+    """Load the batch, with ``layer_s`` of computing after each layer; the whole time, and that of computing alone."""
     block_ids, slots = workbench.destination()
     compute_s, loaded = 0.0, None
     begin_s = time.perf_counter()
     for loaded in engine.retrieve_layer(workbench.tokens, slot_mapping=slots):
-        if loaded is None:
-            compute_s += _compute(layer_s)
+        if loaded is None and layer_s:  # a thread that waits for a device sleeps, too
+            compute_s += timed(lambda: time.sleep(layer_s))[0]
     total_s = time.perf_counter() - begin_s
-    if loaded is None or not bool(loaded.all()):
-        raise BenchError("a load layer by layer did not bring all tokens: is another bench running in this folder?")
+    is_whole = loaded is not None and bool(loaded.all())
+    require(is_whole, "a load layer by layer did not bring all tokens: is another bench running in this folder?")
     workbench.check(block_ids)
     return total_s, compute_s
-
-
-def _compute(layer_s: float) -> float:
-    """Sleeps, as a thread does that waits for a device; returns how long it really was."""
-    begin_s = time.perf_counter()
-    if layer_s:
-        time.sleep(layer_s)
-    return time.perf_counter() - begin_s

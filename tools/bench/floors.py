@@ -1,9 +1,9 @@
-"""Fractions of the limit: what the project aims at, and below what the bench fails.
+"""Goals and floors, as fractions of the limit: what the project aims at, and where the bench fails.
 
-Floors leave room for noise: on two cores whose load stayed below 2, an unchanged tree went from 0.62 to 0.76 in
-write-behind (at a load of 6.7 it was 0.34). Its limit hardly needs a core or memory bandwidth, while the path copies
-and hashes: memcpy and raw writes of as much, side by side on two threads, reach 0.76 of the raw writes alone. On a
-quiet machine, a line below its goal is worth a look even where its floor holds.
+Floors leave room for noise: on two cores with a load below 2, write-behind of an unchanged tree varied from 0.62 to
+0.76 (at a load of 6.7 it was 0.34). Its limit hardly needs a core or memory bandwidth, while the path copies and
+hashes: memcpy and raw writes of as many bytes, concurrently on two threads, reach 0.76 of the raw writes alone. On a
+quiet machine, look into a line below its goal even if it is above its floor.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
 }
 
-# Where the geometry hardly matters, unless it says above. Redis: of a plain socket client; server: on one host of
-# memcpy, over TCP of plain pyzmq, whose bytes stay where they arrive. Path, limit and server share two cores, so floors
-# leave much to other work. Lookups are held against targets in seconds, or three round trips: one call took 1.5 to
-# 4.9 ms as the load changed.
+# For every geometry that says nothing else above. Path, limit and server share two cores, so the floors of remote tiers
+# are low. Lookups are held against targets in seconds, or three round trips: one call took 1.5 to 4.9 ms, depending on
+# the load.
 COMMON: dict[str, Bound] = {
     "lookup, 128 known keys": Bound(1.0, 0.50),
     "lookup, list of 32,768 tokens": Bound(1.0, 0.50),
@@ -80,6 +79,6 @@ COMMON: dict[str, Bound] = {
 
 
 def bound_of(geometry: str, line: str) -> Bound:
-    """What a line is to reach: for a geometry that nobody has recorded the goals of Llama-8B, and no floors."""
+    """Goal and floor of a line. A geometry that nobody has recorded has the goals of Llama-8B, and no floors."""
     recorded = BOUNDS.get(geometry, {}).get(line) or COMMON.get(line)
     return recorded or BOUNDS[MOST_RECORDED].get(line, Bound(0.0, 0.0))._replace(floor=0.0)

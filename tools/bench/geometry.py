@@ -1,4 +1,4 @@
-"""Whose KV is moved: the geometries known by name, and others by their numbers."""
+"""Whose KV is moved: geometries by name, and others by their numbers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Geometry:
         name: as ``--geometry`` takes it.
         layers: layers with a KV cache.
         kv_heads: KV heads of a layer.
-        head_size: elements of a head, for K and for V; of the latent, where there is one.
+        head_size: elements of a head, for K and for V; or of the latent.
         latent: K and V are one row of elements, as with MLA.
         block_tokens: tokens in a block of vLLM.
-        chunk_tokens: tokens in a chunk of ours.
+        chunk_tokens: tokens in a chunk.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Geometry:
 
     @property
     def token_elements(self) -> int:
-        """Elements of a token in a layer."""
+        """Elements of a token in one layer."""
         return self.kv_heads * self.head_size * (1 if self.latent else 2)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers, K and V."""
+        """Bytes of a block in all layers, with K and V."""
         return self.layers * self.block_tokens * self.token_elements * _ELEMENT_BYTES
 
     @property
@@ -70,7 +70,7 @@ def parse_geometry(text: str) -> Geometry:
     Numbers may also say ``latent=1``, ``block_tokens`` and ``chunk_tokens``.
 
     Raises:
-        ConfigError: neither, or numbers that no cache can have.
+        ConfigError: it is neither, or no cache can have these numbers.
     """
     if text in GEOMETRIES:
         return GEOMETRIES[text]

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvstore.engine import CacheEngine
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import MEMCPY_PIECE_BYTES
-from kvstore.tools.bench.lines import Line, Subject, move_lines
-from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick
+from kvstore.tools.bench.lines import Line, Subject
 
 if TYPE_CHECKING:
+    from kvstore.tools.bench.samples import Tick
     from kvstore.tools.bench.workbench import Workbench
 
 _CALL = "keys of the token list, slot check, index"
@@ -23,7 +22,7 @@ LAYER_RETRIEVE = Subject("host to GPU by layer", "pinned copy", f"{_CALL}, copy 
 
 
 class PinnedCopies:
-    """The limit: one side's memory to the other's in pieces of 32 MiB, pinned where the device is a GPU."""
+    """The limit: copies between device and host in pieces of 32 MiB. Host memory is pinned if the device is a GPU."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._device = device
@@ -50,22 +49,16 @@ class PinnedCopies:
 
 
 def measure_gpu(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
-    """Move batches between a cache on a device and memory. A workbench on the CPU tries the same code without a GPU.
+    """Move batches between a cache on a device and memory. With a workbench on the CPU, no GPU is needed.
 
     Raises:
         BenchError: a path lost or changed a byte.
     """
     copies = PinnedCopies(workbench.batch_bytes, workbench.paged.device)
-    moved = {
+    held = {
         STORE: (moves.store, copies.to_host),
         RETRIEVE: (moves.retrieve, copies.to_device),
         LAYER_STORE: (moves.store_by_layer, copies.to_host),
         LAYER_RETRIEVE: (moves.retrieve_by_layer, copies.to_device),
     }
-    samples: dict[Subject, list[Pair]] = {subject: [] for subject in moved}
-    with CacheEngine(workbench.paged, NAMESPACE, moves.options(workbench)) as engine:
-        for number in range(WARM_UP_ROUNDS + rounds):
-            tick("GPU")
-            for subject, (move, limit) in moved.items():
-                samples[subject].append(move(engine, workbench, limit, limit_first=number % 2 == 0))
-    return move_lines(samples, workbench)
+    return moves.measure_moves("GPU", held, workbench, rounds, tick)

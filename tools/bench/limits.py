@@ -1,10 +1,10 @@
-"""What paths are held against: memcpy, with or without checksums, and raw direct I/O; nothing of the library's own."""
+"""What paths are held against: memcpy, with or without checksums, and raw direct I/O, without the library's code."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -18,17 +18,18 @@ from kvstore.transfer.lane import WRITE_THREADS
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import TracebackType
 
     from kvstore.chunks import ByteArray
     from kvstore.layout import KVLayout
+
+    _Call = Callable[[int, list[memoryview], int], int]
 
 MEMCPY_PIECE_BYTES = 32 << 20
 _POPULATE_TIMEOUT_S = 300.0
 
 
 def prefaulted(size_bytes: int) -> ByteArray:
-    """A page-aligned buffer on huge pages, every page of it touched: what the library's own pool is made of."""
+    """A page-aligned buffer on huge pages with every page touched, as the library's own pool is."""
     pool = SlabPool(1, round_up(size_bytes, 4096))
     if not pool.wait_populated(_POPULATE_TIMEOUT_S):
         raise BenchError(f"{size_bytes} bytes of memory were not there within {_POPULATE_TIMEOUT_S:.0f} s")
@@ -51,9 +52,10 @@ def memcpy_and_sum(target: ByteArray, source: ByteArray) -> None:
 
 
 class RawDisk:
-    """The limit of a folder: direct I/O of as many files, of the same size, as a batch has chunks, and nothing else.
+    """The limit of a folder: direct I/O of as many files of the same size as a batch has chunks, and nothing else.
 
-    Files are made once and then overwritten, as the disk tier recycles its own. Threads are as many as the library's.
+    Files are made once and then overwritten, as the disk tier recycles its own. There are as many threads as in the
+    library.
     """
 
     def __init__(self, folder: Path, layout: KVLayout, num_chunks: int, read_threads: int) -> None:
@@ -66,32 +68,24 @@ class RawDisk:
         self._writers = ThreadPoolExecutor(WRITE_THREADS)
         self._readers = ThreadPoolExecutor(read_threads)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the threads."""
         self._writers.shutdown()
         self._readers.shutdown()
 
     def write(self) -> None:
         """Write all files."""
-        for _ in self._writers.map(self._write, range(len(self._paths))):
-            pass
+        self._all(self._writers, os.O_WRONLY | os.O_CREAT, os.pwritev)
 
     def read(self) -> None:
         """Read all files."""
-        for _ in self._readers.map(self._read, range(len(self._paths))):
+        self._all(self._readers, os.O_RDONLY, os.preadv)
+
+    def _all(self, threads: ThreadPoolExecutor, flags: int, call: _Call) -> None:
+        for _ in threads.map(lambda number: self._move(number, flags, call), range(len(self._paths))):
             pass
 
-    def _write(self, number: int) -> None:
-        self._move(number, os.O_WRONLY | os.O_CREAT, os.pwritev)
-
-    def _read(self, number: int) -> None:
-        self._move(number, os.O_RDONLY, os.preadv)
-
-    def _move(self, number: int, flags: int, call: Callable[[int, list[memoryview], int], int]) -> None:
+    def _move(self, number: int, flags: int, call: _Call) -> None:
         buffers = [self._headers[number].data, self._bodies[number].data]
         fd = os.open(self._paths[number], flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""What the bench found out: a line for each path, and the report of a run."""
+"""The results of the bench: a line for each path, and the report of a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Subject(NamedTuple):
-    """What a line is about.
+    """What a line measures.
 
     Attributes:
         name: of the path.
-        limit_name: what it is held against.
+        limit_name: what the path is held against.
         includes: what the timed part of the path consists of.
     """
 
@@ -48,7 +48,7 @@ class Line:
         subject: what was measured.
         bound: goal and floor of the fraction.
         pairs: the samples.
-        size_bytes: moved by one call; 0 where calls are counted, not bytes.
+        size_bytes: moved by one call; 0 for a line that counts calls, not bytes.
     """
 
     subject: Subject
@@ -68,12 +68,12 @@ class Line:
 
     @property
     def p99_s(self) -> float:
-        """The time that 99 of 100 calls stayed within; the slowest of fewer than 100."""
+        """The 99th percentile; of fewer than 100 calls, the slowest."""
         return float(np.percentile([pair.path_s for pair in self.pairs], 99, method="higher"))
 
     @property
     def fraction(self) -> float:
-        """How much of the limit's speed the path reaches: the median over pairs, which noise hits on both sides."""
+        """How much of the limit's speed the path reaches: the median over pairs, in which noise hits both sides."""
         return statistics.median(pair.limit_s / pair.path_s for pair in self.pairs)
 
     @property
@@ -106,7 +106,7 @@ class Line:
 
 
 def move_lines(samples: Mapping[Subject, Sequence[Pair]], workbench: Workbench) -> list[Line]:
-    """The lines of what moves a batch, rounds of warming up left out."""
+    """The lines of paths that move a batch, without the warm-up rounds."""
     return [
         subject.line(workbench.geometry, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes)
         for subject, pairs in samples.items()
@@ -122,7 +122,7 @@ class BenchReport:
         batch_bytes: by one call.
         rounds: samples of most lines.
         lines: what was measured.
-        skipped: what was not, and why.
+        skipped: what was not measured, and why.
     """
 
     geometry: Geometry

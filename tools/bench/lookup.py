@@ -1,31 +1,34 @@
-"""The lines of what is counted in calls: looking up, and what a policy costs. Their limits are targets in seconds."""
+"""The lines of lookups and of the eviction policy, which move no bytes. Their limits are targets in seconds."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.chunks import ChunkRef
 from kvstore.engine import CacheEngine
-from kvstore.keys import PrefixHasher
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 from kvstore.options import EngineOptions
-from kvstore.policies import Adaptive
+from kvstore.policies import Adaptive, open_policy
+from kvstore.policies.simulation import SimulatedStore
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
-from kvstore.tools.bench.policy import measure_policy
 from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Pair, require, timed
 from kvstore.tools.bench.workbench import Workbench
 
 POLICY_CHUNKS = 100_000
 POLICY_REQUESTS = 2_000
-_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # looking up does not depend on how large chunks are
+_CHAIN_CHUNKS = 16
+_TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # the size of a chunk makes no difference here
 INDEX = Subject("lookup, 128 known keys", "60 us", "the index, with keys as they are known for a running request")
 ENGINE = Subject("lookup, list of 32,768 tokens", "1 ms", "keys of the token list, index")
 POLICY = Subject("adaptive policy, a chunk touched", "20 us", "lookup, noting the use, and for half of them room made")
 
 
 def measure_lookups() -> list[Line]:
-    """Look up 128 chunks, all known: by keys, and by the tokens of a Python list.
+    """Look up 128 known chunks, by their keys and by the tokens of a Python list.
 
     Raises:
         BenchError: not all were found.
@@ -46,9 +49,25 @@ def measure_lookups() -> list[Line]:
 
 
 def measure_touches() -> Line:
-    """What the default policy costs, in a tier that is full."""
-    cost = measure_policy(Adaptive.name, resident_chunks=POLICY_CHUNKS, requests=POLICY_REQUESTS)
-    return POLICY.line(_TINY, [Pair(20e-6, seconds) for seconds in cost.touch_s])
+    """What the default policy costs for each chunk touched: lookup, noting the use, making room, adding what is new.
+
+    In a full tier of chains of 16 chunks; half of the requests are new, and half come back.
+    """
+    store, chooser = SimulatedStore([open_policy(Adaptive.name, POLICY_CHUNKS)]), random.Random(1)  # noqa: S311 - not a secret
+    chains = POLICY_CHUNKS // _CHAIN_CHUNKS + 1
+    for number in range(chains):
+        store.request(_chain(number), [1] * _CHAIN_CHUNKS)
+    pairs = []
+    for number in range(chains, chains + POLICY_REQUESTS):
+        chain = _chain(number if chooser.random() < 0.5 else chooser.randrange(number - chains, number))
+        begin_s = time.thread_time()
+        store.request(chain, [1] * _CHAIN_CHUNKS)
+        pairs.append(Pair(20e-6, (time.thread_time() - begin_s) / _CHAIN_CHUNKS))
+    return POLICY.line(_TINY, pairs)
+
+
+def _chain(number: int) -> list[PrefixKey]:
+    return [(number * _CHAIN_CHUNKS + place).to_bytes(PREFIX_KEY_BYTES, "little") for place in range(_CHAIN_CHUNKS)]
 
 
 def _line(subject: Subject, target_s: float, call: Callable[[], int], num_tokens: int) -> Line:

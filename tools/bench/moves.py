@@ -1,97 +1,105 @@
-"""One sample of each call of ``CacheEngine`` that moves KV, checked outside the timed part."""
+"""One sample of each call of ``CacheEngine`` that moves KV, with every byte checked outside the timed part."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvstore.engine import CacheEngine
 from kvstore.options import EngineOptions
-from kvstore.tools.bench.samples import Pair, paired, require
+from kvstore.tools.bench.lines import Line, Subject, move_lines
+from kvstore.tools.bench.samples import NAMESPACE, Limit, Pair, Tick, alternating, paired, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Mapping
 
     import torch
 
-    from kvstore.engine import CacheEngine
     from kvstore.tools.bench.workbench import Workbench
 
 T = TypeVar("T")
 
 
-def options(workbench: Workbench) -> EngineOptions:
-    """Of an engine whose pool holds two batches, so that stores evict."""
-    return EngineOptions(2 * workbench.pool_bytes)
+def measure_moves(
+    name: str, moves: Mapping[Subject, tuple[Callable[..., Pair], Limit]], workbench: Workbench, rounds: int, tick: Tick
+) -> list[Line]:
+    """Move batches in and out of a pool that holds two of them, so that stores evict.
+
+    Args:
+        name: told to ``tick``.
+        moves: a function of this module for each line, and its limit; called in this order in each round.
+        workbench: what is moved.
+        rounds: samples of each line, warm-up excluded.
+        tick: called before each round.
+
+    Raises:
+        BenchError: a path lost or changed a byte.
+    """
+    samples: dict[Subject, list[Pair]] = {subject: [] for subject in moves}
+    with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(2 * workbench.pool_bytes)) as engine:
+        for limit_first in alternating(name, rounds, tick):
+            for subject, (move, limit) in moves.items():
+                samples[subject].append(move(engine, workbench, limit, limit_first=limit_first))
+    return move_lines(samples, workbench)
 
 
-def store(engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool) -> Pair:
+def store(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
     """Store a new batch."""
-    slots = workbench.new_batch()
-    pair, stored = paired(limit, lambda: engine.store(workbench.tokens, slot_mapping=slots), limit_first=limit_first)
-    _require_all(stored, workbench, "stored")
-    return pair
+    return _store(engine.store, "stored", workbench, limit, limit_first=limit_first)
 
 
-def store_by_layer(
-    engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool
-) -> Pair:
+def store_by_layer(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
     """Store a new batch, layer after layer."""
-    slots = workbench.new_batch()
-    pair, stored = paired(
-        limit, lambda: _last(engine.store_layer(workbench.tokens, slot_mapping=slots)), limit_first=limit_first
-    )
-    _require_all(stored or 0, workbench, "stored layer by layer")
-    return pair
+    return _store(_last_of(engine.store_layer), "stored layer by layer", workbench, limit, limit_first=limit_first)
 
 
-def store_and_flush(
-    engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool
-) -> Pair:
+def store_and_flush(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
     """Store a new batch, and wait until all of it is in the slower tiers."""
-    slots = workbench.new_batch()
 
-    def path() -> int:
-        stored = engine.store(workbench.tokens, slot_mapping=slots)
+    def path(tokens: list[int], slot_mapping: torch.Tensor) -> int:
+        stored = engine.store(tokens, slot_mapping=slot_mapping)
         return stored if engine.flush() else 0
 
-    pair, written = paired(limit, path, limit_first=limit_first)
-    _require_all(written, workbench, "written")
-    return pair
+    return _store(path, "written", workbench, limit, limit_first=limit_first)
 
 
-def retrieve(engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool) -> Pair:
+def retrieve(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
     """Retrieve the batch to other blocks, and check every byte of the cache."""
-    block_ids, slots = workbench.destination()
-    pair, loaded = paired(limit, lambda: engine.retrieve(workbench.tokens, slot_mapping=slots), limit_first=limit_first)
-    _check(loaded, workbench, block_ids)
-    return pair
+    return _retrieve(engine.retrieve, workbench, limit, limit_first=limit_first)
 
 
-def retrieve_by_layer(
-    engine: CacheEngine, workbench: Workbench, limit: Callable[[], object], *, limit_first: bool
-) -> Pair:
+def retrieve_by_layer(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:
     """Retrieve the batch to other blocks, layer after layer, and check every byte of the cache."""
-    block_ids, slots = workbench.destination()
-    pair, loaded = paired(
-        limit, lambda: _last(engine.retrieve_layer(workbench.tokens, slot_mapping=slots)), limit_first=limit_first
-    )
-    _check(loaded, workbench, block_ids)
+    return _retrieve(_last_of(engine.retrieve_layer), workbench, limit, limit_first=limit_first)
+
+
+def _store(
+    call: Callable[..., int | None], done: str, workbench: Workbench, limit: Limit, *, limit_first: bool
+) -> Pair:
+    slots = workbench.new_batch()
+    pair, tokens = paired(limit, lambda: call(workbench.tokens, slot_mapping=slots), limit_first=limit_first)
+    require(tokens == workbench.num_tokens, f"{tokens or 0} of {workbench.num_tokens} tokens were {done}")
     return pair
 
 
-def _last(yields: Iterable[T | None]) -> T | None:
-    """What a generator that advances layer by layer yields in the end."""
-    last = None
-    for last in yields:  # noqa: B007 - used behind the loop
-        pass
-    return last
-
-
-def _check(loaded: torch.Tensor | None, workbench: Workbench, block_ids: torch.Tensor) -> None:
-    require(loaded is not None, "a load layer by layer did not say what it loaded")
-    assert loaded is not None
-    _require_all(int(loaded.sum()), workbench, "retrieved")
+def _retrieve(
+    call: Callable[..., torch.Tensor | None], workbench: Workbench, limit: Limit, *, limit_first: bool
+) -> Pair:
+    block_ids, slots = workbench.destination()
+    pair, loaded = paired(limit, lambda: call(workbench.tokens, slot_mapping=slots), limit_first=limit_first)
+    tokens = 0 if loaded is None else int(loaded.sum())
+    require(tokens == workbench.num_tokens, f"{tokens} of {workbench.num_tokens} tokens were retrieved")
     workbench.check(block_ids)
+    return pair
 
 
-def _require_all(tokens: int, workbench: Workbench, what: str) -> None:
-    require(tokens == workbench.num_tokens, f"{tokens} of {workbench.num_tokens} tokens were {what}")
+def _last_of(call: Callable[..., Iterable[T | None]]) -> Callable[..., T | None]:
+    """The call of a generator that advances layer by layer: runs it, and returns what it yields last."""
+
+    def run(*arguments: Any, **keywords: Any) -> T | None:  # noqa: ANN401 - whatever the generator takes
+        last = None
+        for last in call(*arguments, **keywords):  # noqa: B007 - used behind the loop
+            pass
+        return last
+
+    return run

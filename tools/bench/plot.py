@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvstore.tools.bench.lines import BenchReport
 
 _COLOURS = {"ok": "tab:green", "below goal": "tab:orange", "BELOW FLOOR": "tab:red"}
-_WIDEST = 1.5  # longer bars are cut: beyond the limit, how far matters little
+_WIDEST = 1.5  # longer bars are cut: how far a path is beyond the limit matters little
 
 
 def plot_report(report: BenchReport, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The limits of the network, for the cache server's lines: plain pyzmq to another process, which is ``peer.py``."""
+"""The limits of the cache server's lines over a network: plain pyzmq to another process, which is ``peer.py``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class RawPeer:
     """One connection over TCP for chunks, and one over ipc for pings.
 
     Args:
-        chunks: uint8 ``[num_chunks, chunk_bytes]``. Either side sends as many different bytes as the path does: the
-            same chunk again and again would come from the processor's cache.
+        folder: for the ipc socket; its path must be short.
+        chunks: uint8 ``[num_chunks, chunk_bytes]``. Both sides send as many different bytes as the path does: the same
+            chunk every time would come from the processor's cache.
+        piece_bytes: the most bytes of a frame.
     """
 
     def __init__(self, folder: Path, chunks: ByteArray, piece_bytes: int) -> None:
@@ -52,7 +54,7 @@ class RawPeer:
             self._tcp.recv()
 
     def retrieve(self) -> None:
-        """Get as many."""
+        """Get as many chunks."""
         for _ in self._chunks:
             self._tcp.send(b"get")
         for _ in self._chunks:
@@ -72,5 +74,5 @@ class RawPeer:
 
 
 def in_pieces(chunk: ByteArray, piece_bytes: int) -> list[memoryview]:
-    """A chunk as it is sent: views, the last one shorter."""
+    """Views of a chunk, all but the last one of ``piece_bytes``."""
     return [chunk[begin : begin + piece_bytes].data for begin in range(0, len(chunk), piece_bytes)]

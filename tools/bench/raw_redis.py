@@ -1,7 +1,7 @@
 """The limit of the Redis lines: a plain socket client.
 
-It moves values of the same size, in the same number, over the same kind of connection, and does nothing else: no
-transactions, no checksums, no names to make up. It uses none of the library's code.
+It moves as many values of the same size over the same kind of connection, and does nothing else: no transactions, no
+checksums, no keys to compute. It uses none of the library's code.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
 
 _TIMEOUT_S = 60.0
-_WINDOW = 3  # values asked for ahead, as the tier does
+_WINDOW = 3  # values requested ahead, as the tier does
 
 
 class RawRedis:
-    """Values of ``part_bytes`` under numbers, from and to prepared memory, one connection.
+    """One connection that moves values under numbers, from and to prepared memory.
 
-    Values are the payload cut in pieces, the last one shorter, as in the tier.
+    Values are the payloads in pieces of ``part_bytes``, the last one shorter, as in the tier.
     """
 
     def __init__(self, port: int, payloads: ByteArray, part_bytes: int) -> None:
@@ -32,7 +32,7 @@ class RawRedis:
         self._views = [part for payload in payloads for part in in_pieces(payload, part_bytes)]
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._replies.close()
         self._socket.close()
 
@@ -49,12 +49,12 @@ class RawRedis:
             self._expect(b"+OK\r\n")
 
     def retrieve(self) -> None:
-        """GET all values, a few asked for ahead."""
+        """GET all values, requesting a few ahead."""
         ask = [b"*2\r\n$3\r\nGET\r\n$%d\r\nraw:%d\r\n" % (4 + len(str(n)), n) for n in range(len(self._views))]
         self._socket.sendall(b"".join(ask[:_WINDOW]))
         for number, view in enumerate(self._views):
             self._expect(b"$%d\r\n" % len(view))
-            done = self._replies.readinto(view)  # reads large amounts straight into the memory
+            done = self._replies.readinto(view)  # large reads go straight into the view
             while done < len(view):
                 done += self._replies.readinto(view[done:])
             self._expect(b"\r\n")

@@ -1,4 +1,4 @@
-"""A run of the bench: which lines are asked for, one after the other."""
+"""A run of the bench: measures the lines that are asked for, one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.tools.bench.start import measure_start
 from kvstore.tools.bench.vllm import measure_vllm
 from kvstore.tools.bench.workbench import Workbench
 
-MAX_BATCH_CHUNKS = 64  # as many files as the disk tier keeps for reuse
+MAX_BATCH_CHUNKS = 64  # the disk tier keeps as many files for reuse
 MIB = 1 << 20
 
 
@@ -39,10 +39,10 @@ class BenchOptions:
         rounds: samples of each line, warm-up excluded.
         folder: where to make a folder for the disk lines; None leaves them out.
         redis_server: the program to start for the redis lines; None leaves them out.
-        start: measure importing the library and opening an engine too.
-        cache_server: measure our own server too.
-        gpu: measure a GPU too, if there is one.
-        vllm: measure real vLLM too, if it is installed.
+        start: also measure importing the library and opening an engine.
+        cache_server: also measure the cache server.
+        gpu: also measure a GPU, if there is one.
+        vllm: also measure real vLLM, if it is installed.
     """
 
     geometry: Geometry
@@ -71,7 +71,7 @@ class BenchOptions:
 
     @property
     def total_ticks(self) -> int:
-        """How often ``run_bench`` calls ``tick``, unless something cannot be measured."""
+        """How often ``run_bench`` calls ``tick`` if everything can be measured."""
         kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.gpu
         return (self.rounds + WARM_UP_ROUNDS) * kinds + 3 + self.rounds * self.start + self.vllm
 
@@ -104,7 +104,7 @@ Section = tuple[str, Callable[[], list[Line]] | None]
 
 
 def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterator[Section]:
-    """What can be measured; None for what nobody asked for."""
+    """What can be measured; None for what is not asked for."""
     rounds = options.rounds
     yield "CPU", lambda: measure_cpu(workbench, rounds, tick)
     yield "disk", (lambda: _in_folder(workbench, options, tick)) if options.folder else None

@@ -21,42 +21,51 @@ LOOKUP_CHUNKS = 128
 WARM_UP_ROUNDS = 3  # the second batch fills the pool, the third is the first to recycle
 
 Tick = Callable[[str], None]
-"""Called with what is measured before each of its rounds."""
+"""Called before each round with the name of what it measures."""
+Limit = Callable[[], object]
+"""Does what a path is held against."""
 
 
 class BenchError(KVStoreError):
-    """A path lost or changed what it moved: its times mean nothing."""
+    """A path lost or changed bytes: its times mean nothing."""
 
 
 class Pair(NamedTuple):
-    """One sample: a path, and its limit measured right beside it."""
+    """One sample: the times of a path and of its limit, measured one right after the other."""
 
     limit_s: float
     path_s: float
 
 
 def require(kept: bool, broken: str) -> None:
-    """End the run over a path that did not do what it was timed for.
+    """End the run if a path did not do what it was timed for.
 
     Raises:
-        BenchError: with ``broken``, unless ``kept``.
+        BenchError: says ``broken``, unless ``kept``.
     """
     if not kept:
         raise BenchError(broken)
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
-    """How long a call took, in seconds, and what it returned."""
+    """The seconds that a call took, and what it returned."""
     begin_s = time.perf_counter()
     result = call()
     return time.perf_counter() - begin_s, result
 
 
-def paired(limit: Callable[[], object], path: Callable[[], T], *, limit_first: bool) -> tuple[Pair, T]:
-    """Time a path and its limit, one right after the other, and return the path's result with the times.
+def alternating(name: str, rounds: int, tick: Tick) -> Iterator[bool]:
+    """Announce each round, warm-up included; yields whether the limit goes first, which alternates.
 
-    Callers alternate ``limit_first``, so that neither always finds what the other left in caches and queues.
+    So neither the path nor its limit always finds what the other left in caches and queues.
     """
+    for number in range(WARM_UP_ROUNDS + rounds):
+        tick(name)
+        yield number % 2 == 0
+
+
+def paired(limit: Limit, path: Callable[[], T], *, limit_first: bool) -> tuple[Pair, T]:
+    """Time a path and its limit, one right after the other; the times, and what the path returned."""
     limit_s = timed(limit)[0] if limit_first else 0.0
     path_s, result = timed(path)
     if not limit_first:
@@ -66,7 +75,7 @@ def paired(limit: Callable[[], object], path: Callable[[], T], *, limit_first: b
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Filling and checking use torch, whose idle OpenMP threads would spin into the timed part."""
+    """Keep torch to one thread: its idle OpenMP threads, after filling and checking, would spin into the timed part."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The lines of what vLLM's scheduler waits for: an event, the lookups of one pass, keys. Their limits are targets."""
+"""The lines of what delays vLLM's scheduler: events, the lookups of one pass, keys. Their limits are targets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY_TOKENS = 131_072
 KEY_IMAGES = 1_024
 ROUNDS = 15
 _TIMEOUT_S = 0.5  # the default of lookup_timeout_ms
-_STEP_S = 0.02  # between two passes: the others decode
+_STEP_S = 0.02  # between two passes, while other requests decode
 _BLOCKS = 16  # of a chunk
 _TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)
 EVENT = Subject(
@@ -51,7 +51,7 @@ KEYS = Subject("keys of 131,072 tokens, 1,024 images", "100 ms", "the keys of a 
 
 @dataclass
 class _Prompt:
-    """The parts of a request that events carry."""
+    """The parts of a request that events are made of."""
 
     block_hashes: list[bytes]
     all_token_ids: list[int]
@@ -59,7 +59,7 @@ class _Prompt:
 
 
 class _Far(TierWrapper):
-    """Holds everything, and takes a while to say so."""
+    """Has every chunk, but answers late."""
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         time.sleep(LOOKUP_LATENCY_S)
@@ -67,7 +67,7 @@ class _Far(TierWrapper):
 
 
 def measure_scheduling() -> list[Line]:
-    """What the scheduler's thread does for events, lookups and keys.
+    """Measure what the scheduler's thread does for events, lookups and keys.
 
     Raises:
         BenchError: an event was lost, or a lookup timed out.
@@ -80,7 +80,7 @@ def measure_scheduling() -> list[Line]:
 
 
 def _events() -> list[float]:
-    """How long each of some events takes, when many chunks that begin alike have been announced."""
+    """The time of each of some events, after many chunks with the same first blocks have been announced."""
     announcer, index = Announcer(block_tokens=1), ChunkIndex(EVENT_CHUNKS + EVENT_ROUNDS, tracks_changes=True)
     system = [b"system %d" % number for number in range(_BLOCKS // 4)]
     seconds = []
@@ -120,7 +120,7 @@ def _longest_pass_over(lookup: RemoteLookup) -> float:
 
 
 def _keys() -> list[float]:
-    """How long the keys of a prompt full of images take."""
+    """The time to compute the keys of a prompt full of images."""
     step = KEY_TOKENS // KEY_IMAGES
     features = tuple(Feature(f"image {number:032x}", number * step, step // 2) for number in range(KEY_IMAGES))
     tokens = [number * 7_919 % 100_003 for number in range(KEY_TOKENS)]

@@ -1,4 +1,4 @@
-"""The lines of starting: importing the library, and opening an engine over a large pool. Their limits are targets."""
+"""The lines of a start: importing the library, and opening an engine over a large pool. Their limits are targets."""
 
 from __future__ import annotations
 

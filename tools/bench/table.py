@@ -1,10 +1,10 @@
-"""What ``kvstore bench`` prints for people."""
+"""The tables that ``kvstore bench`` prints."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from kvstore.tools.bench.compare import Change
@@ -13,18 +13,20 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "below goal": "yellow", "BELOW FLOOR": "red"}
 
 
+def numbers(*titles: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(title, justify="right") for title in titles]
+
+
 def bench_table(report: BenchReport) -> Table:
-    """Figure, fraction of the limit and p99 of every path."""
+    """Speed, fraction of the limit and p99 of every path."""
     chunks = report.batch_bytes // report.geometry.chunk_bytes
-    table = Table(
-        title=f"kvstore bench, {report.geometry.name}: {chunks} chunks of "
+    figures = numbers("path's speed", "limit's speed", "fraction", "goal", "floor", "p99 of a call")
+    title = (
+        f"kvstore bench, {report.geometry.name}: {chunks} chunks of "
         f"{report.geometry.chunk_bytes / (1 << 20):.0f} MiB a call, medians of {report.rounds} rounds"
     )
-    for title in ("path", "limit"):
-        table.add_column(title)
-    for title in ("path's speed", "limit's speed", "fraction", "goal", "floor", "p99 of a call"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict")
+    table = Table("path", "limit", *figures, "verdict", title=title)
     for line in report.lines:
         table.add_row(
             line.subject.name,
@@ -43,7 +45,7 @@ def bench_table(report: BenchReport) -> Table:
 
 
 def timed_table(report: BenchReport) -> Table:
-    """What the timed part of every path consists of."""
+    """What the timed part of every path includes."""
     table = Table(title="what is timed; every byte moved is compared outside of it", show_header=False)
     for line in report.lines:
         table.add_row(line.subject.name, line.subject.includes)
@@ -52,10 +54,7 @@ def timed_table(report: BenchReport) -> Table:
 
 def change_table(changes: list[Change], old_name: str) -> Table:
     """Fractions of an older run and of this one."""
-    table = Table(title=f"fractions, compared with {old_name}")
-    table.add_column("path")
-    for title in ("then", "now", "change"):
-        table.add_column(title, justify="right")
+    table = Table("path", *numbers("then", "now", "change"), title=f"fractions, compared with {old_name}")
     for change in changes:
         style = "red" if change.is_loss else "green" if change.is_gain else "dim"
         table.add_row(
@@ -68,7 +67,7 @@ def change_table(changes: list[Change], old_name: str) -> Table:
 
 
 def failure(line: Line) -> str:
-    """A line below its floor, in words."""
+    """A message about a line below its floor."""
     return (
         f"{line.subject.name}: {line.fraction:.2f} of {line.subject.limit_name} is below the floor of "
         f"{line.bound.floor:.2f}"

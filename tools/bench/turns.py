@@ -1,9 +1,9 @@
 """Conversations over real vLLM: ``kvstore bench --turns``.
 
-A conversation is asked turn by turn, each prompt the one before and a few hundred tokens more: *cold*. Then vLLM's own
-prefix cache is emptied, as other requests would have done, and the same conversation is asked again: *warm*. Each
-connector runs beside two vLLMs without one, all three alive at the same time and asked in turn, so that the second
-shows the noise of the first. TTFT is the time to one token; throughput that of several last turns at once.
+A conversation is asked turn by turn, each prompt being the last one and a few hundred tokens more: *cold*. Then vLLM's
+own prefix cache is emptied, as other requests would do, and the same conversation is asked again: *warm*. Each
+connector runs next to two vLLMs without a connector. All three are alive at the same time and asked in turn; comparing
+the two plain ones shows the noise. TTFT is the time to the first token, throughput that of several last turns at once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from rich.table import Table
 from kvstore.errors import ConfigError
 from kvstore.tools.bench import redis, server
 from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.bench.table import numbers
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.models import DEMO, build_llama
+from kvstore.tools.processes import running
 
 MODULE: Final = "kvstore.adapters.vllm.offline.turns"
 MARK: Final = "BENCH ANSWER "
-CONNECTORS: Final = ("example", "memory", "disk", "redis", "server")  # vLLM's ExampleConnector, and ours by tier
+CONNECTORS: Final = ("example", "memory", "disk", "redis", "server")  # vLLM's ExampleConnector; kvstore by tier
 PLAIN, CONTROL = "plain vLLM", "plain vLLM, again"
 TURNS: Final = 4
 TURN_TOKENS: Final = 400
 TOGETHER: Final = 3  # conversations whose last turns are asked at once
 ANSWER_TOKENS: Final = 16
-_WRITES_S: Final = 1.0  # what is written behind gets there
+_WRITES_S: Final = 1.0  # for write-behind to finish
 _POOL_GIB: Final = 1.0
 
 Transfer = dict[str, Any] | None
@@ -46,7 +48,7 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class Samples:
-    """Of one vLLM: seconds to the first token of each turn, and tokens a second of several at once."""
+    """Of one vLLM: seconds to the first token of each turn, and tokens per second of several last turns at once."""
 
     cold_ttft_s: list[float] = field(default_factory=list)
     warm_ttft_s: list[float] = field(default_factory=list)
@@ -56,7 +58,7 @@ class Samples:
 
 
 def parse_connectors(text: str) -> list[str]:
-    """Names of ``CONNECTORS``, with commas between them; ``all`` for all of them.
+    """Names of ``CONNECTORS``, separated by commas; ``all`` for all of them.
 
     Raises:
         ConfigError: there is no such connector.
@@ -71,7 +73,7 @@ def parse_connectors(text: str) -> list[str]:
 def measure_turns(
     connectors: list[str], rounds: int, folder: Path, redis_server: Path | None
 ) -> dict[str, dict[str, Samples]]:
-    """Samples by connector, each with those of the two plain vLLMs beside it.
+    """Samples by connector, each with those of the two plain vLLMs next to it.
 
     Raises:
         ConfigError: vLLM is not installed, or a server does not start.
@@ -95,12 +97,10 @@ def measure_turns(
 
 
 def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
-    """Medians for people."""
-    table = Table(title=f"conversations of {TURNS} turns, {TURN_TOKENS} tokens each: TTFT of a turn, tokens a second")
-    table.add_column("connector")
-    table.add_column("vLLM")
-    for title in ("TTFT cold", "TTFT warm", "tokens/s cold", "tokens/s warm", "found again"):
-        table.add_column(title, justify="right")
+    """A table of medians."""
+    figures = numbers("TTFT cold", "TTFT warm", "tokens/s cold", "tokens/s warm", "found again")
+    title = f"conversations of {TURNS} turns, {TURN_TOKENS} tokens each: TTFT of a turn, tokens a second"
+    table = Table("connector", "vLLM", *figures, title=title)
     for connector, samples in found.items():
         for name, one in samples.items():
             table.add_row(
@@ -117,14 +117,14 @@ def turns_table(found: dict[str, dict[str, Samples]]) -> Table:
 
 
 def _converse(engines: dict[str, Ask], rounds: int) -> dict[str, Samples]:
-    """Interleaved: every conversation is asked of every vLLM before the next; the first to be asked alternates."""
-    chooser = random.Random(0)  # noqa: S311 - prompts that are the same in every run
+    """Ask every conversation of every vLLM before the next one; which vLLM is first alternates."""
+    chooser = random.Random(0)  # noqa: S311 - the same prompts in every run
     samples = {name: Samples() for name in engines}
     for number in range(rounds + 1):
         conversations = [_conversation(chooser) for _ in range(1 + TOGETHER)]
         for name in list(engines)[:: 1 if number % 2 else -1]:
             one = _ask_all(engines[name], conversations)
-            if number:  # the first is for whatever is done only once
+            if number:  # the first round warms up
                 for kept, fresh in zip(vars(samples[name]).values(), vars(one).values(), strict=True):
                     kept.extend(fresh)
     return samples
@@ -171,11 +171,8 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
         if connector == "disk":
             settings |= {"local_disk": str(folder), "max_local_disk_size": 4 * _POOL_GIB}
         elif connector == "redis":
-            if redis_server is None:
-                raise ConfigError("redis-server is not on the PATH")
-            settings["remote_url"] = (
-                f"redis://127.0.0.1:{stack.enter_context(redis.private_server(redis_server, folder))}"
-            )
+            port = stack.enter_context(redis.private_server(redis_server, folder))
+            settings["remote_url"] = f"redis://127.0.0.1:{port}"
         elif connector == "server":
             short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
             settings["remote_url"] = stack.enter_context(server.private_server(short, 2 << 30))[0]
@@ -191,27 +188,19 @@ def _transfer(connector: str, folder: Path, redis_server: Path | None) -> Iterat
 def _engine(model: Path, transfer: Transfer) -> Iterator[Ask]:
     """A vLLM in a process of its own, ready to be asked."""
     command = [sys.executable, "-m", MODULE, str(model), json.dumps(transfer)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(  # noqa: S603 - our own module, in this interpreter
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()
-        )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with tempfile.TemporaryFile() as log, running(command, **pipes, stderr=log, env=environment()) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         told, said = process.stdin, process.stdout
-        try:
-            _listen(said, log)
+        _listen(said, log)
 
-            def ask(task: dict[str, Any]) -> dict[str, Any]:
-                told.write(json.dumps(task) + "\n")
-                told.flush()
-                return _listen(said, log)
+        def ask(task: dict[str, Any]) -> dict[str, Any]:
+            told.write(json.dumps(task) + "\n")
+            told.flush()
+            return _listen(said, log)
 
-            yield ask
-        finally:
-            process.kill()
-            process.wait()
-            told.close()
-            said.close()
+        yield ask
 
 
 def _listen(said: IO[str], log: IO[bytes]) -> dict[str, Any]:

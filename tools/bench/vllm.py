@@ -1,4 +1,4 @@
-"""The vLLM lines of the bench: real vLLM on the CPU, with a model that is made up, in a process of its own."""
+"""The vLLM lines of the bench: real vLLM on the CPU, with a random model, in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODULE: Final = "kvstore.adapters.vllm.offline.measuring"
 _HANDOVER_MODULE: Final = "kvstore.adapters.vllm.offline.measuring_handover"
 _RECEIVER_BYTES: Final = 512 << 20
 _MARK: Final = "BENCH SAMPLES "
-_NO_WORDS: Final = 8  # at the end of the made-up vocabulary
+_NO_WORDS: Final = 8  # at the end of the random model's vocabulary
 _TIMEOUT_S: Final = 1800.0
 VOCABULARY: Final = DEMO.vocab - _NO_WORDS
 _SETTINGS: Final = {
@@ -35,8 +35,8 @@ _SETTINGS: Final = {
 }
 
 
-# Ours is held against a hit in vLLM's own prefix cache, 1.3 such and a block computed, a hundredth of the steps,
-# vLLM without the connector, its start and a second, and a fifth of the time that a prompt takes.
+# The limits: a hit in vLLM's own prefix cache; 1.3 times that, and a block computed; a hundredth of the steps' time;
+# vLLM without the connector; its start, and a second; a fifth of the time of a prefill.
 SUBJECTS: Final = {
     "one_token_left": Subject(
         "vLLM: hit in memory, one token left", "vLLM's prefix cache", "a prompt of 2,049 tokens, to its first token"
@@ -51,9 +51,7 @@ SUBJECTS: Final = {
         "vLLM: start, pool of 4 GiB", "no connector, and 1 s", "from the call until it takes requests, imports aside"
     ),
     "handover": Subject(
-        "vLLM: hand-over behind a prefill",
-        "a fifth of the prefill",
-        "until another process has its KV",
+        "vLLM: hand-over behind a prefill", "a fifth of the prefill", "until another process has its KV"
     ),
 }
 
@@ -74,7 +72,7 @@ def measure_vllm(geometry: Geometry, folder: Path, rounds: int) -> list[Line]:
 
 
 def require_vllm() -> None:
-    """Fail before a model is made.
+    """Fail before a model is built.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -84,7 +82,7 @@ def require_vllm() -> None:
 
 
 def environment() -> dict[str, str]:
-    """That of a process with a vLLM in it: small, quiet, and without a network."""
+    """The environment of a process with vLLM: small, quiet, and without a network."""
     return {**os.environ, **_SETTINGS}
 
 

@@ -1,7 +1,7 @@
-"""The bench's own model: a paged KV cache, and the prompt that is moved at the moment.
+"""The bench's own model: a paged KV cache, and the prompt that is being moved.
 
-Nothing here uses the library's own copies to make or to check data: blocks are filled and compared through torch's
-indexing, so the paths measured cannot vouch for themselves.
+Data is made and checked without the library's copies: torch's indexing fills and compares blocks, so the paths that
+are measured cannot vouch for themselves.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
-    from kvstore.layout import KVLayout
     from kvstore.tools.bench.geometry import Geometry
 
 _POISON = 0x5A5A
@@ -26,31 +24,36 @@ _HOST = torch.device("cpu")
 
 
 class Workbench:
-    """A paged KV cache of two batches, the data of the batch at hand, and memcpy of as many bytes.
+    """A paged KV cache of two batches, the data of the current batch, and memcpy of as many bytes.
 
-    Caches are logical ``[B, H, N, C]`` tensors in NHD order, as vLLM registers them, or ``[B, N, C]`` for a latent. A
-    *batch* is one prompt of ``num_chunks`` whole chunks.
+    Args:
+        geometry: whose KV. Caches are logical ``[B, H, N, C]`` tensors in NHD order, as vLLM registers them, or
+            ``[B, N, C]`` for a latent.
+        num_chunks: whole chunks of a *batch*, which is one prompt.
+        device: of the caches.
+        split: K and V lie apart, as ``[2, B, N, H, C]``.
     """
 
-    def __init__(self, geometry: Geometry, num_chunks: int, *, device: torch.device = _HOST, seed: int = 0) -> None:
-        self._random = np.random.default_rng(seed)
+    def __init__(
+        self, geometry: Geometry, num_chunks: int, *, device: torch.device = _HOST, split: bool = False
+    ) -> None:
+        self._random = np.random.default_rng(0)
         self.geometry = geometry
         self._batch_blocks = num_chunks * geometry.blocks_per_chunk
         self.num_chunks = num_chunks
         self.num_tokens = num_chunks * geometry.chunk_tokens
         self.batch_bytes = num_chunks * geometry.chunk_bytes
         self.tokens: list[int] = []
-        rows = (geometry.block_tokens, geometry.kv_heads, geometry.token_elements // geometry.kv_heads)
-        shape = (2 * self._batch_blocks, *rows)
-        caches = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(geometry.layers)]
-        self._caches = [cache.view(torch.int16) for cache in caches]  # NaNs are not equal to themselves
+        num_blocks, tokens = 2 * self._batch_blocks, geometry.block_tokens
+        heads, elements = geometry.kv_heads, geometry.token_elements // geometry.kv_heads
+        shape = (2, num_blocks, tokens, heads, elements // 2) if split else (num_blocks, tokens, heads, elements)
+        self.caches = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(geometry.layers)]
+        by_block = [cache.transpose(0, 1) if split else cache for cache in self.caches]
+        self._caches = [cache.view(torch.int16) for cache in by_block]  # NaNs are not equal to themselves
         self.paged = bind_paged_kv(
-            {
-                f"layers.{layer}": cache[:, :, 0] if geometry.latent else cache.permute(0, 2, 1, 3)
-                for layer, cache in enumerate(caches)
-            },
-            num_blocks=shape[0],
-            block_tokens=geometry.block_tokens,
+            {f"layers.{layer}": _registered(cache, geometry) for layer, cache in enumerate(self.caches)},
+            num_blocks=num_blocks,
+            block_tokens=tokens,
             chunk_tokens=geometry.chunk_tokens,
             has_channels=not geometry.latent,
         )
@@ -59,19 +62,19 @@ class Workbench:
         self._data = prefaulted(self.batch_bytes)
         self._copy = prefaulted(self.batch_bytes)
         self._expected = torch.from_numpy(self._data.view(np.int16)).view(
-            geometry.layers, self._batch_blocks, *shape[1:]
+            geometry.layers, self._batch_blocks, *by_block[0].shape[1:]
         )
 
     def memcpy(self) -> None:
-        """The limit: one thread copies the batch's data in contiguous pieces."""
+        """The limit: one thread copies the batch in contiguous pieces."""
         limits.memcpy(self._copy, self._data)
 
     def memcpy_and_sum(self) -> None:
-        """The limit of what is also verified."""
+        """The limit of paths that verify checksums."""
         limits.memcpy_and_sum(self._copy, self._data)
 
     def new_batch(self) -> torch.Tensor:
-        """Put a prompt never seen before, with random KV, in random blocks; returns its slot mapping."""
+        """Put a new prompt with random KV in random blocks; returns its slot mapping."""
         np.multiply(
             self._base, self._random.integers(1 << 63, dtype=np.uint64) | np.uint64(1), out=self._data.view("u8")
         )
@@ -82,7 +85,7 @@ class Workbench:
         return self._slot_mapping(block_ids)
 
     def destination(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Overwrite the whole cache, and name the random blocks that the batch is to return to.
+        """Overwrite the whole cache, and choose random blocks for the batch to return to.
 
         Returns:
             Their ids, for ``check``, and their slot mapping.
@@ -114,8 +117,8 @@ class Workbench:
         return (block_ids[:, None] * size + torch.arange(size)).reshape(-1)
 
 
-def transfer_slots(layout: KVLayout, num_chunks: int) -> ByteArray:
-    """Prefaulted slots for tiers without an engine: uint8 ``[2, num_chunks, slot_bytes]``, the first half random."""
-    slots = prefaulted(2 * num_chunks * layout.slot_bytes).reshape(2, num_chunks, layout.slot_bytes)
-    slots[0] = np.random.default_rng(0).integers(256, size=slots[0].shape, dtype=np.uint8)
-    return slots
+def _registered(cache: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """A cache as vLLM registers it."""
+    if geometry.latent:
+        return cache[:, :, 0]
+    return cache if cache.dim() == 5 else cache.permute(0, 2, 1, 3)

@@ -10,21 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.errors import ConfigError, TierError
-from kvstore.tools.console import AsJson, give_up
+from kvstore.tools.console import AsJson
 
 _TIMEOUT_S = 10.0
 
 Admin = Annotated[str, typer.Option(help="The admin endpoint of an engine on this machine.")]
 _ADMIN = "http://127.0.0.1:6999"
 
-engine_app = typer.Typer(help="Administer a running engine on this machine.", no_args_is_help=True)
 
-
-@engine_app.command(epilog="Example: kvstore engine pins")
 def pins(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
-    """Show which prompts clients have pinned at an engine.
+    """Show which prompts clients of an engine have pinned.
 
-    Needs internal_api_server_enabled there. Exits with 1 if nobody answers.
+    The engine needs internal_api_server_enabled. Exits with 2 if it does not answer.
     """
     tree = _ask(admin, "/pins", "GET")
     found = tree.get("pins", [])
@@ -33,11 +30,10 @@ def pins(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
     print(json.dumps(tree) if as_json else "\n".join([*lines, f"{len(found):,} pins", *ignored]))
 
 
-@engine_app.command(epilog="Example: kvstore engine unpin --admin http://127.0.0.1:7000")
 def unpin(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
     """End all pins of an engine's clients.
 
-    Needs internal_api_server_enabled there. Exits with 1 if nobody answers.
+    The engine needs internal_api_server_enabled. Exits with 2 if it does not answer.
     """
     tree = _ask(admin, "/unpin", "POST")
     text = f"{tree['pins']:,} pins ended" if "pins" in tree else str(tree.get("status"))
@@ -45,17 +41,22 @@ def unpin(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
 
 
 def _ask(admin: str, path: str, method: str) -> dict[str, Any]:
-    """What the endpoint answers; if there is none, the command ends."""
+    """What the endpoint answers.
+
+    Raises:
+        ConfigError: the address is none of an admin endpoint.
+        TierError: no admin endpoint answers there.
+    """
     if not admin.startswith("http://"):
-        give_up(ConfigError(f"--admin is {admin!r}: it must be http://127.0.0.1:PORT"))
+        raise ConfigError(f"--admin is {admin!r}: it must be http://127.0.0.1:PORT")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        asked = urllib.request.Request(admin.rstrip("/") + path, method=method)  # noqa: S310 - http
-        with opener.open(asked, timeout=_TIMEOUT_S) as answer:
+        request = urllib.request.Request(admin.rstrip("/") + path, method=method)  # noqa: S310 - http
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
             tree = json.load(answer)
     except (OSError, HTTPException, ValueError) as error:
         remedy = "set internal_api_server_enabled, and see vLLM's log for its port"
-        give_up(TierError(f"no admin endpoint answers at {admin} ({error}): {remedy}"))
+        raise TierError(f"no admin endpoint answers at {admin} ({error}): {remedy}") from error
     if not isinstance(tree, dict):
-        give_up(TierError(f"what answers at {admin} is no admin endpoint of kvstore"))
+        raise TierError(f"what answers at {admin} is not an admin endpoint of kvstore")
     return tree

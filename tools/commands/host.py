@@ -1,23 +1,25 @@
-"""``kvstore doctor`` and ``kvstore calc``: this machine, and the sizes of KV."""
+"""``kvstore doctor``, ``calc`` and ``version``: this machine, the sizes of KV, what is installed."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.tools.console import FAILED, AsJson, give_up, size
+import kvstore
+from kvstore.errors import ConfigError
+from kvstore.tools.commands.options import ConfigFile
+from kvstore.tools.console import FAILED, AsJson, size
 
 if TYPE_CHECKING:
     from kvstore.tools.calc import Geometry
 
-LLAMA_8B_BYTES = 131_072
+_LLAMA_8B_BYTES = 131_072
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file; else KVSTORE_CONFIG_FILE's.")]
 ModelPath = Annotated[Path | None, typer.Option("--model", help="Folder of the model, or its config.json.")]
 
 
@@ -25,32 +27,29 @@ def doctor(
     *,
     config: ConfigFile = None,
     model: ModelPath = None,
-    workers: Annotated[int, typer.Option(min=1, help="GPUs of the engine: each has a pool and a folder.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="GPUs of the engine; each has a memory pool and a folder.")] = 1,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="How fast the model computes a prompt.")] = 5000.0,
     as_json: AsJson = False,
 ) -> None:
-    """Look whether this machine can do what the configuration asks: memory, disks, Redis, vLLM.
+    """Check whether this machine can do what the configuration asks: memory, disks, Redis, vLLM.
 
-    The disk is measured with a file of 64 MiB in each folder. Exits with 1 if anything is an error, and with 2 if the
-    configuration cannot be used; warnings exit with 0.
+    Each disk is measured with a file of 64 MiB in its folder. Exits with 1 if there is an error, with 0 if there are
+    warnings only, and with 2 if the configuration cannot be used.
     """
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.tools.calc import geometry_of  # noqa: PLC0415
     from kvstore.tools.doctor.machine import diagnose  # noqa: PLC0415
 
-    try:
-        loaded = load_config(path=config, log_warnings=False)
-        bytes_per_token = geometry_of(model).bytes_per_token(workers) if model else LLAMA_8B_BYTES // workers
-        findings = list(
-            diagnose(
-                loaded.config,
-                workers=workers,
-                bytes_per_token=bytes_per_token,
-                prefill_tokens_per_s=prefill_tokens_per_s,
-            )
+    loaded = load_config(path=config, log_warnings=False)
+    bytes_per_token = geometry_of(model).bytes_per_token(workers) if model else _LLAMA_8B_BYTES // workers
+    findings = list(
+        diagnose(
+            loaded.config,
+            workers=workers,
+            bytes_per_token=bytes_per_token,
+            prefill_tokens_per_s=prefill_tokens_per_s,
         )
-    except KVStoreError as error:
-        give_up(error)
+    )
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
@@ -64,34 +63,31 @@ def doctor(
 def calc(
     *,
     model: ModelPath = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Instead of --model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="With --layers.")] = None,
-    head_size: Annotated[int | None, typer.Option(min=1, help="With --layers.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or fp8.")] = "auto",
+    layers: Annotated[int | None, typer.Option(min=1, help="Attention layers, instead of --model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, with --layers.")] = None,
+    head_size: Annotated[int | None, typer.Option(min=1, help="Numbers per head, with --layers.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Type of KV: auto, bfloat16, float16, float32 or fp8.")] = "auto",
     chunk_size: Annotated[int, typer.Option(min=1, help="Tokens in a chunk.")] = 256,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of vLLM's.")] = 16,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel workers.")] = 1,
-    memory: Annotated[str, typer.Option(help="Memories in GiB, between commas.")] = "20,200",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a vLLM block.")] = 16,
+    tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel workers.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,200.")] = "20,200",
     as_json: AsJson = False,
 ) -> None:
-    """Work out the bytes of KV a token and a chunk take, and how many tokens a memory holds; all for one worker.
+    """Show how many bytes of KV a token and a chunk take, and how many tokens fit in memory; all for one worker.
 
     Exits with 2 if the model does not say enough.
     """
     from kvstore.tools.calc import calculate  # noqa: PLC0415
 
-    try:
-        sizes = calculate(
-            _geometry(model, layers, kv_heads, head_size, kv_dtype),
-            chunk_tokens=chunk_size,
-            block_tokens=block_size,
-            tp_size=tp,
-            memory_gib=_numbers(memory),
-        )
-    except KVStoreError as error:
-        give_up(error)
+    sizes = calculate(
+        _geometry(model, layers, kv_heads, head_size, kv_dtype),
+        chunk_tokens=chunk_size,
+        block_tokens=block_size,
+        tp_size=tp,
+        memory_gib=_numbers(memory),
+    )
     if as_json:
-        print(json.dumps(sizes.to_tree()))
+        print(json.dumps(asdict(sizes)))
         return
     geometry = sizes.geometry
     print(
@@ -104,6 +100,21 @@ def calc(
         print(f"{gib} GiB hold {tokens:,} tokens")
 
 
+def version(as_json: AsJson = False) -> None:
+    """Show the versions of kvstore, vLLM and torch."""
+    versions: dict[str, str | None] = {"kvstore": kvstore.__version__}
+    for name in ("vllm", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    if as_json:
+        print(json.dumps(versions))
+        return
+    for name, found in versions.items():
+        print(f"{name} {found or 'not installed'}")
+
+
 def _geometry(
     model: Path | None, layers: int | None, kv_heads: int | None, head_size: int | None, kv_dtype: str
 ) -> Geometry:
@@ -112,7 +123,7 @@ def _geometry(
     if model is not None:
         return geometry_of(model, kv_dtype)
     if layers is None or kv_heads is None or head_size is None:
-        raise ConfigError("name the --model, or all of --layers, --kv-heads and --head-size")
+        raise ConfigError("give --model, or all of --layers, --kv-heads and --head-size")
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     check_dtype(dtype)
     return Geometry(layers, kv_heads, 2 * head_size, dtype)

@@ -9,103 +9,90 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.tools.console import FAILED, AsJson, errors, give_up, progress, size
+from kvstore.errors import ConfigError
+from kvstore.tools.commands.options import Lora, Password, PromptFormat, Salt
+from kvstore.tools.console import FAILED, AsJson, chunk_progress, errors, size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from rich.progress import Progress
+    from collections.abc import Iterable
 
     from kvstore.chunks import ChunkRef
     from kvstore.tools.pack import PackReport, Source, Target
     from kvstore.tools.warm.prompts import Prompt, Rejected
     from kvstore.tools.warm.wanted import Sharing
 
-pack_app = typer.Typer(help="Ship chunks in one file: export, import.", no_args_is_help=True)
-
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of the engine; its local_disk is used.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of the engine whose local_disk is used.")]
 Folder = Annotated[Path | None, typer.Option(help="An engine's local_disk, instead of --config.", file_okay=False)]
-PromptFormat = Annotated[str, typer.Option("--format", help="auto, jsonl, lines or text.")]
-LoraOption = Annotated[str | None, typer.Option(help="name=folder of an adapter.")]
-SaltOption = Annotated[str | None, typer.Option(help="cache_salt of prompts that have none.")]
 
 
-@pack_app.command(
-    "export",
-    epilog="Example: kvstore pack export --config kvstore.yaml -o system.kvpack --prompts system/ --model llama/",
-)
-def export_command(
+def export_pack(
     *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The pack; an interrupted export is gone on with.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The pack; an interrupted export is continued.")],
     config: ConfigFile = None,
     folder: Folder = None,
-    prompts: Annotated[Path | None, typer.Option(help="Only the chunks of these: file or folder; else all.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Export only the chunks of the prompts in this file or folder.")
+    ] = None,
     prompt_format: PromptFormat = "auto",
-    model: Annotated[str | None, typer.Option(help="Whose tokenizer reads the prompts.")] = None,
-    lora: LoraOption = None,
-    salt: SaltOption = None,
-    namespace: Annotated[str | None, typer.Option(help="Begin of an id, if the folder has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model whose tokenizer reads the prompts.")] = None,
+    lora: Lora = None,
+    salt: Salt = None,
+    namespace: Annotated[str | None, typer.Option(help="First digits of an id, if the folder has several.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write stored chunks into one file with its own index and checksums, which another machine can use.
+    """Write stored chunks to one file, with its own index and checksums, for use on another machine.
 
-    The engine may be running. Exits with 1 if chunks are damaged, or chunks of a prompt not stored, or a prompt was
-    passed by; the pack then holds the rest. Exits with 2 if there is nothing to export, or no pack can be written.
+    The engine may be running. Exits with 1 if chunks are damaged, if chunks of a prompt are not stored, or if a prompt
+    was skipped; the pack then holds the rest. Exits with 2 if there is nothing to export, or if the pack cannot be
+    written.
     """
     from kvstore.tools.pack import Source, export  # noqa: PLC0415
+    from kvstore.tools.warm import wanted  # noqa: PLC0415
     from kvstore.tools.warm.prompts import Rejected, check_format, read_prompts  # noqa: PLC0415
-    from kvstore.tools.warm.wanted import Lora, Sharing  # noqa: PLC0415
 
-    try:
-        source = Source(_one_folder(config, folder), namespace)
-        refs, rejected = None, list[Rejected]()
-        if prompts is not None:
-            sharing = Sharing.of(Lora.parse(lora), salt)
-            refs, rejected = _refs(source, read_prompts(prompts, format_=check_format(prompt_format)), model, sharing)
-        with progress("chunks") as bar:
-            report = export(source, output, refs=refs, tick=_ticker(bar, "exporting"))
-    except KVStoreError as error:
-        give_up(error)
-    _tell(report, rejected, as_json=as_json, verb="exported")
+    source = Source(_one_folder(config, folder), namespace)
+    refs, rejected = None, list[Rejected]()
+    if prompts is not None:
+        sharing = wanted.Sharing.of(wanted.Lora.parse(lora), salt)
+        refs, rejected = _refs(source, read_prompts(prompts, format_=check_format(prompt_format)), model, sharing)
+    with chunk_progress("exporting") as tick:
+        report = export(source, output, refs=refs, tick=tick)
+    _print_report(report, rejected, as_json=as_json, verb="exported")
 
 
-@pack_app.command("import", epilog="Example: kvstore pack import system.kvpack --config kvstore.yaml")
-def import_command(
+def import_pack(
     pack: Annotated[Path, typer.Argument(help="The pack.", dir_okay=False)],
     *,
     config: ConfigFile = None,
     folder: Folder = None,
-    redis: Annotated[str | None, typer.Option(help="URL of a Redis instead of a folder.")] = None,
-    password: Annotated[str | None, typer.Option(envvar="KVSTORE_REMOTE_PASSWORD", help="Of the Redis.")] = None,
-    codec: Annotated[str | None, typer.Option(help="Encode with; else as the configuration says, or none.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Refuse a pack of another model than this folder's.")] = None,
-    anyway: Annotated[bool, typer.Option(help="Also beside chunks of another model or settings.")] = False,
+    redis: Annotated[str | None, typer.Option(help="URL of a Redis, instead of a folder.")] = None,
+    password: Password = None,
+    codec: Annotated[str | None, typer.Option(help="Codec to store with; by default the configuration's.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Refuse a pack that is not of the model in this folder.")] = None,
+    anyway: Annotated[bool, typer.Option(help="Import even beside chunks of another model or settings.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a pack's chunks where an engine finds them. The engine must not be running, unless the target is a Redis.
+    """Put a pack's chunks where an engine finds them. No engine may use the folder; a Redis may be in use.
 
-    A pack made for another model, revision, dtype or layout than what is in the folder is refused, and the fields that
-    differ are named: exits with 2, as if the target cannot be used. Exits with 1 if chunks are damaged, there is no
-    room for them, or the target breaks in the middle.
+    A pack made for another model, revision, dtype or layout than the chunks in the folder is refused, naming the fields
+    that differ. Exits with 2 then, or if the target cannot be used. Exits with 1 if chunks are damaged, if there is no
+    room for them, or if the target fails midway.
     """
     from kvstore.format.pack import open_pack  # noqa: PLC0415
-    from kvstore.tools.pack import import_pack, refuse_other_model  # noqa: PLC0415
+    from kvstore.tools.pack import import_pack as run  # noqa: PLC0415
+    from kvstore.tools.pack import refuse_other_model  # noqa: PLC0415
 
-    try:
-        target, identity = _target(config, folder, redis, password, codec)
-        if model is not None:
-            from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
+    target, identity = _target(config, folder, redis, password, codec)
+    if model is not None:
+        from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
 
-            identity = f"files {fingerprint_folder(model)}"
-        if identity is not None and not anyway:
-            with open_pack(pack) as opened:
-                refuse_other_model(opened, identity)
-        with progress("chunks") as bar:
-            report = import_pack(pack, target, anyway=anyway, tick=_ticker(bar, "importing"))
-    except KVStoreError as error:
-        give_up(error)
-    _tell(report, [], as_json=as_json, verb="imported")
+        identity = f"files {fingerprint_folder(model)}"
+    if identity is not None and not anyway:
+        with open_pack(pack) as opened:
+            refuse_other_model(opened, identity)
+    with chunk_progress("importing") as tick:
+        report = run(pack, target, anyway=anyway, tick=tick)
+    _print_report(report, [], as_json=as_json, verb="imported")
 
 
 def _one_folder(config: Path | None, folder: Path | None) -> Path:
@@ -115,19 +102,21 @@ def _one_folder(config: Path | None, folder: Path | None) -> Path:
 
     folders = load_config(path=config, log_warnings=False).config.local_disk_folders
     if len(folders) != 1:
-        raise ConfigError("name the folder with --folder: the configuration has no local_disk, or several")
+        raise ConfigError(
+            f"local_disk in the configuration names {len(folders)} folders, not one: name one with --folder"
+        )
     return Path(folders[0])
 
 
 def _refs(
     source: Source, prompts: Iterable[Prompt | Rejected], model: str | None, sharing: Sharing
 ) -> tuple[list[ChunkRef], list[Rejected]]:
-    """The chunks of prompts, and what was passed by."""
+    """The chunks of prompts, and the prompts that were skipped."""
     from kvstore.tools.warm.prompts import Rejected, load_tokenizer  # noqa: PLC0415
     from kvstore.tools.warm.wanted import wanted  # noqa: PLC0415
 
     if model is None:
-        raise ConfigError("--prompts needs --model, whose tokenizer reads them")
+        raise ConfigError("--prompts needs --model, whose tokenizer reads the prompts")
     found = wanted(prompts, source.shards[0].layout, sharing, load_tokenizer(model))
     refs: dict[ChunkRef, None] = {}
     rejected = []
@@ -142,7 +131,7 @@ def _refs(
 def _target(
     config: Path | None, folder: Path | None, redis: str | None, password: str | None, codec: str | None
 ) -> tuple[Target, str | None]:
-    """Where a pack goes, and the identity of the model that is to use it, if the configuration names that."""
+    """Where a pack goes, and the identity of the model that will use it, if the configuration names one."""
     from kvstore.config import load_config  # noqa: PLC0415
     from kvstore.tools.pack import Target  # noqa: PLC0415
 
@@ -153,23 +142,13 @@ def _target(
         return Target((folder,), codec=codec or "none"), None
     loaded = load_config(path=config, log_warnings=False).config
     if not loaded.local_disk_folders:
-        raise ConfigError("the configuration has no local_disk to import into: name a --folder, or a --redis")
+        raise ConfigError("the configuration has no local_disk to import into: give --folder or --redis")
     folders = tuple(Path(name) for name in loaded.local_disk_folders)
     identity = f"id {loaded.model_id}" if loaded.model_id else None
     return Target(folders, loaded.max_local_disk_bytes, codec or loaded.local_disk_serde), identity
 
 
-def _ticker(bar: Progress, what: str) -> Callable[[int, int], None]:
-    task = bar.add_task(what, total=None, rate="")
-
-    def tick(total: int, _size_bytes: int) -> None:
-        speed = bar.tasks[0].speed
-        bar.update(task, total=total, advance=1, rate=f"{speed:,.0f}" if speed else "")
-
-    return tick
-
-
-def _tell(report: PackReport, rejected: list[Rejected], *, as_json: bool, verb: str) -> None:
+def _print_report(report: PackReport, rejected: list[Rejected], *, as_json: bool, verb: str) -> None:
     if as_json:
         tree = asdict(report) | {"faults": [fault._asdict() for fault in report.faults]}
         print(json.dumps(tree | {"rejected": [item._asdict() for item in rejected]}))

@@ -1,18 +1,19 @@
-"""What the demonstration asks of a running vLLM: a streamed completion and its counters."""
+"""What the demonstration asks a running vLLM for: a streamed completion, and counters."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 REQUEST_TIMEOUT_S = 300.0
 TOKENS_LOADED = "vllm:external_prefix_cache_hits_total"
-"""vLLM's own count of the prompt tokens that a connector supplied."""
+"""vLLM's own count of the prompt tokens that a connector loaded."""
 
 
 @dataclass(frozen=True)
@@ -23,41 +24,41 @@ class Completion:
     ttft_s: float
 
 
+def stream(url: str, request: Mapping[str, object]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Ask for a greedy completion as a stream; yields each event, and the seconds until it came.
+
+    Raises:
+        httpx.HTTPError: the server did not answer, or refused the request.
+    """
+    body = {**request, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.Client(trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
+        begin_s = time.perf_counter()
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            for line in response.raise_for_status().iter_lines():
+                if line.startswith("data: {"):
+                    yield time.perf_counter() - begin_s, json.loads(line.removeprefix("data: "))
+
+
 def complete(url: str, model: str, prompt: str, *, output_tokens: int) -> Completion:
     """Send a prompt, greedily, and measure the time to the first token.
 
     Raises:
         httpx.HTTPError: the server did not answer, or refused the request.
     """
-    request = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-        "stream": True,
-    }
+    request = {"model": model, "prompt": prompt, "max_tokens": output_tokens, "skip_special_tokens": False}
     pieces: list[str] = []
     first_s = 0.0
-    with httpx.Client(trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
-        begin = time.perf_counter()
-        with client.stream("POST", f"{url}/v1/completions", json=request) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                choices = json.loads(line.removeprefix("data: ")).get("choices", [])
-                if not choices:
-                    raise httpx.RemoteProtocolError(f"vLLM answered {line[:500]}", request=response.request)
-                if not pieces:
-                    first_s = time.perf_counter() - begin
-                pieces.append(choices[0]["text"])
+    for seconds, event in stream(url, request):
+        choices = event.get("choices", [])
+        if not choices:
+            raise httpx.RemoteProtocolError(f"vLLM answered {json.dumps(event)[:500]}")
+        first_s = first_s or seconds
+        pieces.append(choices[0]["text"])
     return Completion("".join(pieces), first_s)
 
 
 def read_counter(url: str, name: str, labels: Mapping[str, str] | None = None) -> int:
-    """The sum of a Prometheus counter over its labels, or where they are these; 0 if the server does not have it."""
+    """The sum of a Prometheus counter over all its labels, or only where they match; 0 if there is no such counter."""
     wanted = (labels or {}).items()
     with httpx.Client(trust_env=False, timeout=10.0) as client:
         text = client.get(f"{url}/metrics").raise_for_status().text

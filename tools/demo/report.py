@@ -1,4 +1,4 @@
-"""How the demonstration shows itself: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""What the demonstration prints: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ _ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 @contextlib.contextmanager
 def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with the text of each stage as it begins."""
+    """Yields a function to call with the text of each stage when it begins."""
     begin = time.monotonic()
     if not console.is_terminal:
         yield lambda text: console.print(f"[{time.monotonic() - begin:6.1f} s] {text}", markup=False, highlight=False)
@@ -48,10 +48,9 @@ def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], No
 
 
 def result_table(result: DemoResult) -> Table:
-    """The measurements, one a row."""
-    table = Table(title="One prompt, before and after a restart", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    """The measurements, one per row."""
+    columns = Column(style="bold"), Column(justify="right")
+    table = Table(*columns, title="One prompt, before and after a restart", show_header=False)
     table.add_row("prompt tokens", f"{result.prompt_tokens:,}")
     table.add_row("cold TTFT", f"{result.cold_ttft_s:.3f} s")
     table.add_row("warm TTFT after restart", f"{result.warm_ttft_s:.3f} s")
@@ -63,7 +62,7 @@ def result_table(result: DemoResult) -> Table:
 
 
 def log_excerpt(log: Path, lines: int = 20) -> str:
-    """The end of a server's log, below the errors further up: vLLM reports a cause first, its effects last."""
+    """The end of a server's log, after the errors further up: vLLM reports a cause first, its effects last."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     above, end = text.splitlines()[:-lines], text.splitlines()[-lines:]
     causes = [line for line in above if _ERROR.search(line) and " WARNING " not in line][:5]

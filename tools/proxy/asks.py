@@ -1,7 +1,7 @@
-"""A client's request, and what of it each of the two engines is told. Pure: bytes in, parts of bytes out.
+"""A client's request, and the requests to the two engines that follow from it. Pure: bytes in, parts of bytes out.
 
-What ``kv_transfer_params`` hold on the way is described in docs/disaggregation.md. Addresses that one engine is to send
-KV to come from the operator, never from a client.
+docs/disaggregation.md describes the ``kv_transfer_params`` of each request. Addresses that an engine sends KV to come
+from the operator, never from a client.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvstore.tools.proxy.options import Receiver
 _PARAMS: Final = "kv_transfer_params"
 _SPEC: Final = "disagg_spec"
 _SENT: Final = "num_transferred_tokens"
-_OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # what the proxy alone says
+_OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # only the proxy may set these
 _WISHES: Final = ("kvstore.", "lmcache.")
-_PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt that stands in kv_transfer_params
-_ONE_TOKEN: Final = frozenset({"stream_options", "min_tokens"})  # without meaning, or refused, with one token
+_PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt in kv_transfer_params
+_NOT_FOR_PREFILL: Final = frozenset({"stream_options", "min_tokens"})  # without meaning for one token, or refused
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Ask:
 
     @classmethod
     def parse(cls, content: bytes | bytearray) -> Self:
-        """Understand a body.
+        """Parse a body.
 
         Raises:
-            InvalidCallError: it cannot be understood. The message shows nothing of it.
+            InvalidCallError: it is malformed. The message shows nothing of it.
         """
         body = members_of(content)
         given = body.pop(_PARAMS, None)
@@ -54,8 +54,8 @@ class Ask:
         return cls(body, {name: value for name, value in params.items() if name not in _OURS})
 
     def for_prefill(self, receiver: Receiver | None, transfer_id: str) -> Parts:
-        """The same prompt for one token, whose KV goes to ``receiver``, if there is one, under ``transfer_id``."""
-        body: dict[str, Any] = {name: value for name, value in self.body.items() if name not in _ONE_TOKEN}
+        """The same prompt for one token. Its KV goes to ``receiver``, if there is one, under ``transfer_id``."""
+        body: dict[str, Any] = {name: value for name, value in self.body.items() if name not in _NOT_FOR_PREFILL}
         for name in ("max_completion_tokens", "n"):
             if not says(self.body.get(name), b"null"):
                 body[name] = 1
@@ -73,11 +73,11 @@ class Ask:
         return _with_params(body, params)
 
     def for_decode(self, spec: Mapping[str, Raw] | None, *, counted: bool) -> Parts:
-        """The client's request, with what prefill said of the KV it sent.
+        """The client's request, with what the prefill engine said about the KV that it sent.
 
         Args:
             spec: what ``sent_kv`` returned; None if the decode engine must find or compute the KV itself.
-            counted: ask for the usage of a stream too.
+            counted: ask for the usage of a stream, too.
         """
         body: dict[str, Any] = dict(self.body)
         if counted and not self.shows_usage:
@@ -87,7 +87,7 @@ class Ask:
             name: value for name, value in self.params.items() if name.startswith(_WISHES) or name == _PROMPT
         }
         if spec is not None:
-            # Of a batch vLLM says how much of its first prompt was sent.
+            # For a batch, vLLM says how much of the first prompt was sent.
             params[_SPEC] = {name: value for name, value in spec.items() if not self.is_batch or name != _SENT}
         return _with_params(body, params)
 
@@ -98,7 +98,7 @@ class Ask:
 
     @property
     def is_one_stream(self) -> bool:
-        """Whether the answer is a stream of one sequence, whose usage says how long it is."""
+        """Whether the answer is a stream of one sequence, so that its usage tells the sequence's length."""
         number = self.body.get("n")
         is_one = says(number, b"null") or says(number, b"1")
         return says(self.body.get("stream"), b"true") and is_one and not self.is_batch
@@ -112,7 +112,7 @@ class Ask:
         options = self.body.get("stream_options")
         try:
             return {} if options is None else members_of(options)
-        except InvalidCallError:  # the engine will say so
+        except InvalidCallError:  # the engine will refuse it
             return {}
 
 
@@ -128,7 +128,7 @@ _ANSWER: Final = msgspec.json.Decoder(_Answer)
 
 
 def sent_kv(answer: bytes) -> Mapping[str, Raw] | None:
-    """What a prefill engine says of the KV it sent; None if it sent none."""
+    """What a prefill engine says about the KV that it sent; None if it sent none."""
     try:
         return _ANSWER.decode(answer).kv_transfer_params.disagg_spec
     except (msgspec.DecodeError, RecursionError):

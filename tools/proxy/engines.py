@@ -1,4 +1,4 @@
-"""The engines behind a proxy: which are well, whose turn it is, and how to talk to them."""
+"""The engines behind a proxy: which are healthy, whose turn it is, and how to talk to them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Final
 
 import httpx
 
 from kvstore.tools.proxy.objects import Parts
 from kvstore.tools.proxy.options import ProxyOptions, Receiver
-from kvstore.tools.proxy.reply import AnswerError
+from kvstore.tools.proxy.reply import AnswerError, Reason
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S: Final = 10.0
-_KEPT_S: Final = 2.0  # vLLM closes connections that were idle for 5 s, and a request must not meet that
+_KEPT_S: Final = 2.0  # vLLM closes connections after 5 idle seconds, even if a request is about to arrive
 _KEPT_CONNECTIONS: Final = 64
 _PIECE_BYTES: Final = 256 << 10
 
@@ -28,22 +27,13 @@ _PIECE_BYTES: Final = 256 << 10
 class EngineError(AnswerError):
     """An engine did not answer as it should."""
 
-    status = HTTPStatus.BAD_GATEWAY
-    reason = "broken"
-
 
 class EngineUnreachableError(EngineError):
-    """No connection: it has seen nothing of the request."""
-
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    reason = "unreachable"
+    """No connection: the engine has seen nothing of the request."""
 
 
 class EngineSilentError(EngineError):
-    """It said nothing for too long."""
-
-    status = HTTPStatus.GATEWAY_TIMEOUT
-    reason = "timeout"
+    """The engine said nothing for too long."""
 
 
 @dataclass(eq=False)
@@ -53,8 +43,8 @@ class Engine:
     Attributes:
         role: ``prefill`` or ``decode``.
         url: where it answers.
-        receiver: where it takes KV in.
-        is_well: as far as is known.
+        receiver: where it receives KV.
+        is_well: whether it answered the last time.
     """
 
     role: str
@@ -63,7 +53,7 @@ class Engine:
     is_well: bool = False
 
     def note(self, *, is_well: bool, why: str = "") -> None:
-        """Remember how it is; a line in the log if that changed."""
+        """Remember its health, and log a change."""
         if is_well != self.is_well:
             log = logger.info if is_well else logger.warning
             log("%s engine %s %s", self.role, self.url, "answers" if is_well else f"is left out: {why}")
@@ -78,7 +68,7 @@ class Rota:
         self._queue = deque(self.engines)
 
     def candidates(self) -> list[Engine]:
-        """Those that are well, the one whose turn it is first."""
+        """The healthy engines, in the order to try them. The first one then goes to the end of the queue."""
         well = [engine for engine in self._queue if engine.is_well]
         for engine in well[:1]:
             self._queue.remove(engine)
@@ -87,7 +77,7 @@ class Rota:
 
     @property
     def num_well(self) -> int:
-        """How many of them are well."""
+        """How many of them are healthy."""
         return sum(engine.is_well for engine in self.engines)
 
 
@@ -112,12 +102,12 @@ class EngineClient:
     async def asked(
         self, engine: Engine, method: str, path: str, headers: Mapping[str, str], content: Parts
     ) -> AsyncIterator[httpx.Response]:
-        """The engine's answer, of any status, whose body is still to be read; left early, the engine aborts.
+        """The engine's answer, of any status, with its body unread. If the caller leaves early, the engine aborts.
 
         Raises:
             EngineError: it does not answer. Wrap reading the body in ``translated``.
         """
-        told = {**headers, "accept-encoding": "identity"}  # what comes is passed on as it is
+        told = {**headers, "accept-encoding": "identity"}  # the answer is passed on as it is
         length = sum(map(len, content))
         if length:
             told["content-length"] = str(length)
@@ -131,7 +121,7 @@ class EngineClient:
             await response.aclose()
 
     async def check(self, engine: Engine) -> None:
-        """Ask once whether an engine is well."""
+        """Check an engine's health once."""
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 answer = await self._client.get(f"{engine.url}/health")
@@ -141,14 +131,14 @@ class EngineClient:
             engine.note(is_well=answer.is_success, why=f"/health says {answer.status_code}")
 
     async def watch(self, engine: Engine) -> None:
-        """Ask again and again."""
+        """Check an engine's health again and again."""
         while True:
             await asyncio.sleep(self._interval_s)
             await self.check(engine)
 
 
 async def _pieces(content: Parts) -> AsyncIterator[bytes]:
-    """A body in pieces of a bounded length: between two of them other requests go on."""
+    """A body in pieces of bounded length, so that other requests proceed between them."""
     piece = bytearray()
     for part in content:
         view = memoryview(part)
@@ -163,17 +153,17 @@ async def _pieces(content: Parts) -> AsyncIterator[bytes]:
 
 @contextmanager
 def translated(engine: Engine) -> Iterator[None]:
-    """Turn errors of the HTTP library into ours, and leave out at once an engine that cannot be reached.
+    """Translate errors of the HTTP library, and mark an engine that cannot be reached at once.
 
     Raises:
-        EngineError: instead of them.
+        EngineError: instead of the library's errors.
     """
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         engine.note(is_well=False, why=type(error).__name__)
-        raise EngineUnreachableError(f"the {engine.role} engine cannot be reached") from error
+        raise EngineUnreachableError(Reason.UNREACHABLE, f"the {engine.role} engine cannot be reached") from error
     except httpx.TimeoutException as error:
-        raise EngineSilentError(f"the {engine.role} engine took too long") from error
+        raise EngineSilentError(Reason.TIMEOUT, f"the {engine.role} engine took too long") from error
     except httpx.HTTPError as error:
-        raise EngineError(f"the {engine.role} engine ended in the middle of a request") from error
+        raise EngineError(Reason.BROKEN, f"the {engine.role} engine ended in the middle of a request") from error

@@ -1,31 +1,23 @@
-"""Server-sent events on their way from an engine to a client, byte for byte. Pure: bytes in, bytes out."""
+"""Server-sent events that pass from an engine to a client, byte for byte. Pure: bytes in, bytes out."""
 
 from __future__ import annotations
 
 import re
-from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from kvstore.tools.proxy.options import Receiver
-from kvstore.tools.proxy.reply import AnswerError, event_of
+from kvstore.tools.proxy.reply import AnswerError, Reason, event_of
 
 _MAX_EVENT_BYTES: Final = 64 << 20
 _END: Final = re.compile(rb"\r?\n\r?\n")
 _LAST: Final = b"data: [DONE]"
 
 
-class EventTooLongError(AnswerError):
-    """An engine's event does not end."""
-
-    status = HTTPStatus.BAD_GATEWAY
-    reason = "broken"
-
-
 class EventCutter:
-    """Cuts a stream into whole events, so that nothing is ever said in the middle of one."""
+    """Cuts a stream into whole events, so that nothing is ever inserted in the middle of one."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -34,9 +26,9 @@ class EventCutter:
         """The events that are complete now, with the empty lines that end them.
 
         Raises:
-            EventTooLongError: an event does not end.
+            AnswerError: an event is too long.
         """
-        seen = max(0, len(self._rest) - 3)  # an end may lie across the seam
+        seen = max(0, len(self._rest) - 3)  # an end may span two pieces
         self._rest += data
         events, begin = [], 0
         for end in _END.finditer(self._rest, seen):
@@ -44,15 +36,15 @@ class EventCutter:
             begin = end.end()
         del self._rest[:begin]
         if len(self._rest) > _MAX_EVENT_BYTES:
-            raise EventTooLongError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+            raise AnswerError(Reason.BROKEN, f"an event of more than {_MAX_EVENT_BYTES} bytes")
         return events
 
 
 class Handover:
-    """Tells the client of a stream where its KV is, in an event of its own before the last one.
+    """Tells the client of a stream where its KV is, in an additional event before the last one.
 
-    vLLM says ``kv_transfer_params`` in whole answers only. The length of the sequence is the stream's usage, which is
-    taken out again if the client did not ask for it.
+    vLLM sends ``kv_transfer_params`` in whole answers only. The length of the sequence comes from the stream's usage,
+    which is removed again if the client did not ask for it.
     """
 
     def __init__(self, receiver: Receiver, *, shows_usage: bool) -> None:
@@ -99,7 +91,7 @@ class _UsageChunk(msgspec.Struct):
     model: str | UnsetType = UNSET
 
     def names(self) -> dict[str, Any]:
-        """What every chunk of a stream says."""
+        """The members that every chunk of a stream has."""
         said = {name: getattr(self, name) for name in ("id", "object", "created", "model")}
         return {name: value for name, value in said.items() if value is not UNSET}
 
@@ -108,7 +100,7 @@ _USAGE_CHUNK: Final = msgspec.json.Decoder(_UsageChunk)
 
 
 def _usage_chunk(event: bytes) -> _UsageChunk | None:
-    """The chunk in an event, if it has a usage and nothing else to say."""
+    """The chunk in an event, if it has nothing but a usage."""
     if b'"usage"' not in event or not event.startswith(b"data:"):
         return None
     try:

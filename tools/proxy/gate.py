@@ -1,4 +1,4 @@
-"""What stands between clients and the routes of a proxy: who may ask, how much, and for how long."""
+"""Between clients and the routes of a proxy: who may ask, how much, and for how long."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
-from http import HTTPStatus
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -17,67 +16,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvstore.protocol.loopback import is_from_here
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.options import ProxyOptions
-from kvstore.tools.proxy.reply import AnswerError, ClientGoneError, Reply
+from kvstore.tools.proxy.reply import AnswerError, ClientGoneError, Reason, Reply
 
 HEALTH: Final = "/health"
 
-# Without ___, behind which engines would look for addresses to send KV to.
+# Without ___: after it, engines would look for addresses to send KV to.
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:\-]{1,128}")
 _BODY_TIMEOUT_S: Final = 60.0
 
 
-class WrongKeyError(AnswerError):
-    """Another key, or none."""
-
-    status = HTTPStatus.UNAUTHORIZED
-    reason = "key"
-    headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
-
-
-class NotFromHereError(AnswerError):
-    """A page in a browser asks a proxy that has no key."""
-
-    status = HTTPStatus.FORBIDDEN
-    reason = "browser"
-
-
-class BusyError(AnswerError):
-    """As many requests as are allowed are under way."""
-
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    reason = "busy"
-    headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
-
-
-class TooLargeError(AnswerError):
-    """A body over the limit."""
-
-    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    reason = "too_large"
-
-
-class SlowBodyError(AnswerError):
-    """A body that does not come."""
-
-    status = HTTPStatus.REQUEST_TIMEOUT
-    reason = "slow_body"
-
-
-class EndingError(AnswerError):
-    """The proxy ends, and the time for answers under way is over."""
-
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    reason = "ending"
-
-
 class Call(NamedTuple):
-    """A request that came in.
+    """A client's request.
 
     Attributes:
         method: HTTP's.
-        path: without a query.
+        path: without the query.
         content: the body.
-        headers: for engines.
+        headers: for the engines.
         request_id: the client's, or a new one.
     """
 
@@ -92,9 +47,9 @@ Answer = Callable[[Call, Reply], Coroutine[Any, Any, None]]
 
 
 class Doorkeeper:
-    """Lets in who may ask, and counts what everybody is answered. An ASGI middleware.
+    """Turns away who may not ask, and counts all answers. An ASGI middleware.
 
-    With a key, everything but ``/health`` needs it. Without one only programs on this machine may ask, see
+    If there is a key, everything but ``/health`` needs it. Otherwise only programs on this machine may ask, see
     ``is_from_here``.
     """
 
@@ -105,7 +60,7 @@ class Doorkeeper:
         self._meters = meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass on."""
+        """Refuse a request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -121,21 +76,21 @@ class Doorkeeper:
         if refusal is None:
             await self._app(scope, receive, counted)
         else:
-            self._meters.errors.labels(refusal.reason).inc()
+            self._meters.errors.labels(refusal.reason.label).inc()
             await Reply(counted, request_id_of(headers), _BODY_TIMEOUT_S).error(refusal)
 
     def _refusal(self, path: str, headers: Headers) -> AnswerError | None:
         if self._expected is None:
             message = "only programs on this machine may ask, under a loopback name"
-            return None if is_from_here(headers) else NotFromHereError(message)
+            return None if is_from_here(headers) else AnswerError(Reason.FROM_A_BROWSER, message)
         given = headers.get("authorization", "").encode("latin-1")
         if path == HEALTH or hmac.compare_digest(given, self._expected):
             return None
-        return WrongKeyError("the API key is missing or wrong")
+        return AnswerError(Reason.WRONG_KEY, "the API key is missing or wrong", {"www-authenticate": "Bearer"})
 
 
 class Gate:
-    """Carries requests out within the limits. Belongs to one event loop.
+    """Carries out requests within the limits. Belongs to one event loop.
 
     A request ends when it is answered, when its client hangs up, or with ``halt``.
     """
@@ -148,12 +103,8 @@ class Gate:
         self._halted = asyncio.Event()
 
     def halt(self) -> None:
-        """End all requests under way, each with an error."""
+        """End all running requests, each with an error."""
         self._halted.set()
-
-    def around(self, answer: Answer) -> ASGIApp:
-        """The ASGI application that ``answer`` answers for."""
-        return _Endpoint(self, answer)
 
     async def carry_out(self, answer: Answer, request: Request, send: Send) -> None:
         """Answer a request, whatever happens."""
@@ -174,7 +125,8 @@ class Gate:
 
     async def _attend(self, answer: Answer, request: Request, reply: Reply) -> None:
         if self._in_flight > self._options.max_requests:
-            raise BusyError(f"{self._options.max_requests} requests are under way: try again soon")
+            message = f"{self._options.max_requests} requests are under way: try again soon"
+            raise AnswerError(Reason.BUSY, message, {"retry-after": "1"})
         call = Call(
             request.method,
             request.scope["path"],
@@ -189,22 +141,23 @@ class Gate:
         content = bytearray()
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
-            raise TooLargeError(f"the body has more than {most} bytes")
+            raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 async for piece in request.stream():
                     content += piece
                     if len(content) > most:
-                        raise TooLargeError(f"the body has more than {most} bytes")
+                        raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
         except TimeoutError as error:
-            raise SlowBodyError(f"the body did not come within {_BODY_TIMEOUT_S:.0f} s") from error
+            message = f"the body did not come within {_BODY_TIMEOUT_S:.0f} s"
+            raise AnswerError(Reason.SLOW_BODY, message) from error
         return content
 
     def _headers(self, headers: Headers, request_id: str) -> dict[str, str]:
         key = self._options.engine_api_key
         authorization = headers.get("authorization", "") if key is None else f"Bearer {key}"
         told = {"content-type": "application/json", "x-request-id": request_id}
-        # No engine's key has other letters, and an HTTP client would refuse to send them.
+        # No engine's key has characters beyond ASCII, and an HTTP client would refuse to send them.
         return {**told, "authorization": authorization} if authorization and authorization.isascii() else told
 
     async def _while_wanted(self, work: Coroutine[Any, Any, None], receive: Receive, reply: Reply) -> None:
@@ -214,7 +167,7 @@ class Gate:
         tasks = (answered, gone, halted)
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if reply.has_ended:  # so the client may go, and only the engine's connection is left to be given back
+            if reply.has_ended:  # the client may go now; only the engine's connection remains to be released
                 ended, _ = await asyncio.wait((answered,))
         finally:
             for task in tasks:
@@ -226,22 +179,23 @@ class Gate:
             raise ClientGoneError("the client hung up")
         else:
             self.cut += 1
-            raise EndingError("the proxy ends")
+            raise AnswerError(Reason.ENDING, "the proxy is shutting down")
 
 
-class _Endpoint:
-    """An object, because a route would not take a function for an ASGI application."""
+class Endpoint:
+    """An ASGI application that ``answer`` answers for. A class, because a route takes no function for one."""
 
     def __init__(self, gate: Gate, answer: Answer) -> None:
         self._gate = gate
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
         await self._gate.carry_out(self._answer, Request(scope, receive), send)
 
 
 def request_id_of(headers: Headers) -> str:
-    """What the client calls its request, if that is a name; else a new one."""
+    """The client's id of its request, if that is valid; else a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 

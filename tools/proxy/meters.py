@@ -1,4 +1,4 @@
-"""What a proxy counts, for Prometheus."""
+"""The metrics of a proxy, for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.
 
 
 class ProxyMeters:
-    """The numbers of one proxy. Belongs to its event loop."""
+    """The metrics of one proxy. Belongs to its event loop."""
 
     def __init__(self) -> None:
         all_ = self._registry = CollectorRegistry()
@@ -35,7 +35,7 @@ class ProxyMeters:
         )
 
     def exposition(self, engines: Iterable[Engine]) -> bytes:
-        """All of it in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         for engine in engines:
             self._healthy.labels(engine.role, engine.url).set(engine.is_well)
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
-"""JSON objects of which a proxy needs a few members: the others stay the bytes they are.
+"""JSON objects of which a proxy needs a few members; the others stay the bytes that they are.
 
-Bodies have megabytes, and one event loop passes all streams on. So what need not be understood is checked and skipped,
-and neither made into objects nor written again.
+Bodies have megabytes, and one event loop passes on all streams. So members that the proxy does not need are checked and
+skipped; they are neither turned into Python objects nor written anew.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from msgspec import DecodeError, Raw
 from kvstore.errors import InvalidCallError
 
 Members = Mapping[str, Any]
-"""What becomes an object; a ``Raw`` in it is written as it is."""
+"""What becomes a JSON object; a ``Raw`` in it is written as it is."""
 Parts = Sequence[bytes | bytearray | Raw]
-"""What is sent one behind the other."""
-MAX_MEMBERS: Final = 1024  # of an object that is looked into; no request has so many
+"""Bytes to be sent one after the other."""
+MAX_MEMBERS: Final = 1024  # of an object that is parsed; no request has as many
 
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 _OF_TEXTS_OR_LISTS: Final = re.compile(rb"\[\s*[\"\[]")
 
 
 class _FirstTwo(msgspec.Struct, array_like=True):
-    """Of a list; what follows is skipped."""
+    """The first two of a list; the rest is skipped."""
 
     first: Raw
     second: Raw = Raw(b"")
@@ -36,10 +36,10 @@ _FIRST_TWO: Final = msgspec.json.Decoder(_FirstTwo)
 
 
 def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
-    """The members of an object, in order; of several with one name the last.
+    """The members of an object, in order; of several with the same name, the last one.
 
     Raises:
-        InvalidCallError: it is no object. The message shows nothing of it.
+        InvalidCallError: it is no object, or too large. The message shows nothing of it.
     """
     try:
         members = _OBJECT.decode(content)
@@ -51,7 +51,7 @@ def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
 
 
 def written(members: Members) -> Parts:
-    """The object with these members, in parts: the large ones are not copied."""
+    """The object with these members, in parts, so that large members are not copied."""
     parts: list[bytes | Raw] = []
     for name, value in members.items():
         parts += [b"," if parts else b"{", msgspec.json.encode(name), b":"]
@@ -60,14 +60,14 @@ def written(members: Members) -> Parts:
 
 
 def says(value: Raw | None, literal: bytes) -> bool:
-    """Whether a member is this number or word; one that is not there is ``null``."""
+    """Whether a member is this number or word; a missing one counts as ``null``."""
     if value is None:
         return literal == b"null"
     return len(value) == len(literal) and bytes(value) == literal
 
 
 def is_list_of_several(value: Raw | None) -> bool:
-    """Whether a member is a list of two or more texts, or lists; numbers are not looked at."""
+    """Whether a member is a list of two or more texts or lists; a list of numbers is not."""
     if value is None or _OF_TEXTS_OR_LISTS.match(value) is None:
         return False
     return len(_FIRST_TWO.decode(value).second) > 0

@@ -1,4 +1,4 @@
-"""What ``kvstore proxy`` is told: engines, limits, keys; checked before anything is started."""
+"""The options of ``kvstore proxy``: engines, limits, keys. They are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_FILE_BYTES: Final = 4096
 
 
 class Receiver(NamedTuple):
-    """Where a decode engine takes KV in."""
+    """Where a decode engine receives KV."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Receiver(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Understand ``kvs://host:port``.
+        """Parse ``kvs://host:port``.
 
         Raises:
             ConfigError: it is something else.
@@ -45,24 +45,24 @@ class Receiver(NamedTuple):
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """Everything about a proxy.
+    """The options of a proxy.
 
     Attributes:
         prefill: addresses of the engines that compute prompts.
-        decode: addresses of those that answer.
-        receivers: where each of ``decode`` takes KV in, in the same order; empty if they share a store only.
+        decode: addresses of the engines that answer.
+        receivers: where each of ``decode`` receives KV, in the same order; empty if engines only share a store.
         bidirectional: tell clients of streams where the KV of an answer is.
         host: where to listen; beyond loopback only with ``api_key``.
-        port: 0 for any that is free.
-        api_key: what clients must know.
-        engine_api_key: what engines are told; None passes on what the client said.
+        port: 0 for any free one.
+        api_key: what clients must present.
+        engine_api_key: what the proxy presents to engines; None passes on the client's.
         max_body_bytes: of a request.
         max_requests: at the same time.
         connect_timeout_s: for a connection to an engine.
-        prefill_timeout_s: for a whole prefill; then the decode engine computes.
-        timeout_s: between two bytes of an engine's answer, and for a client that does not read its own.
-        health_interval_s: between two questions whether an engine is well.
-        drain_s: for answers under way when the proxy is told to end.
+        prefill_timeout_s: for a whole prefill; after that the decode engine computes.
+        timeout_s: between two bytes of an engine's answer, and for a client to read a piece of its own.
+        health_interval_s: between two health checks of an engine.
+        drain_s: for running answers when the proxy ends.
     """
 
     prefill: tuple[str, ...]
@@ -82,7 +82,7 @@ class ProxyOptions:
     drain_s: float = 30.0
 
     def check(self) -> None:
-        """Whether these can be used together.
+        """Check the options, each and together.
 
         Raises:
             ConfigError: says what is wrong, and what to do.
@@ -108,10 +108,10 @@ class ProxyOptions:
 
 
 def read_key(path: Path) -> str:
-    """The API key in a file, on a line of its own.
+    """The API key in a file, on its only line.
 
     Raises:
-        ConfigError: there is none, or others may read it.
+        ConfigError: there is none, or other users can read the file.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)

@@ -1,16 +1,15 @@
 """``kvstore proxy``: one address in front of prefill and decode engines, as a process.
 
-proxy ── proxy_routes ── proxy_asks      what each engine is told
-│        ├──────── proxy_engines   who is well, and whose turn it is
-│        └──────── proxy_events    streams
-│                  proxy_json      bodies of megabytes, of which a few members are understood
-└─ proxy_gate ──── proxy_reply     who may ask, and how an answer ends
+process ── routes ── asks      what each engine is told
+│          ├──────── engines   which engines are healthy, and whose turn it is
+│          ├──────── events    streams
+│          └──────── objects   bodies of megabytes, of which a few members are parsed
+└─ gate ──────────── reply     who may ask, and how an answer ends
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import signal
@@ -32,7 +31,7 @@ try:
     from starlette.routing import Route
 
     from kvstore.tools.proxy.engines import EngineClient
-    from kvstore.tools.proxy.gate import HEALTH, Doorkeeper, Gate
+    from kvstore.tools.proxy.gate import HEALTH, Doorkeeper, Endpoint, Gate
     from kvstore.tools.proxy.meters import ProxyMeters
     from kvstore.tools.proxy.reply import error_tree
     from kvstore.tools.proxy.routes import Router
@@ -52,7 +51,7 @@ _END_WAIT_S: Final = 2.0
 
 
 class Proxy:
-    """The routes, and what stands behind them. Belongs to one event loop.
+    """The routes and the engines behind them. Belongs to one event loop.
 
     Args:
         options: checked.
@@ -74,7 +73,7 @@ class Proxy:
         self.app.router.redirect_slashes = False
 
     def _routes(self) -> list[Route]:
-        generate, forward = self.gate.around(self._router.generate), self.gate.around(self._router.forward)
+        generate, forward = (Endpoint(self.gate, answer) for answer in (self._router.generate, self._router.forward))
         return [
             *(Route(path, generate, methods=["POST"]) for path in _GENERATING),
             *(Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()),
@@ -84,7 +83,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _watched(self, _app: Starlette) -> AsyncIterator[None]:
-        """From the first look at the engines to the last connection to one."""
+        """Check the engines once, then again and again until the end; then close all connections."""
         engines = self._router.engines
         await asyncio.gather(*map(self._client.check, engines))
         watches = [asyncio.create_task(self._client.watch(engine)) for engine in engines]
@@ -112,10 +111,10 @@ def run_proxy(options: ProxyOptions, report: Callable[[int], None]) -> bool:
 
     Args:
         options: checked.
-        report: told the port as soon as it answers.
+        report: called with the port as soon as the proxy answers.
 
     Returns:
-        Whether every request came to its end.
+        Whether every request was answered to its end.
 
     Raises:
         ConfigError: it cannot listen.
@@ -145,7 +144,7 @@ async def _serve(options: ProxyOptions, listener: socket.socket, report: Callabl
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handlers, which would end the process by the signal it was given."""
+    """Uvicorn without its signal handlers, which end the process by the signal that it got."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -153,11 +152,11 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
+        """Do not touch them."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, and report it."""
         await super().startup(sockets)
         self._announce()
 
@@ -165,12 +164,12 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(proxy: Proxy, options: ProxyOptions) -> uvicorn.Config:
     return uvicorn.Config(
         proxy.app,
-        log_config=None,  # the command's logging is what there is
+        log_config=None,  # the command has set up logging
         log_level=None,
         access_log=False,
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        # Requests end by themselves before: each with an error that its client can read.
+        # The gate ends requests before that, each with an error that its client can read.
         timeout_graceful_shutdown=math.ceil(options.drain_s + _END_WAIT_S),
         server_header=False,
     )
@@ -178,9 +177,4 @@ def _uvicorn_config(proxy: Proxy, options: ProxyOptions) -> uvicorn.Config:
 
 async def _wrong_path(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Response(
-        json.dumps(error_tree(error.status_code, error.detail)),
-        error.status_code,
-        headers=error.headers,
-        media_type="application/json",
-    )
+    return JSONResponse(error_tree(error.status_code, error.detail), error.status_code, error.headers)

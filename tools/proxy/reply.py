@@ -1,12 +1,13 @@
-"""An answer to a client: whole, or a stream; and however it ends, the client can tell."""
+"""An answer to a client, whole or as a stream. The client can always tell how it ended."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Mapping
+from enum import Enum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import KVStoreError
 
@@ -14,32 +15,58 @@ if TYPE_CHECKING:
     from starlette.types import Message, Send
 
 
-class AnswerError(KVStoreError):
-    """A request that the proxy itself ends with an error. The message is for clients: it names no address.
+class Reason(Enum):
+    """Why the proxy ends a request with an error.
 
     Attributes:
+        label: in metrics.
         status: for the client.
-        reason: for metrics.
+    """
+
+    MALFORMED = "malformed", HTTPStatus.BAD_REQUEST
+    WRONG_KEY = "key", HTTPStatus.UNAUTHORIZED
+    FROM_A_BROWSER = "browser", HTTPStatus.FORBIDDEN
+    SLOW_BODY = "slow_body", HTTPStatus.REQUEST_TIMEOUT
+    TOO_LARGE = "too_large", HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    BROKEN = "broken", HTTPStatus.BAD_GATEWAY
+    BUSY = "busy", HTTPStatus.SERVICE_UNAVAILABLE
+    ENDING = "ending", HTTPStatus.SERVICE_UNAVAILABLE
+    NO_DECODE_ENGINE = "no_decode_engine", HTTPStatus.SERVICE_UNAVAILABLE
+    UNREACHABLE = "unreachable", HTTPStatus.SERVICE_UNAVAILABLE
+    TIMEOUT = "timeout", HTTPStatus.GATEWAY_TIMEOUT
+
+    def __init__(self, label: str, status: HTTPStatus) -> None:
+        self.label = label
+        self.status = status
+
+
+class AnswerError(KVStoreError):
+    """A request that the proxy ends with an error.
+
+    Args:
+        reason: why.
+        message: for the client; it names no address.
         headers: for the client.
     """
 
-    status: ClassVar[int] = HTTPStatus.BAD_REQUEST
-    reason: ClassVar[str] = "malformed"
-    headers: ClassVar[Mapping[str, str]] = {}
+    def __init__(self, reason: Reason, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.headers = headers or {}
 
 
 class ClientGoneError(Exception):
-    """The client hung up, or does not read what it asked for."""
+    """The client hung up, or does not read its answer."""
 
 
 def error_tree(status: int, message: str) -> dict[str, Any]:
-    """An error as OpenAI's API tells it."""
+    """An error in the form of OpenAI's API."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def event_of(tree: dict[str, Any]) -> bytes:
-    """A server-sent event that says this."""
+    """A server-sent event with this content."""
     return b"data: " + json.dumps(tree).encode() + b"\n\n"
 
 
@@ -48,7 +75,7 @@ class Reply:
 
     Args:
         send: ASGI's.
-        request_id: told in the header ``X-Request-Id``.
+        request_id: for the header ``X-Request-Id``.
         patience_s: how long a client may leave a piece unread.
     """
 
@@ -61,21 +88,21 @@ class Reply:
         self.has_ended = False
 
     async def whole(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
-        """All of the answer at once."""
+        """Send the whole answer."""
         await self._begin(status, {**headers, "content-length": str(len(content))})
         self.has_ended = True
         await self._send({"type": "http.response.body", "body": content})
 
     async def begin_stream(self, status: int, headers: Mapping[str, str]) -> None:
-        """The head of a stream of events."""
+        """Send the head of a stream of events."""
         await self._begin(status, headers)
 
     async def piece(self, data: bytes) -> None:
-        """Whole events."""
+        """Send whole events of a stream."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self) -> None:
-        """Nothing follows."""
+        """End a stream."""
         self.has_ended = True
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -83,11 +110,11 @@ class Reply:
         """End with an error: with its status, or, in a stream that has begun, as the last event."""
         if self.has_ended:
             return
-        self.failure = error.reason
-        tree = error_tree(error.status, str(error))
+        self.failure = error.reason.label
+        tree = error_tree(error.reason.status, str(error))
         if self.status is None:
             headers = {"content-type": "application/json", **error.headers}
-            await self.whole(error.status, json.dumps(tree).encode(), headers)
+            await self.whole(error.reason.status, json.dumps(tree).encode(), headers)
         else:
             await self.piece(event_of(tree))
             await self.end_stream()

@@ -1,4 +1,4 @@
-"""What a proxy does with a request: prefill on one engine, decode on another."""
+"""How a proxy answers a request: prefill on one engine, decode on another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Final, NamedTuple
 
 import httpx
@@ -28,29 +27,18 @@ from kvstore.tools.proxy.gate import Call
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.objects import Parts
 from kvstore.tools.proxy.options import ProxyOptions, Receiver
-from kvstore.tools.proxy.reply import AnswerError, Reply
+from kvstore.tools.proxy.reply import AnswerError, Reason, Reply
 
 _PASSED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
 _EVENTS: Final = "text/event-stream"
 
 
-class MalformedError(AnswerError):
-    """A body that no engine could take."""
-
-
-class NoDecodeEngineError(AnswerError):
-    """None of the decode engines answers."""
-
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    reason = "no_decode_engine"
-
-
 class Prefilled(NamedTuple):
-    """What came of a prefill.
+    """The result of a prefill.
 
     Attributes:
-        spec: what the engine says of the KV it sent.
-        refusal: its answer, if it found fault with the request.
+        spec: what the engine says about the KV that it sent.
+        refusal: its answer, if it refused the request.
     """
 
     spec: Mapping[str, Raw] | None = None
@@ -58,7 +46,7 @@ class Prefilled(NamedTuple):
 
 
 class Router:
-    """Answers requests with the help of engines. Belongs to one event loop."""
+    """Answers requests through engines. Belongs to one event loop."""
 
     def __init__(self, options: ProxyOptions, client: EngineClient, meters: ProxyMeters) -> None:
         self._bidirectional = options.bidirectional
@@ -76,19 +64,19 @@ class Router:
         return self.prefill.engines + self.decode.engines
 
     async def generate(self, call: Call, reply: Reply) -> None:
-        """A completion or a chat.
+        """Answer a request for a completion or a chat.
 
         Raises:
-            AnswerError: what the client is to be told, if its answer has begun too.
-            ClientGoneError: there is no client any more.
+            AnswerError: what to tell the client, even if its answer has begun.
+            ClientGoneError: the client hung up.
         """
         try:
             ask = Ask.parse(call.content)
         except InvalidCallError as error:
-            raise MalformedError(str(error)) from error
+            raise AnswerError(Reason.MALFORMED, str(error)) from error
         decoders = self.decode.candidates()
         if not decoders:
-            raise NoDecodeEngineError("no decode engine answers: try again later")
+            raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine answers: try again later")
         prefilled = await self._prefill(ask, call, decoders[0].receiver)
         if prefilled.refusal is not None:
             await _pass_on(prefilled.refusal, reply)
@@ -96,7 +84,7 @@ class Router:
             await self._decode(ask, call, decoders, prefilled.spec, reply)
 
     async def forward(self, call: Call, reply: Reply) -> None:
-        """What any decode engine can answer.
+        """Answer a request with the answer of any decode engine.
 
         Raises:
             AnswerError: see ``generate``.
@@ -109,10 +97,10 @@ class Router:
                 continue
             await _pass_on(answer, reply)
             return
-        raise NoDecodeEngineError("no decode engine answers: try again later")
+        raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine answers: try again later")
 
     async def _prefill(self, ask: Ask, call: Call, receiver: Receiver | None) -> Prefilled:
-        # A name of our own: two requests of clients may have the same, and their KV must not get mixed up.
+        # A name of our own: two clients may use the same request id, and their KV must not get mixed up.
         transfer_id = f"{call.request_id}-{secrets.token_hex(8)}"
         content = ask.for_prefill(receiver, transfer_id)
         reason = "no_prefill_engine"
@@ -153,10 +141,10 @@ class Router:
                     await _relay(engine, answer, handover, reply)
             except EngineUnreachableError:
                 self._meters.fallbacks.labels("decode_unreachable").inc()
-                spec = None  # that engine has the KV, the next one computes
+                spec = None  # that engine has the KV; the next one computes
                 continue
             return
-        raise NoDecodeEngineError("no decode engine can be reached: try again later")
+        raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine can be reached: try again later")
 
     async def _whole(self, engine: Engine, call: Call, content: Parts) -> httpx.Response:
         async with self._client.asked(engine, call.method, call.path, call.headers, content) as answer:
@@ -166,10 +154,10 @@ class Router:
 
 
 async def _relay(engine: Engine, answer: httpx.Response, handover: Handover | None, reply: Reply) -> None:
-    """Pass on an answer as it comes, in whole events if it is a stream.
+    """Pass on an answer as it arrives; a stream in whole events.
 
     Raises:
-        EngineError: it does not come to its end.
+        EngineError: the answer stopped before its end.
     """
     if not answer.headers.get("content-type", "").startswith(_EVENTS):
         with translated(engine):
@@ -191,7 +179,7 @@ async def _relay(engine: Engine, answer: httpx.Response, handover: Handover | No
         if not is_complete:
             raise
     if not is_complete:
-        raise EngineError(f"the {engine.role} engine ended in the middle of its answer")
+        raise EngineError(Reason.BROKEN, f"the {engine.role} engine ended in the middle of its answer")
     await reply.end_stream()
 
 

@@ -1,1 +1,1 @@
-"""``kvstore simulate``: what each policy would have found in a trace."""
+"""``kvstore simulate``: the hit rate of each policy over a trace."""

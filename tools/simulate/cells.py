@@ -1,7 +1,7 @@
-"""``kvstore simulate``: what each policy would have found in a trace, in tiers of several sizes.
+"""``kvstore simulate``: the hit rate of each policy over a trace, in tiers of several sizes.
 
-Runs the policies of the index over the requests of a trace, one after the other: see ``kvstore/policies/simulation.py``
-for what is left out, and ``docs/policies.md`` for how to read the answers.
+Runs the index's policies over the requests of a trace, one after the other. ``kvstore/policies/simulation.py`` says
+what the simulation leaves out, and ``docs/policies.md`` explains the results.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvstore.policies.traces import Request, read_trace
 
 BEST = "best possible"
 GIB = 1 << 30
-_SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the distinct chunks of a trace: the sizes if none are given
-_TICK = 500  # requests between two reports of progress
+_SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)  # default sizes, as fractions of a trace's distinct chunks
+_TICK = 500  # requests between two progress reports
 
 Tick = Callable[[int], None]
-"""Called with the number of requests that were replayed since the last call."""
+"""Called with the number of requests replayed since the last call."""
 
 
 class Scale(NamedTuple):
-    """What sizes are counted in: chunks, or bytes at so many bytes a token."""
+    """The unit of sizes: bytes, at ``bytes_per_token``, or chunks if that is None."""
 
     bytes_per_token: int | None = None
 
@@ -37,7 +37,7 @@ class Scale(NamedTuple):
         return [request.tokens_of(place) * self.bytes_per_token for place in range(len(request.keys))]
 
     def capacity(self, size: float) -> int:
-        """A size as users give it, in chunks or GiB, in what is counted in."""
+        """A size in chunks or GiB, as users give it, in chunks or bytes."""
         return round(size) if self.bytes_per_token is None else round(size * GIB)
 
     def label(self, size: float) -> str:
@@ -54,7 +54,7 @@ class Trace(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks used by all requests."""
+        """Chunks in all requests together."""
         return sum(map(len, self.chains))
 
     def distinct(self) -> dict[bytes, int]:
@@ -67,12 +67,12 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """What one policy did with one trace at one size.
+    """The result of one policy for one trace at one size.
 
     Attributes:
         size, disk: of memory and disk, in chunks or GiB; no disk if None.
-        hit_rate: chunks found, from the head of a request on, over chunks used.
-        hit_bytes, used_bytes: of the chunks found, and of all; None if sizes are in chunks.
+        hit_rate: leading chunks found of each request, over all chunks requested.
+        hit_bytes, used_bytes: of the chunks found, and of all chunks; None if sizes are in chunks.
         written_rate: chunks written over chunks offered, in memory; None for the best possible.
         tiers: the counts of each tier, memory first.
     """
@@ -129,13 +129,13 @@ def _tier_fields(counts: TierCounts, scale: Scale) -> dict[str, Any]:
 
 
 def best(trace: Trace, size: float, disk: float | None, scale: Scale) -> Cell:
-    """The best possible at this size; with a disk, in both together."""
+    """The best possible hit rate at this size; with a disk, in memory and disk together."""
     hits = best_hits(trace.chains, trace.sizes, scale.capacity(size) + (scale.capacity(disk) if disk else 0))
     return Cell(trace.name, BEST, size, disk, hits / trace.num_chunks)
 
 
 def default_sizes(trace: Trace, scale: Scale) -> list[float]:
-    """From a hundredth of what the trace holds to all of it."""
+    """Sizes from a hundredth of the trace's distinct chunks to all of them."""
     total = sum(trace.distinct().values())
     unit = 1 if scale.bytes_per_token is None else GIB
     sizes = (float(f"{share * total / unit:.2g}") if unit == GIB else max(1, round(share * total)) for share in _SHARES)
@@ -143,7 +143,7 @@ def default_sizes(trace: Trace, scale: Scale) -> list[float]:
 
 
 def parse_sizes(text: str, option: str, *, whole: bool) -> list[float]:
-    """Positive numbers between commas, in ascending order.
+    """Positive numbers separated by commas, in ascending order.
 
     Raises:
         ConfigError: there is something else.
@@ -151,17 +151,17 @@ def parse_sizes(text: str, option: str, *, whole: bool) -> list[float]:
     try:
         sizes = sorted({float(int(part)) if whole else float(part) for part in text.split(",")})
     except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}: it must be numbers between commas, such as 1000,5000") from error
+        raise ConfigError(f"{option} is {text!r}: it must be numbers separated by commas, such as 1000,5000") from error
     if not all(0 < size < float("inf") for size in sizes):
         raise ConfigError(f"{option} is {text!r}: every size must be greater than 0")
     return sizes
 
 
 def parse_policies(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The policies that the names stand for, all if there are none, and warnings.
+    """The policies of these names, or all policies if there are no names, and warnings.
 
     Raises:
-        ConfigError: a name stands for nothing.
+        ConfigError: there is no such policy.
     """
     found = [choose_policy(name) for name in names or POLICIES]
     return list(dict.fromkeys(name for name, _ in found)), [warning for _, warning in found if warning]

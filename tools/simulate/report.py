@@ -1,4 +1,4 @@
-"""What ``kvstore simulate`` shows: a table, what more room would bring, a picture."""
+"""What ``kvstore simulate`` shows: a table, the gain of each larger size, a plot."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore.tools.figures import new_figure, save_figure
 from kvstore.tools.simulate.cells import BEST, Cell, Scale
 
 
 def table(cells: Sequence[Cell], scale: Scale) -> Table:
-    """Hit rates of one trace by policy and size; below them, for each tier, what was found and what was written."""
+    """Hit rates of one trace by policy and size; below each, what was found in and written to each tier."""
     first = cells[0]
     unit = "chunks" if scale.bytes_per_token is None else "memory"
     below = "" if first.disk is None else f", disk of {scale.label(first.disk)}{_unit(scale)} below"
-    found = Table(caption=f"Hit rates by size{below}.", caption_justify="left")
-    found.add_column(unit)
-    for size in _sizes(cells):
-        found.add_column(scale.label(size), justify="right")
+    sizes = (Column(scale.label(size), justify="right") for size in _sizes(cells))
+    found = Table(unit, *sizes, caption=f"Hit rates by size{below}.", caption_justify="left")
     for policy in _policies(cells):
         row = [cell for cell in cells if cell.policy == policy]
         found.add_row(policy, *(f"{cell.hit_rate:.4f}" for cell in row))
@@ -38,7 +36,7 @@ def table(cells: Sequence[Cell], scale: Scale) -> Table:
 
 
 def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
-    """A line for each policy: what every step up in size brings."""
+    """A line for each policy: how much each larger size gains."""
     for policy in _policies(cells):
         row = [cell for cell in cells if cell.policy == policy]
         steps = [
@@ -51,7 +49,7 @@ def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
 
 
 def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
-    """Draw hit rate over size, one panel a trace and one curve a policy; the file's ending chooses the format.
+    """Draw hit rate over size, one panel per trace and one curve per policy; the file's suffix chooses the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write this file.
@@ -84,14 +82,14 @@ def _unit(scale: Scale) -> str:
 
 
 def _memory_gain(smaller: Cell, larger: Cell) -> str:
-    """What a step brings in memory alone, where a disk finds the rest."""
+    """How much of a gain is in memory, if there is a disk below it."""
     if len(smaller.tiers) < 2:
         return ""
     return f" ({100 * (_found_in(larger, 0) - _found_in(smaller, 0)):+.1f} in memory)"
 
 
 def _found_in(cell: Cell, place: int) -> float:
-    """The part of a hit rate that one tier has."""
+    """The part of a hit rate that one tier contributes."""
     hits = sum(tier["hit_chunks"] for tier in cell.tiers)
     return cell.hit_rate * float(cell.tiers[place]["hit_chunks"]) / hits if hits else 0.0
 

@@ -1,4 +1,4 @@
-"""Carries out ``kvstore simulate``: options, every cell with its progress, and what is printed."""
+"""Carries out ``kvstore simulate``: parses its options, computes all cells with a progress bar, and prints them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvstore.tools.simulate.cells import (
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What to simulate; without sizes they follow from each trace."""
+    """What to simulate. Without sizes, each trace has its default sizes."""
 
     sizes: tuple[float, ...]
     disk: float | None
@@ -49,10 +49,10 @@ class SimulateOptions:
         policies: Sequence[str],
         best: bool,
     ) -> SimulateOptions:
-        """Read what the command line gave.
+        """Parse the options of the command line.
 
         Raises:
-            ConfigError: an option is wrong, or two do not go together.
+            ConfigError: an option is wrong, or two of them exclude each other.
         """
         if size and bytes_per_token is None:
             raise ConfigError("--size needs --bytes-per-token: 2 x layers x KV heads x head size x bytes a number")
@@ -71,10 +71,10 @@ class SimulateOptions:
 def simulate_and_print(
     paths: Sequence[Path], options: SimulateOptions, *, plot_file: Path | None, as_json: bool
 ) -> None:
-    """Simulate all traces, then print them, and draw them if a file is named.
+    """Simulate all traces, print the results, and plot them if there is a file for that.
 
     Raises:
-        ConfigError: a trace cannot be read, or the picture not be drawn.
+        ConfigError: a trace cannot be read, or the plot cannot be drawn.
     """
     errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     for warning in options.warnings:

@@ -1,8 +1,8 @@
-"""Prompts from files and from Python, and the tokens they become.
+"""Prompts from files and from Python, and their tokens.
 
-A file ``*.jsonl`` holds one prompt a line: a string, a list of token ids, or an object with one of ``prompt`` (a
-string), ``prompt_token_ids`` and ``messages`` (a chat), and beside it ``cache_salt``, and for a chat ``tools`` and
-``add_generation_prompt``. Any other file is one prompt, all of it; with the format ``lines`` every line is one.
+A ``*.jsonl`` file has one prompt a line: a string, a list of token ids, or an object with one of ``prompt`` (a string),
+``prompt_token_ids`` and ``messages`` (a chat). The object may also have ``cache_salt`` and, for a chat, ``tools`` and
+``add_generation_prompt``. Any other file is one prompt as a whole, or with the format ``lines`` one prompt a line.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FORMATS: tuple[Format, ...] = ("auto", "jsonl", "lines", "text")
 
 _SUFFIXES = frozenset({".jsonl", ".txt", ".md"})
 _READ_BYTES = 1 << 20
-_MAX_PROMPT_BYTES = 64 << 20  # a token has several bytes: no model takes that many
-_READ_AHEAD = 64  # prompts read from files and not yet asked for
+_MAX_PROMPT_BYTES = 64 << 20  # a token has several bytes: no model takes so many
+_READ_AHEAD = 64  # prompts that were read and not yet taken
 _WAIT_S = 0.2
 _FIELDS = frozenset({"prompt", "prompt_token_ids", "messages", "cache_salt", "tools", "add_generation_prompt"})
 
@@ -44,7 +44,7 @@ def check_format(text: str) -> Format:
 
 
 class PromptError(KVStoreError, ValueError):
-    """A prompt is malformed; the message says how, without quoting it."""
+    """A prompt is malformed. The message says how, without quoting it."""
 
 
 class Chat(NamedTuple):
@@ -57,7 +57,7 @@ class Chat(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, and where it comes from: ``file, line``, or its number."""
+    """A prompt and its origin: ``file, line``, or its number."""
 
     where: str
     content: str | tuple[int, ...] | Chat
@@ -65,14 +65,14 @@ class Prompt:
 
 
 class Rejected(NamedTuple):
-    """A prompt that was passed by: where it stands, and why."""
+    """A prompt that was skipped: where it is, and why."""
 
     where: str
     why: str
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of transformers or vLLM."""
+    """The part of a tokenizer of transformers or vLLM that is used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a text."""
@@ -82,10 +82,10 @@ class Tokenizer(Protocol):
 
 
 def parse(value: object, where: str) -> Prompt:
-    """Understand a prompt as users give it: from a line of JSON, or in Python.
+    """Read a prompt as users give it, in a line of JSON or in Python.
 
     Raises:
-        PromptError: it is none.
+        PromptError: the value is no prompt.
     """
     if isinstance(value, Mapping):
         return _parse_fields(value, where)
@@ -95,10 +95,10 @@ def parse(value: object, where: str) -> Prompt:
 
 
 def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that vLLM makes of a prompt: a chat through the model's template, special tokens as that says.
+    """The tokens that vLLM makes of a prompt. A chat goes through the model's template, which adds special tokens.
 
     Raises:
-        PromptError: the model has no chat template, or that refuses the messages.
+        PromptError: the model has no chat template, or the template refuses the messages.
     """
     content = prompt.content
     if isinstance(content, str):
@@ -126,9 +126,11 @@ def load_tokenizer(model: str) -> Tokenizer:
         ConfigError: transformers is not installed, or the model has none.
     """
     try:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and only vLLM needs it besides
+        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and otherwise only vLLM needs it
     except ImportError as error:
-        raise ConfigError("to read text prompts, transformers must be installed: it comes with vLLM") from error
+        raise ConfigError(
+            "text prompts need transformers, which comes with vLLM: pip install 'vllm-kvstore[vllm]'"
+        ) from error
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -139,11 +141,11 @@ def load_tokenizer(model: str) -> Tokenizer:
 def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | Rejected]:
     """The prompts in a file, or in all ``.jsonl``, ``.txt`` and ``.md`` files below a folder, in order of their names.
 
-    Files are read ahead by a thread, which ends with the iterator. What is malformed, or cannot be read, is handed out
-    as ``Rejected``.
+    A thread reads files ahead and ends with the iterator. A malformed prompt, or a file that cannot be read, is a
+    ``Rejected``.
 
     Raises:
-        ConfigError: there is no such file or folder, or nothing in it; or aiofiles is not installed.
+        ConfigError: there is no such file or folder, the folder has no prompts, or aiofiles is not installed.
     """
     if importlib.util.find_spec("aiofiles") is None:
         raise ConfigError("reading prompts needs aiofiles: pip install 'vllm-kvstore[warm]'")
@@ -159,7 +161,7 @@ def read_prompts(path: Path, *, format_: Format = "auto") -> Iterator[Prompt | R
 
 
 def count_prompts(path: Path, *, format_: Format = "auto") -> int:
-    """How many prompts ``read_prompts`` will hand out, or somewhat more: empty lines are counted."""
+    """How many prompts ``read_prompts`` will return, or somewhat more: empty lines are counted."""
     paths = [file for file in path.rglob("*") if file.suffix in _SUFFIXES] if path.is_dir() else [path]
     total = 0
     for file in paths:
@@ -171,7 +173,7 @@ def count_prompts(path: Path, *, format_: Format = "auto") -> int:
     return total
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: nobody wants more
+class _Stopped(Exception):  # noqa: N818 - not an error: nobody takes more prompts
     pass
 
 
@@ -236,7 +238,7 @@ async def _whole_file(path: Path) -> Prompt | Rejected:
 
 
 async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes | None]]:
-    """The lines of a file with their numbers; None for one that is too long."""
+    """The lines of a file with their numbers; None in place of a line that is too long."""
     import aiofiles  # noqa: PLC0415 - an extra
 
     number, rest, is_too_long = 1, b"", False

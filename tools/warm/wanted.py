@@ -1,4 +1,4 @@
-"""Which chunks prompts consist of: the same keys that vLLM asks for, made without vLLM."""
+"""The chunks that prompts consist of, under the keys that vLLM looks up, computed without vLLM."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer,
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter: the name that requests call it by, and the folder of its files."""
+    """An adapter: its name in requests, and the folder of its files."""
 
     name: str
     folder: Path
 
     @classmethod
     def parse(cls, text: str | None) -> Lora | None:
-        """``name=folder``, as in vLLM's ``--lora-modules``.
+        """Read ``name=folder``, as in vLLM's ``--lora-modules``.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the text is something else, or there is no such folder.
         """
         if text is None:
             return None
@@ -44,8 +44,8 @@ class Sharing:
     """What all prompts of a run have in common besides the model.
 
     Attributes:
-        lora: name and fingerprint of the adapter's files.
-        salt: where a prompt has none of its own.
+        lora: name of the adapter, and fingerprint of its files.
+        salt: ``cache_salt`` of prompts that have none of their own.
     """
 
     lora: tuple[str, str] | None = None
@@ -53,15 +53,15 @@ class Sharing:
 
     @classmethod
     def of(cls, lora: Lora | None, salt: str | None) -> Sharing:
-        """Looks at the adapter's files.
+        """For an adapter, whose files are read.
 
         Raises:
-            ConfigError: they cannot be told.
+            ConfigError: the files cannot be identified.
         """
         return cls((lora.name, fingerprint_adapter(lora.folder)) if lora else None, salt or None)
 
     def extras(self, prompt: Prompt) -> KeyExtras:
-        """What besides its tokens decides a prompt's keys."""
+        """What decides a prompt's keys besides its tokens."""
         return KeyExtras(lora=self.lora, cache_salt=prompt.salt or self.salt)
 
 
@@ -92,16 +92,16 @@ def wanted(
     vocab_size: int | None = None,
     with_tail: bool = True,
 ) -> Iterator[Wanted | Rejected]:
-    """Every prompt with its chunks; what is malformed or too long as ``Rejected``.
+    """Each prompt with its chunks; a malformed or too long one as ``Rejected``.
 
     Args:
-        prompts: what ``read_prompts`` hands out.
-        layout: of the engine.
-        sharing: of all prompts.
-        tokenizer: of the model.
-        max_tokens: the most that the model takes.
-        vocab_size: token ids are below that.
-        with_tail: whether the engine stores ends that fill no chunk.
+        prompts: what ``read_prompts`` returns.
+        layout: the engine's.
+        sharing: what the prompts have in common.
+        tokenizer: the model's.
+        max_tokens: the longest prompt that the model takes.
+        vocab_size: all token ids are smaller.
+        with_tail: whether the engine stores tails that fill no chunk.
     """
     for prompt in prompts:
         if isinstance(prompt, Rejected):

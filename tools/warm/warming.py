@@ -1,11 +1,11 @@
-"""Offline warming: the KV of prompts that are known beforehand, computed and stored before the first user asks.
+"""Offline warming: computes and stores the KV of known prompts before the first user asks.
 
     from kvstore.tools.warm import warm
 
     report = warm("meta-llama/Llama-3.1-8B-Instruct", ["You are ..."], config="kvstore.yaml")
 
-What is stored already is not computed. A batch counts only when the tiers hold it; so a run that was interrupted, in
-whatever way, is simply started again.
+What is already stored is not computed. A batch counts only when the tiers hold it, so an interrupted run, whatever
+interrupted it, is simply started again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvstore.tools import console
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, parse, read_prompts
 from kvstore.tools.warm.wanted import Lora, Sharing, Wanted, wanted
 
-MAX_BATCH_PROMPTS = 32  # vLLM batches them; after each batch the tiers are waited for
-_ROUNDS = 3  # of offering chunks again for which there was no room in a queue
+MAX_BATCH_PROMPTS = 32  # vLLM computes them together; after each batch the run waits for the tiers
+_ROUNDS = 3  # how often chunks that found a queue full are offered again
 
 Work = tuple["array[int]", str | None]
 
 
 class WarmEngine(Protocol):
-    """What computes and keeps: ``adapters.vllm.offline.engine.OfflineEngine``, which describes each part at length."""
+    """What computes and stores: see ``adapters.vllm.offline.engine.OfflineEngine``."""
 
     @property
     def layout(self) -> KVLayout:
@@ -56,19 +56,19 @@ class WarmEngine(Protocol):
 
     @property
     def max_chunks_at_once(self) -> int:
-        """How many chunks may be on their way."""
+        """How many chunks may be on their way to the tiers."""
 
     def chunk_bytes(self, ref: ChunkRef) -> int:
-        """The KV in a chunk."""
+        """Bytes of KV in a chunk."""
 
     def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Whether each chunk is in the tiers."""
 
     def compute(self, work: Sequence[Work]) -> int:
-        """Compute prompts; returns the tokens that had to be."""
+        """Compute prompts. Returns how many tokens were computed."""
 
     def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Wait until chunks are stored; those that are not."""
+        """Wait until chunks are stored. Returns those that are not."""
 
 
 @dataclass
@@ -76,16 +76,16 @@ class WarmReport:
     """What a run did.
 
     Attributes:
-        prompts: whose chunks are all stored now.
-        prompts_present: of those, how many had been stored before, all of them.
-        failed_prompts: of which some chunk could not be stored.
-        skipped: malformed or too long, each with its place and the reason.
-        tokens: of all prompts but the skipped ones.
-        tokens_computed: of those, what vLLM computed: neither loaded nor shared with another prompt.
+        prompts: how many have all their chunks stored now.
+        prompts_present: of those, how many had all their chunks stored before.
+        failed_prompts: how many have a chunk that could not be stored.
+        skipped: malformed or too long prompts, each with its place and the reason.
+        tokens: of all prompts except the skipped ones.
+        tokens_computed: of those, how many vLLM computed: neither loaded nor shared with another prompt.
         chunks_stored, chunks_present, chunks_failed: each chunk counted once.
-        bytes_stored: of KV, without headers, before any codec.
-        seconds: all in all, the start of vLLM not included.
-        interrupted: whether it was stopped before the last prompt; start it again to go on.
+        bytes_stored: KV without headers, before any codec.
+        seconds: time of the run, without the start of vLLM.
+        interrupted: whether the run was stopped before the last prompt; start it again to complete it.
     """
 
     prompts: int = 0
@@ -108,7 +108,7 @@ class WarmReport:
 
 
 Tick = Callable[[WarmReport], None]
-"""Called after every batch with the report so far."""
+"""Called after each batch with the report so far."""
 
 
 def warm(
@@ -123,25 +123,25 @@ def warm(
     total: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> WarmReport:
-    """Run vLLM offline over prompts, so that their KV is in the configured disk and remote tiers.
+    """Run vLLM offline over prompts, so that the configured disk and remote tiers hold their KV.
 
     Args:
         model: as vLLM takes it.
         prompts: texts, lists of token ids, lists of chat messages, objects as in a ``.jsonl`` file, paths of files or
-            folders, or what ``read_prompts`` returns; any iterable, also one that is made on the way.
+            folders, or what ``read_prompts`` returns; any iterable, a generator too.
         config: the YAML file that the server will use; None for the one that ``KVSTORE_CONFIG_FILE`` names.
-        lora: name, as requests will call it, and folder of an adapter.
+        lora: an adapter: its name in requests, and its folder.
         salt: ``cache_salt`` of prompts that have none of their own.
-        engine_args: fields of vLLM's ``EngineArgs`` with which the server will run: ``dtype``, ``block_size``,
+        engine_args: the fields of vLLM's ``EngineArgs`` that the server will have: ``dtype``, ``block_size``,
             ``tensor_parallel_size`` and the like decide whether its KV is the same.
         progress: show a bar on standard error.
-        total: number of prompts, for the time left; None for as many as ``prompts`` has, if it knows.
-        should_stop: asked before every batch.
+        total: number of prompts, to show the time left; None for the length of ``prompts``, if it has one.
+        should_stop: asked before each batch.
 
     Raises:
-        ConfigError: the configuration keeps nothing, or cannot be used, or vLLM does not start with it. Later errors of
-            vLLM's own pass through.
-        TierError: a tier that is required cannot be used, or a folder is another engine's.
+        ConfigError: the configuration stores nothing or cannot be used, or vLLM does not start with it. Later errors of
+            vLLM pass through.
+        TierError: a required tier cannot be used, or a folder belongs to another engine.
     """
     from kvstore.adapters.vllm.offline.engine import OfflineEngine  # noqa: PLC0415 - imports vLLM
 
@@ -167,7 +167,7 @@ def warm_with(
     tick: Tick = lambda _report: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> WarmReport:
-    """``warm`` with an engine that runs."""
+    """``warm`` with a running engine."""
     run = _Run(engine, tick)
     found = wanted(
         as_prompts(prompts),
@@ -189,7 +189,7 @@ def warm_with(
 
 
 class _Item(NamedTuple):
-    """A prompt with its tokens packed: millions of them are kept until the end."""
+    """A prompt with packed tokens, since millions of them are kept until the end."""
 
     tokens: array[int]
     salt: str | None
@@ -213,7 +213,7 @@ class _Run:
         self._with_tails: list[_Item] = []
 
     def warm(self, batch: Sequence[_Item]) -> None:
-        """Compute what is missing of a batch, and wait until the tiers have it."""
+        """Compute what is missing of a batch, and wait until the tiers hold it."""
         report = self.report
         refs = list(dict.fromkeys(ref for item in batch for ref in item.refs))
         is_there = dict(zip(refs, self._engine.stored(refs), strict=True))
@@ -240,7 +240,7 @@ class _Run:
         self._note()
 
     def _compute(self, batch: Sequence[_Item], wanted_refs: list[ChunkRef]) -> set[ChunkRef]:
-        """Hand prompts of which something is missing to vLLM; what is missing still."""
+        """Have vLLM compute the prompts that miss a chunk. Returns the chunks that are still missing."""
         missing = set(wanted_refs)
         for _ in range(_ROUNDS):
             work = [item for item in batch if not missing.isdisjoint(item.refs)]
@@ -254,7 +254,7 @@ class _Run:
         return missing
 
     def restore_tails(self) -> None:
-        """Store tails again that went because a longer prompt of this run filled their chunk."""
+        """Store tails again that were removed because a longer prompt of this run filled their chunk."""
         tails = [item.refs[-1] for item in self._with_tails]
         lost = [item for item, there in zip(self._with_tails, self._engine.stored(tails), strict=True) if not there]
         for begin in range(0, len(lost), MAX_BATCH_PROMPTS):
@@ -287,10 +287,10 @@ def _shown(total: int | None) -> Iterator[Tick]:
 
 
 def as_prompts(values: Iterable[object]) -> Iterator[Prompt | Rejected]:
-    """What callers hand over, as prompts; numbered from 1.
+    """The prompts that a caller gives, numbered from 1.
 
     Raises:
-        ConfigError: there is no file of that path.
+        ConfigError: there is no such file.
     """
     for number, value in enumerate(values, start=1):
         if isinstance(value, Prompt | Rejected):
@@ -307,7 +307,7 @@ def as_prompts(values: Iterable[object]) -> Iterator[Prompt | Rejected]:
 
 
 def _batches(found: Iterable[Wanted | Rejected], max_chunks: int, skipped: list[Rejected]) -> Iterator[list[Wanted]]:
-    """Prompts in batches of so many chunks, but at least one prompt; those passed by are noted."""
+    """Batches of at most so many chunks, but at least one prompt. Rejected prompts are added to ``skipped``."""
     batch: list[Wanted] = []
     chunks = 0
     for item in found:

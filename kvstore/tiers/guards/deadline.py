@@ -195,7 +195,7 @@ class Deadline(TierWrapper):
         try:
             self._aside("close", self.inner.close).result(self._slow_timeout_s)
         except TimeoutError:
-            logger.warning("the %s tier does not close within %s s; it is left behind", self.name, self._slow_timeout_s)
+            logger.warning("the %s tier does not close within %s s: abandoned", self.name, self._slow_timeout_s)
 
     def _call(self, operation: str, action: Callable[[], Result], timeout_s: float) -> Result:
         future = self._submit(operation, action)

@@ -216,7 +216,7 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
     path = [unquote(part) for part in parts.path.split("/") if part]
     match parts.scheme:
         case "redis" | "rediss":
-            _require(len(path) <= 1, "behind the address of a server stands at most the number of a database")
+            _require(len(path) <= 1, "after the address of a server comes at most the number of a database")
             addresses = _addresses(places, _PORT)
             _require(len(addresses) == 1, "redis:// names one server: redis-cluster:// names several")
             if parts.scheme == "rediss":
@@ -226,10 +226,10 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
             _require(bool(path) and not places, "a unix socket is named by its whole path: unix:///run/redis.sock")
             return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **_settings(given, []))
         case "redis-sentinel":
-            _require(1 <= len(path) <= 2, "behind the Sentinels stands the name of the service: host:26379/mymaster")
+            _require(1 <= len(path) <= 2, "after the Sentinels comes the name of the service: host:26379/mymaster")
             return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **_settings(given, path[1:]))
         case "redis-cluster":
-            _require(not path and not given.get("db"), "a cluster has no databases: leave the number away")
+            _require(not path and not given.get("db"), "a cluster has no databases: leave out the number")
             return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **_settings(given, []))
     raise ConfigError(f"a Redis URL begins with {_FORMS}, not {parts.scheme!r}")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.tools.proxy.events import EventCutter, EventTooLongError
+from kvstore.tools.proxy.events import EventCutter
+from kvstore.tools.proxy.reply import AnswerError
 
 
 def test_events_are_cut_at_their_ends() -> None:
@@ -20,5 +21,5 @@ def test_an_event_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvstore.tools.proxy.events._MAX_EVENT_BYTES", 10)
     cutter = EventCutter()
     assert cutter.feed(b"data: 0123\n\ndata: 01") == [b"data: 0123\n\n"]
-    with pytest.raises(EventTooLongError, match="more than 10 bytes"):
+    with pytest.raises(AnswerError, match="more than 10 bytes"):
         cutter.feed(b"2345")

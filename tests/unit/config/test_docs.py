@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.doc_tables import key_table, lmcache_table
 
 from kvstore.config import load_config
-from kvstore.config.reference import KEYS, key_table, lmcache_table
+from kvstore.config.reference import KEYS
 from kvstore.config.sources import OTHER_VARIABLES
 from kvstore.errors import ConfigError
 

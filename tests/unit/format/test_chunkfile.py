@@ -16,10 +16,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
-from support.diskwork import encode_header
 
 from kvstore.format import chunkfile
-from kvstore.format.chunkfile import Damage
+from kvstore.format.chunkfile import Damage, encode_header
 from kvstore.keys import ChunkKey, Namespace, PrefixHasher
 from kvstore.layout import KVLayout
 

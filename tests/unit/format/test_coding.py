@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.diskwork import encode_header
 
 from kvstore.format import chunkfile
-from kvstore.format.chunkfile import Damage, Encoding
+from kvstore.format.chunkfile import Damage, Encoding, encode_header
 from kvstore.format.codecs import open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.images import check_image

@@ -19,13 +19,13 @@ from kvstore.options import EngineOptions
 from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.staging import Staging, Way, Work
+from kvstore.paged.staging import Staging, Streams, Way, Work
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, TOKENS, CHUNKS, CHUNK_BLOCKS, LAYERS = 40, 4, 5, 4, 3
 
 
-class LateStreams:
+class LateStreams(Streams):
     """A queue for each way; a moment is a place in one of them."""
 
     def __init__(self) -> None:

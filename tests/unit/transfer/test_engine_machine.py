@@ -40,6 +40,7 @@ def machine(**start: Any) -> Iterator[EngineMachine]:
     yield machine
     machine.what_was_put_belongs_to_the_epoch()
     machine.the_index_is_consistent()
+    machine.the_index_is_consistent()
     machine.teardown()
 
 

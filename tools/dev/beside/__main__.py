@@ -2,12 +2,13 @@
 
     python -m kvstore.tools.dev.beside memory|disk|redis|server [--rounds 7] [--mib 1024] [--chunk-tokens 256] ...
 
-Run it with an interpreter that has both; docs/benchmarks.md says how to make one without CUDA. KV is that of Llama-8B
-on the CPU, as ``[2, blocks, tokens, heads, head size]`` tensors, which both systems read where they are. LMCache's
-connectors are for GPUs, so ``CpuConnector`` stands in for one: a loop over chunks round LMCache's own copy operation.
+Run it with an interpreter that has both; docs/benchmarks.md says how to make one without CUDA. The KV is that of
+Llama-8B on the CPU, as ``[2, blocks, tokens, heads, head size]`` tensors, which both systems read in place. LMCache's
+connectors are for GPUs, so ``CpuConnector`` stands in for one: a loop over chunks around LMCache's own copy operation.
 
-A store ends when every chunk is where it belongs: in memory, in files, in Redis. Every round has new KV, new tokens and
-other blocks, and both systems begin it empty; who goes first alternates. Every byte is compared after each retrieve.
+A store ends when every chunk is in its tier: in memory, in files, in Redis. Every round has new KV, new tokens and
+other blocks, and starts with both systems empty; they take turns to go first. Every byte is compared after each
+retrieve.
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.errors import KVStoreError
 from kvstore.options import EngineOptions, RemoteOptions
-from kvstore.tools.bench import limits, redis
-from kvstore.tools.bench.samples import timed
+from kvstore.tools.bench import redis
+from kvstore.tools.bench.geometry import GEOMETRIES
+from kvstore.tools.bench.samples import require, timed
 from kvstore.tools.bench.server import private_server
+from kvstore.tools.bench.table import numbers
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.dev.beside.lmcache import GIB, Lmcache, LmcacheServer, lmcache_server
-from kvstore.tools.dev.beside.prompts import CHUNK_TOKENS, TOKEN_BYTES, Prompts
 from kvstore.tools.dev.beside.systems import SETTLE_S, Kvstore, System
 
 LOOKUPS = 20
-HOLD_S = 0.05  # how long ours may answer from what it asked before
+HOLD_S = 0.05  # how long kvstore may answer from an earlier lookup
+GEOMETRY = GEOMETRIES["llama-8b"]
 
 
 class Samples(NamedTuple):
@@ -51,51 +56,48 @@ class Samples(NamedTuple):
     retrieve_s: list[float]
 
 
-def measure(systems: dict[str, System], prompts: Prompts, rounds: int) -> dict[str, Samples]:
-    """Interleaved rounds, one of warming up first; memcpy of as many bytes beside them."""
+def measure(systems: dict[str, System], workbench: Workbench, rounds: int) -> dict[str, Samples]:
+    """Interleaved rounds, after one of warm-up; memcpy of as many bytes beside them."""
     samples = {name: Samples([], [], []) for name in (*systems, "memcpy")}
-    source, target = (limits.prefaulted(prompts.num_bytes) for _ in range(2))
     for number in range(1 + rounds):
-        slots = prompts.new()
+        slots = workbench.new_batch()
         ordered = list(systems.items())[:: 1 if number % 2 else -1]
         for name, system in ordered:
-            samples[name].store_s.append(timed(partial(system.store, prompts.tokens, slots))[0])
-        samples["memcpy"].store_s.append(timed(partial(limits.memcpy, target, source))[0])
+            samples[name].store_s.append(timed(partial(system.store, workbench.tokens, slots))[0])
+        samples["memcpy"].store_s.append(timed(workbench.memcpy)[0])
         for name, system in ordered:
-            samples[name].lookup_s.append(looked_up_s(name, system, prompts))
+            samples[name].lookup_s.append(looked_up_s(name, system, workbench))
         for name, system in ordered:
-            samples[name].retrieve_s.append(retrieved_s(name, system, prompts))
+            samples[name].retrieve_s.append(retrieved_s(name, system, workbench))
         for system in systems.values():
-            system.clear(prompts.tokens)
+            system.clear(workbench.tokens)
     return {name: Samples(*(part[1:] for part in found)) for name, found in samples.items()}
 
 
-def retrieved_s(name: str, system: System, prompts: Prompts) -> float:
-    """A retrieve, every byte of it compared afterwards."""
-    blocks, slots = prompts.destination()
-    seconds, loaded = timed(partial(system.retrieve, prompts.tokens, slots))
-    if loaded != prompts.num_tokens:
-        raise SystemExit(f"{name} loaded {loaded} of {prompts.num_tokens} tokens")
-    prompts.check(blocks)
+def retrieved_s(name: str, system: System, workbench: Workbench) -> float:
+    """The time of a retrieve; every byte of it is compared afterwards."""
+    blocks, slots = workbench.destination()
+    seconds, loaded = timed(partial(system.retrieve, workbench.tokens, slots))
+    require(loaded == workbench.num_tokens, f"{name} loaded {loaded} of {workbench.num_tokens} tokens")
+    workbench.check(blocks)
     return seconds
 
 
-def looked_up_s(name: str, system: System, prompts: Prompts) -> float:
-    """The median of some lookups, which find everything."""
+def looked_up_s(name: str, system: System, workbench: Workbench) -> float:
+    """The median time of some lookups, which find everything."""
     seconds = []
     for _ in range(LOOKUPS):
         time.sleep(1.2 * HOLD_S)
-        took_s, found = timed(lambda: system.lookup(prompts.tokens))
+        took_s, found = timed(lambda: system.lookup(workbench.tokens))
         seconds.append(took_s)
-        if found != prompts.num_tokens:
-            raise SystemExit(f"{name} found {found} of {prompts.num_tokens} tokens")
+        require(found == workbench.num_tokens, f"{name} found {found} of {workbench.num_tokens} tokens")
     return statistics.median(seconds)
 
 
 @contextmanager
-def opened(tier: str, prompts: Prompts, folder: Path) -> Iterator[dict[str, System]]:
-    """Both systems, over one tier, with room for a prompt and a quarter in memory."""
-    pool_bytes = int(1.25 * prompts.num_bytes)
+def opened(tier: str, workbench: Workbench, folder: Path) -> Iterator[dict[str, System]]:
+    """Both systems over one tier, with room in memory for a prompt and a quarter."""
+    pool_bytes = int(1.25 * workbench.batch_bytes)
     theirs: dict[str, Any] = {"local_cpu": tier == "memory", "max_local_cpu_size": pool_bytes / GIB}
     with ExitStack() as stack:
         ours = EngineOptions(pool_bytes, local_cpu=tier == "memory", io_timeout_s=SETTLE_S)
@@ -105,37 +107,32 @@ def opened(tier: str, prompts: Prompts, folder: Path) -> Iterator[dict[str, Syst
                 ours,
                 local_disk=folder / "ours",
                 max_local_disk_bytes=room_bytes,
-                max_write_queue=prompts.num_chunks,
+                max_write_queue=workbench.num_chunks,
             )
-            theirs |= {"local_disk": f"file://{folder}/theirs/"}
-            theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # clear gives files back there, but no room
-            theirs |= {"extra_config": {"use_odirect": True}}
+            theirs |= {"local_disk": f"file://{folder}/theirs/", "extra_config": {"use_odirect": True}}
+            theirs |= {"max_local_disk_size": 32 * room_bytes / GIB}  # its clear deletes files, but frees no room
         elif tier == "redis":
-            program = shutil.which("redis-server")
-            if program is None:
-                raise SystemExit("redis-server is not on the PATH")
-            url = f"redis://127.0.0.1:{stack.enter_context(redis.private_server(Path(program), folder))}"
-            ours = replace(ours, remote=remote(url, prompts))
+            port = stack.enter_context(redis.private_server(shutil.which("redis-server"), folder))
+            url = f"redis://127.0.0.1:{port}"
+            ours = replace(ours, remote=remote(url, workbench))
             theirs |= {"remote_url": url, "remote_serde": "naive"}
         elif tier == "server":
             url, _ = stack.enter_context(private_server(folder, 2 * pool_bytes))
-            ours = replace(ours, remote=remote(url, prompts))
-            their_url = stack.enter_context(lmcache_server(folder, pool_bytes, prompts.chunk_tokens))
-            yield {"kvstore": Kvstore(prompts, ours), "LMCache": LmcacheServer(prompts, their_url)}
+            ours = replace(ours, remote=remote(url, workbench))
+            their_url = stack.enter_context(lmcache_server(folder, pool_bytes, workbench.geometry.chunk_tokens))
+            yield {"kvstore": Kvstore(workbench, ours), "LMCache": LmcacheServer(workbench, their_url)}
             return
-        yield {"kvstore": Kvstore(prompts, ours), "LMCache": Lmcache(prompts, theirs)}
+        yield {"kvstore": Kvstore(workbench, ours), "LMCache": Lmcache(workbench, theirs)}
 
 
-def remote(url: str, prompts: Prompts) -> RemoteOptions:
-    """A remote tier that is asked anew by every lookup here."""
-    return RemoteOptions(url, lookup_timeout_s=SETTLE_S, hold_s=HOLD_S, max_queue=prompts.num_chunks)
+def remote(url: str, workbench: Workbench) -> RemoteOptions:
+    """A remote tier that every lookup here asks anew."""
+    return RemoteOptions(url, lookup_timeout_s=SETTLE_S, hold_s=HOLD_S, max_queue=workbench.num_chunks)
 
 
 def table(samples: dict[str, Samples], num_bytes: int, title: str) -> Table:
     """Medians, and how many times faster ours is."""
-    made = Table(title=title)
-    for column in ("", *samples, "times"):
-        made.add_column(column, justify="right")
+    made = Table(*numbers("", *samples, "times"), title=title)
     for name in Samples._fields:
         times = {system: getattr(part, name) for system, part in samples.items()}
         medians = {system: statistics.median(found) for system, found in times.items() if found}
@@ -156,20 +153,21 @@ def main() -> None:
     parser.add_argument("tier", choices=["memory", "disk", "redis", "server"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
+    parser.add_argument("--chunk-tokens", type=int, default=GEOMETRY.chunk_tokens)
     parser.add_argument("--torch-threads", type=int, default=1, help="LMCache copies with them, kvstore with its own")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"))  # noqa: S108
     given = parser.parse_args()
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_MP_TRANSFER_MODE", "engine_driven")  # through shared memory: its way on a CPU
-    prompts = Prompts((given.mib << 20) // TOKEN_BYTES, given.chunk_tokens)
+    geometry = replace(GEOMETRY, chunk_tokens=given.chunk_tokens)
+    workbench = Workbench(geometry, (given.mib << 20) // geometry.chunk_bytes, split=True)
     torch.set_num_threads(given.torch_threads)
     with tempfile.TemporaryDirectory(prefix="side-", dir=given.folder) as folder:
-        with opened(given.tier, prompts, Path(folder)) as systems:
-            samples = measure(systems, prompts, given.rounds)
-        title = f"{given.tier}, {prompts.num_chunks} chunks, {given.mib} MiB of Llama-8B KV"
-        Console(width=100).print(table(samples, prompts.num_bytes, title))
+        with opened(given.tier, workbench, Path(folder)) as systems:
+            samples = measure(systems, workbench, given.rounds)
+        title = f"{given.tier}, {workbench.num_chunks} chunks, {given.mib} MiB of Llama-8B KV"
+        Console(width=100).print(table(samples, workbench.batch_bytes, title))
         print(json.dumps({"tier": given.tier, "samples_s": {name: part._asdict() for name, part in samples.items()}}))
         sys.stdout.flush()
 
@@ -177,7 +175,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except SystemExit as error:
+    except KVStoreError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)  # LMCache's threads may not end
     os._exit(0)

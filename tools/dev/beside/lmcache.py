@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +11,10 @@ from typing import Any
 
 import torch
 
-from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, HEAD_SIZE, HEADS, LAYERS, Prompts
+from kvstore.tools.bench.samples import require
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.dev.beside.systems import SETTLE_S
+from kvstore.tools.processes import free_port, is_listening, running, wait_until
 
 GIB = 1 << 30
 
@@ -23,22 +22,24 @@ GIB = 1 << 30
 class CpuConnector:
     """What LMCache's engine asks of a GPU connector, for tensors on the CPU; the copies are LMCache's own."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, workbench: Workbench) -> None:
         from lmcache import device_ops  # noqa: PLC0415
         from lmcache.lmcache_native import EngineKVFormat, TransferDirection  # noqa: PLC0415
 
         self._transfer = device_ops.multi_layer_kv_transfer
         self._format = EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
         self._in, self._out = TransferDirection.D2H, TransferDirection.H2D
-        self._slots_total = prompts.num_blocks * BLOCK_TOKENS
-        self._layers = [cache.view(2, self._slots_total, HEADS * HEAD_SIZE) for cache in prompts.caches]
+        self._geometry = workbench.geometry
+        self._slots_total = workbench.paged.num_blocks * self._geometry.block_tokens
+        self._row = self._geometry.kv_heads * self._geometry.head_size
+        self._layers = [cache.view(2, self._slots_total, self._row) for cache in workbench.caches]
 
     def initialize_kvcaches_ptr(self, **_: object) -> None:
         """The caches are known."""
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Of a chunk: K and V, layers, tokens, elements."""
-        return torch.Size([2, LAYERS, num_tokens, HEADS * HEAD_SIZE])
+        return torch.Size([2, self._geometry.layers, num_tokens, self._row])
 
     def batched_from_gpu(
         self, memory_objs: list[Any], starts: list[int], ends: list[int], *, slot_mapping: torch.Tensor, **_: object
@@ -53,12 +54,7 @@ class CpuConnector:
         self._move(memory_objs, starts, ends, slot_mapping, self._out)
 
     def _move(
-        self,
-        chunks: list[Any],
-        starts: list[int],
-        ends: list[int],
-        slots: torch.Tensor,
-        way: Any,  # noqa: ANN401 - LMCache's
+        self, chunks: list[Any], starts: list[int], ends: list[int], slots: torch.Tensor, direction: object
     ) -> None:
         for chunk, start, end in zip(chunks, starts, ends, strict=True):
             self._transfer(
@@ -67,17 +63,17 @@ class CpuConnector:
                 slots[start:end],
                 torch.device("cpu"),
                 self._slots_total,
-                way,
+                direction,
                 self._format,
-                block_size=BLOCK_TOKENS,
-                head_size=HEAD_SIZE,
+                block_size=self._geometry.block_tokens,
+                head_size=self._geometry.head_size,
             )
 
 
 class Lmcache:
     """LMCache in process, through ``LMCacheEngine``."""
 
-    def __init__(self, prompts: Prompts, settings: dict[str, Any]) -> None:
+    def __init__(self, workbench: Workbench, settings: dict[str, Any]) -> None:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder  # noqa: PLC0415
         from lmcache.v1.config import LMCacheEngineConfig  # noqa: PLC0415
         from lmcache.v1.metadata import LMCacheMetadata  # noqa: PLC0415
@@ -88,23 +84,22 @@ class Lmcache:
             from redis import Redis  # noqa: PLC0415
 
             self._redis = Redis.from_url(settings["remote_url"])
-        config = LMCacheEngineConfig.from_defaults(chunk_size=prompts.chunk_tokens, **settings)
-        shape = (LAYERS, 2, prompts.chunk_tokens, HEADS, HEAD_SIZE)
+        geometry = workbench.geometry
+        config = LMCacheEngineConfig.from_defaults(chunk_size=geometry.chunk_tokens, **settings)
+        shape = (geometry.layers, 2, geometry.chunk_tokens, geometry.kv_heads, geometry.head_size)
         metadata = LMCacheMetadata("side-by-side", 1, 1, 0, 0, torch.bfloat16, shape, role="worker")
         one_rank: list[Callable[..., Any]] = [lambda tensor, _: tensor, lambda thing, _: thing]
         self._engine: Any = LMCacheEngineBuilder.get_or_create(
-            "side-by-side", config, metadata, CpuConnector(prompts), *one_rank
+            "side-by-side", config, metadata, CpuConnector(workbench), *one_rank
         )
         self._engine.post_init()
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """See ``System``."""
         self._engine.store(tokens=tokens, slot_mapping=slots)
-        deadline_s = time.monotonic() + SETTLE_S
-        while self._writes_behind and self.lookup(tokens) < len(tokens):  # it has no flush
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"LMCache: {self.lookup(tokens)} of {len(tokens)} tokens after {SETTLE_S:.0f} s")
-            time.sleep(0.001)
+        if self._writes_behind:  # it has no flush
+            is_written = wait_until(lambda: self.lookup(tokens) >= len(tokens), SETTLE_S, every_s=0.001)
+            require(is_written, f"LMCache: {self.lookup(tokens)} of {len(tokens)} tokens after {SETTLE_S:.0f} s")
 
     def lookup(self, tokens: list[int]) -> int:
         """See ``System``."""
@@ -125,20 +120,21 @@ class Lmcache:
 class LmcacheServer:
     """LMCache's server mode, through the adapters that vLLM's connector uses."""
 
-    def __init__(self, prompts: Prompts, url: str) -> None:
+    def __init__(self, workbench: Workbench, url: str) -> None:
         import zmq  # noqa: PLC0415
         from lmcache.integration.vllm import vllm_multi_process_adapter as adapters  # noqa: PLC0415
 
         self._operation = adapters.LoadStoreOp
         alone = adapters.ParallelStrategy(False, 1, 0, 1, 1, 1)
-        given = ("side-by-side", BLOCK_TOKENS, alone)
+        self._block_tokens = workbench.geometry.block_tokens
+        given = ("side-by-side", self._block_tokens, alone)
         context = zmq.Context()
         self._scheduler = adapters.LMCacheMPSchedulerAdapter([url], context, *given)
         self._worker = adapters.LMCacheMPWorkerAdapter(url, context, *given)
-        layers = {f"layers.{layer}": cache for layer, cache in enumerate(prompts.caches)}
+        layers = {f"layers.{layer}": cache for layer, cache in enumerate(workbench.caches)}
         self._worker.register_kv_caches(layers, layout_hints={"kv_layout": "NHD"})
         self._requests = 0
-        self._looked_up: list[str] = []  # and not retrieved: each holds a lock
+        self._looked_up: list[str] = []  # and not retrieved yet: each holds a lock
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """See ``System``."""
@@ -161,20 +157,20 @@ class LmcacheServer:
         return found[0] or 0
 
     def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
-        """See ``System``; loads what the last lookup locked, as vLLM does."""
+        """See ``System``. Loads what the last lookup locked, as vLLM does."""
         name = self._looked_up.pop()
         self._worker.submit_retrieve_request(name, self._of(tokens, slots), self._worker.create_recorded_event())
         self._await(lambda: name in (self._worker.get_finished(set())[1] or ()))
         return 0 if self._worker.get_block_ids_with_load_errors() else len(tokens)
 
     def clear(self, tokens: list[int]) -> None:
-        """See ``System``; it forgets everything that is not locked."""
+        """See ``System``. LMCache forgets only what is not locked."""
         while self._looked_up:
             self._scheduler.free_lookup_locks(tokens, 0, len(tokens), self._looked_up.pop())
         self._scheduler.reset_cache()
 
     def _of(self, tokens: list[int], slots: torch.Tensor) -> Any:  # noqa: ANN401 - LMCache's
-        blocks = (slots[::BLOCK_TOKENS] // BLOCK_TOKENS).tolist()
+        blocks = (slots[:: self._block_tokens] // self._block_tokens).tolist()
         return self._operation(tokens, [blocks], 0, len(tokens))
 
     def _name(self) -> str:
@@ -182,18 +178,7 @@ class LmcacheServer:
         return f"request-{self._requests}"
 
     def _await(self, done: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + SETTLE_S
-        while not done():
-            if time.monotonic() > deadline_s:
-                raise SystemExit("LMCache's server does not answer")
-            time.sleep(0.0001)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        require(wait_until(done, SETTLE_S, every_s=0.0001), "LMCache's server does not answer")
 
 
 @contextmanager
@@ -205,13 +190,6 @@ def lmcache_server(folder: Path, pool_bytes: int, chunk_tokens: int) -> Iterator
     command += ["--l1-size-gb", str(1.5 * pool_bytes / GIB)]
     command += ["--supported-transfer-mode", "auto", "--shm-name", f"side_{os.getpid()}"]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # its threads and ours would fight for the same cores
-    with (folder / "lmcache.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=alone)  # noqa: S603 - the other's own
-    try:
-        deadline_s = time.monotonic() + SETTLE_S
-        while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline_s:
-            time.sleep(0.2)
+    with (folder / "lmcache.log").open("wb") as log, running(command, stdout=log, stderr=log, env=alone):
+        wait_until(lambda: is_listening(port), SETTLE_S, every_s=0.2)
         yield f"tcp://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()

@@ -1,4 +1,4 @@
-"""What both systems can do, and how ours does it."""
+"""What both systems can do, and how kvstore does it."""
 
 from __future__ import annotations
 
@@ -7,48 +7,41 @@ from typing import Protocol
 import torch
 
 from kvstore.engine import CacheEngine
-from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
-from kvstore.paged.binding import bind_paged_kv
-from kvstore.tools.dev.beside.prompts import BLOCK_TOKENS, Prompts
+from kvstore.tools.bench.samples import NAMESPACE, require
+from kvstore.tools.bench.workbench import Workbench
 
-SETTLE_S = 60.0  # within which everything written behind must be where it belongs
+SETTLE_S = 60.0  # for everything written behind to reach its tier
 
 
 class System(Protocol):
-    """One of the two, over the same caches. Nothing it holds belongs to anybody else."""
+    """One of the two, over the caches of a workbench. It shares its storage with nobody."""
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
-        """Store all tokens; done when every chunk is where it belongs."""
+        """Store all tokens, and wait until every chunk is in its tier."""
 
     def lookup(self, tokens: list[int]) -> int:
-        """How many leading tokens are known."""
+        """How many leading tokens can be loaded."""
 
     def retrieve(self, tokens: list[int], slots: torch.Tensor) -> int:
-        """Load all tokens; returns how many."""
+        """Load all tokens; returns how many were loaded."""
 
     def clear(self, tokens: list[int]) -> None:
-        """Begin again empty."""
+        """Forget everything."""
 
 
 class Kvstore:
-    """Ours, through ``CacheEngine``."""
+    """kvstore, through ``CacheEngine``."""
 
-    def __init__(self, prompts: Prompts, options: EngineOptions) -> None:
-        paged = bind_paged_kv(
-            {f"layers.{layer}": cache for layer, cache in enumerate(prompts.caches)},
-            num_blocks=prompts.num_blocks,
-            block_tokens=BLOCK_TOKENS,
-            chunk_tokens=prompts.chunk_tokens,
-        )
-        self._engine = CacheEngine(paged, Namespace({"model": "side by side"}), options)
+    def __init__(self, workbench: Workbench, options: EngineOptions) -> None:
+        self._engine = CacheEngine(workbench.paged, NAMESPACE, options)
         self.close = self._engine.close
 
     def store(self, tokens: list[int], slots: torch.Tensor) -> None:
         """See ``System``."""
         self._engine.store(tokens, slot_mapping=slots)
-        if not (flushed := self._engine.flush(SETTLE_S)):
-            raise SystemExit(f"kvstore: not everything was written: {flushed}")
+        flushed = self._engine.flush(SETTLE_S)
+        require(bool(flushed), f"kvstore: not everything was written: {flushed}")
 
     def lookup(self, tokens: list[int]) -> int:
         """See ``System``."""

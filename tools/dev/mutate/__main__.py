@@ -1,8 +1,8 @@
 """Do the tests notice? Put one small defect at a time into a copy of the tree, and see which test fails.
 
-The list is in tools/dev/mutate/areas/, one YAML file an area: for each mutation a place, the text before and after,
-and the tests that should fail. Ends with 1 if fewer than 95% are caught, if a survivor has no written reason, if a
-text is no longer found exactly once, or if the tests fail without any mutation.
+The list is in tools/dev/mutate/areas/, one YAML file per area: for each mutation the place, the text before and after,
+and the tests that should fail. Exits with 1 if fewer than 95% are caught, if a survivor has no written reason, if a
+text is not found exactly once, or if the tests fail without any mutation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLE = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run them, print the table, and say with the exit status whether all is well."""
+    """Run the mutations and print the table; the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m kvstore.tools.dev.mutate",
         description=__doc__,

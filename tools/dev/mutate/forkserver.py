@@ -1,9 +1,9 @@
-"""Runs pytest again and again in forks of a process that has imported what all tests import, but nothing of the tree.
+"""Runs pytest repeatedly in forks of a process that has imported what all tests import, but nothing of the tree.
 
-Importing torch takes longer than most tests. Started as a program, in the tree and with the names of modules to import:
-each line on standard input is a JSON object with ``arguments`` for pytest and the path of its ``output``; each is
-answered by ``{"pid": ...}`` when it has begun, and by ``{"status": ...}`` when it has ended. Every run leads a process
-group of its own.
+Importing torch takes longer than most tests. Start it in the tree, with the names of the modules to import. Each line
+on standard input is a JSON object with ``arguments`` for pytest and the path of its ``output``; the answers are
+``{"pid": ...}`` when the run has begun, and ``{"status": ...}`` when it has ended. Every run leads a process group of
+its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 
 def main() -> None:
     """Answer until standard input ends."""
-    sys.path[0] = ""  # as ``python -m pytest`` has it, and not this file's folder
+    sys.path[0] = ""  # as with ``python -m pytest``, instead of this file's folder
     for name in ("pytest", *sys.argv[1:]):
         with suppress(ImportError):
             importlib.import_module(name)
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _run(arguments: list[str], output: str) -> None:
-    """In the fork: does not return, nor wait for threads that a broken test has left."""
-    status = 3  # pytest's own for an internal error
+    """In the fork. Does not return, and does not wait for threads that a broken test has left."""
+    status = 3  # pytest's code for an internal error
     try:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

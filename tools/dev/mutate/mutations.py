@@ -1,4 +1,4 @@
-"""The list of mutations: one YAML file an area, each a list of small defects with the tests that should notice them."""
+"""The list of mutations: one YAML file per area, each a list of small defects and the tests that should fail."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Mutation(BaseModel):
     """One defect.
 
     Attributes:
-        name: what is wrong, in a few words; the file's stem is put in front when the list is read.
+        name: what is wrong, in a few words; when the list is read, the file's stem is put in front.
         file: where, from the root of the tree.
-        before: text that stands there exactly once.
-        after: what takes its place.
+        before: text that the file contains exactly once.
+        after: what replaces it.
         tests: files or node ids of pytest, the smallest selection that should fail.
-        survives: why no test notices, where that is so and cannot be changed.
+        survives: why no test can notice, if that is so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,7 +38,7 @@ class Mutation(BaseModel):
     survives: Text | None = None
 
     def line_in(self, text: str) -> int | None:
-        """The line at which ``before`` stands in a file's text; None unless it stands there exactly once."""
+        """The line of a file's text where ``before`` begins; None unless the text contains it exactly once."""
         return text[: text.index(self.before)].count("\n") + 1 if text.count(self.before) == 1 else None
 
 

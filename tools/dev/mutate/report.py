@@ -1,4 +1,4 @@
-"""What came of the mutations, for people and for programs."""
+"""The results of the mutations, for people and for programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore.tools.dev.mutate.running import Result, Verdict
 
@@ -14,7 +14,7 @@ MIN_CAUGHT = 0.95
 
 
 def faults(results: Sequence[Result]) -> list[str]:
-    """Why this is no success, one line each; none if it is."""
+    """Why the run failed, one reason per line; none if it succeeded."""
     lines = [
         f"{result.mutation.name}: {result.verdict}: {result.by}"
         for result in results
@@ -38,23 +38,21 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Who caught what; of a survivor, why nobody did."""
-    shown = Table("mutation", "place", "result", "by", "s", title="Mutations")
-    for column in shown.columns:
-        column.overflow = "fold"  # a name that is cut off cannot be run
-    shown.columns[-1].justify = "right"
+    """Which test caught each mutation; for a survivor, why none did."""
+    # Folded, not cut off: a test is run again by its whole name.
+    columns = (Column(name, overflow="fold") for name in ("mutation", "place", "result", "by"))
+    shown = Table(*columns, Column("s", justify="right"), title="Mutations")
     for result in results:
         mutation, verdict = result.mutation, result.verdict
         place = mutation.file if result.line is None else f"{mutation.file}:{result.line}"
         by = result.by or (mutation.survives or "" if verdict is Verdict.SURVIVED else "")
         style = "green" if verdict.is_caught else "red"
-        cells = (mutation.name, place, f"[{style}]{verdict}[/]", escape(by), f"{result.seconds:.1f}")
-        shown.add_row(*cells)
+        shown.add_row(mutation.name, place, f"[{style}]{verdict}[/]", escape(by), f"{result.seconds:.1f}")
     return shown
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The same for a program."""
+    """The results as a JSON object."""
     return {
         "caught": sum(result.verdict.is_caught for result in results),
         "total": len(results),

@@ -1,14 +1,15 @@
-"""Which tests notice which mutation: the unmutated tests first, then each mutation by itself, several side by side."""
+"""Which tests notice which mutation: first all tests without mutations, then each mutation alone, several at once."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvstore.tools.dev.mutate.mutations import Mutation
 from kvstore.tools.dev.mutate.tree import PytestRun, Tree, copies
@@ -17,27 +18,25 @@ _SOME_FAILED = 1  # exit status of pytest
 _NONE_FAILED = 0
 _NOT_FOUND = 4
 
-T = TypeVar("T")
-
 
 class Verdict(StrEnum):
-    """What came of a mutation."""
+    """The result of a mutation."""
 
     CAUGHT = "caught"
     HUNG = "caught (time ran out)"
     SURVIVED = "survived"
-    STALE = "stale"  # its text does not stand in its file exactly once
-    BROKEN = "broken"  # tests could not even be collected: not a defect that anybody would commit
-    UNTESTED = "untested"  # the tests it names fail without it, or none of them runs here
+    STALE = "stale"  # its file does not contain its text exactly once
+    BROKEN = "broken"  # tests could not be collected: nobody would commit such a defect
+    UNTESTED = "untested"  # the tests that it names fail without it, or none of them runs here
 
     @property
     def is_caught(self) -> bool:
-        """Whether a test has noticed."""
+        """Whether a test noticed it."""
         return self in {Verdict.CAUGHT, Verdict.HUNG}
 
 
 class Result(NamedTuple):
-    """A mutation, where it stands, what came of it, and which test noticed or why nothing can be said."""
+    """A mutation, its line, its verdict, and which test noticed it or why that is unknown."""
 
     mutation: Mutation
     line: int | None
@@ -47,7 +46,7 @@ class Result(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to run: copies side by side, seconds for the tests of one mutation, and for all tests without any."""
+    """How to run: copies at once, seconds for the tests of one mutation, and seconds for all tests without any."""
 
     jobs: int
     timeout_s: float = 120.0
@@ -58,37 +57,33 @@ Say = Callable[[Result], None]
 
 
 def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, say: Say) -> list[Result]:
-    """Try every mutation; the results in the order of the list.
+    """Try every mutation; the results are in the order of the list.
 
     Args:
-        root: the working tree. Nothing in it is touched.
-        mutations: which.
-        options: how.
-        say: told each result as it comes, from any thread.
+        root: the working tree. Nothing in it is changed.
+        mutations: what to try.
+        options: how to run.
+        say: called with each result when it is known, from any thread.
     """
-    with copies(root, options.jobs) as trees, ThreadPoolExecutor(options.jobs) as pool:
-        free: SimpleQueue[Tree] = SimpleQueue()
+    passed: dict[str, bool] = {}
+    free: SimpleQueue[Tree] = SimpleQueue()
+    mine = threading.local()
+
+    def take_tree() -> None:
+        mine.tree = free.get()
+
+    def test_one(mutation: Mutation) -> Result:
+        result = _try_one(mine.tree, mutation, passed, options.timeout_s)
+        say(result)
+        return result
+
+    with copies(root, options.jobs) as trees, ThreadPoolExecutor(options.jobs, initializer=take_tree) as pool:
         for tree in trees:
             free.put(tree)
-
-        def with_tree(work: Callable[[Tree], T]) -> T:
-            tree = free.get()
-            try:
-                return work(tree)
-            finally:
-                free.put(tree)
-
-        def test_one(tree: Tree, mutation: Mutation) -> Result:
-            result = _try_one(tree, mutation, passed, options.timeout_s)
-            say(result)
-            return result
-
         try:
-            parts = _parts(mutations, options.jobs)
-            passed: dict[str, bool] = {}
-            for runs in pool.map(lambda part: with_tree(lambda tree: _unmutated(tree, part, options)), parts):
+            for runs in pool.map(lambda tests: _unmutated(mine.tree, tests, options), _parts(mutations, options.jobs)):
                 passed |= _passed(runs)
-            return list(pool.map(lambda mutation: with_tree(lambda tree: test_one(tree, mutation)), mutations))
+            return list(pool.map(test_one, mutations))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for tree in trees:
@@ -97,7 +92,7 @@ def run_mutations(root: Path, mutations: Sequence[Mutation], options: Options, s
 
 
 def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
-    """All tests that mutations name, cut into so many parts; tests of one file stay together."""
+    """All tests that mutations name, divided into ``count`` parts; tests of one file stay together."""
     files: dict[str, dict[str, None]] = {}
     for mutation in mutations:
         for test in mutation.tests:
@@ -109,7 +104,7 @@ def _parts(mutations: Iterable[Mutation], count: int) -> list[list[str]]:
 
 
 def _unmutated(tree: Tree, tests: Sequence[str], options: Options) -> list[PytestRun]:
-    """Run tests as they are. Where one of them is not there pytest runs none, so then each is run by itself."""
+    """Run tests without a mutation. If one of them does not exist pytest runs none, so then each runs alone."""
     run = tree.test(tests, options.baseline_timeout_s)
     if run.status != _NOT_FOUND:
         return [run]

@@ -1,4 +1,4 @@
-"""A copy of the working tree in which tests run, so that a defect never gets near the tree itself."""
+"""A copy of the working tree in which tests run, so that a defect never touches the tree itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORKSERVER = Path(__file__).with_name("forkserver.py")
 
 
 class PytestRun(NamedTuple):
-    """What pytest did: how it ended (None: it took too long), and the node ids that passed, failed and were skipped."""
+    """A run of pytest: its exit status (None: it took too long), the node ids that passed and failed, its output."""
 
     status: int | None
     passed: frozenset[str]
@@ -29,11 +29,11 @@ class PytestRun(NamedTuple):
 
 
 class Tree:
-    """A copy of all files that git knows or would add, under a temporary folder of its own. One thread uses it.
+    """A copy of all files that git tracks or would add. One thread uses it.
 
     Args:
         root: the working tree.
-        home: where to put the copy; the folder must not be there.
+        home: the folder of the copy; it must not exist.
     """
 
     def __init__(self, root: Path, home: Path) -> None:
@@ -43,7 +43,7 @@ class Tree:
             target = home / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, target, follow_symlinks=False)
-        # By content, not by time: a mutation may come and go within the resolution of a file's time.
+        # By content, not by time: a mutation may come and go within the resolution of file times.
         compiling = ("compileall", "-q", "--invalidation-mode", "checked-hash", ".")
         subprocess.run([sys.executable, "-m", *compiling], cwd=home, check=False, env=self._environment())  # noqa: S603
         modules: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Tree:
 
     @contextmanager
     def changed(self, name: str, before: str, after: str) -> Iterator[None]:
-        """The one place where ``before`` stands in a file says ``after`` inside."""
+        """Replace ``before`` in a file by ``after``, until the end of the block."""
         path = self.home / name
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace(before, after, 1), encoding="utf-8")
@@ -72,7 +72,7 @@ class Tree:
             path.write_text(text, encoding="utf-8")
 
     def test(self, tests: Sequence[str], timeout_s: float, *, at_first: bool = False) -> PytestRun:
-        """Run tests, to their end or to the first failure. Nothing that they started outlives the call."""
+        """Run tests, all of them or up to the first failure. No process that they start outlives the call."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
         arguments = ["-q", "-rpfEs", "--tb=short", "--no-header", "--hypothesis-seed=0", "-p", "no:randomly"]
@@ -89,7 +89,7 @@ class Tree:
         server.stdin.write(json.dumps(task) + "\n")
         server.stdin.flush()
         begun = server.stdout.readline()
-        if not begun:  # it was stopped
+        if not begun:  # ``close`` was called
             return None
         pid = int(json.loads(begun)["pid"])
         ran_out = threading.Event()
@@ -104,14 +104,14 @@ class Tree:
             ended = server.stdout.readline()
         finally:
             timer.cancel()
-            _kill(pid)  # whatever the tests have left of it
+            _kill(pid)  # with all processes that the tests have left
         return None if ran_out.is_set() or not ended else int(json.loads(ended)["status"])
 
     def close(self) -> None:
-        """End the tests that run, from any thread."""
+        """End running tests. Any thread may call it."""
         with suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
-        with self._server:  # closes its pipes, and waits for it
+        with self._server:  # closes its pipes, and waits for its end
             pass
 
     def _environment(self) -> dict[str, str]:
@@ -119,12 +119,12 @@ class Tree:
             **os.environ,
             "PYTHONPATH": str(self.home),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(self._scratch / "h"),  # or one run would know what another has found
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self._scratch / "h"),  # or a run would use what another has found
             "COLUMNS": "240",
         }
 
     def _check_imports(self) -> None:
-        """See that tests import what lies here, and not an installed package."""
+        """Make sure that tests import this copy, and not an installed package."""
         program = "import kvstore; print(kvstore.__file__)"
         said = subprocess.run(  # noqa: S603
             [sys.executable, "-c", program], cwd=self.home, env=self._environment(), check=True, capture_output=True
@@ -135,8 +135,8 @@ class Tree:
 
 @contextmanager
 def copies(root: Path, count: int) -> Iterator[list[Tree]]:
-    """So many copies of a tree, deleted at the end."""
-    prefix = "mutate-"  # short: tests put unix sockets below it
+    """Copies of a tree, deleted at the end."""
+    prefix = "mutate-"  # short: tests create unix sockets below it
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder, ExitStack() as opened:
         trees = []
         for number in range(count):

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.redis.chunk import PART_BYTES
-from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, scheduling, server, start
+from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, remote, scheduling, server, start
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
@@ -62,7 +63,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     """A geometry that is measured at once and never too slow."""
     monkeypatch.setitem(GEOMETRIES, "toy", TOY)
     monkeypatch.setattr(floors, "COMMON", dict.fromkeys(floors.COMMON, Bound(0.0, 0.0)))
-    for module in (lookup, redis, server):
+    for module in (lookup, remote):
         monkeypatch.setattr(module, "LOOKUP_ROUNDS", 3)
     monkeypatch.setattr(lookup, "POLICY_CHUNKS", 160)
     monkeypatch.setattr(lookup, "POLICY_REQUESTS", 5)
@@ -308,7 +309,7 @@ def test_a_raw_transfer_cut_short_is_noticed(tmp_path: Path) -> None:
     workbench = Workbench(TOY, 1)
     if not _folder.probe_direct(_made(tmp_path)):
         pytest.skip("no direct I/O here")
-    with RawDisk(tmp_path / "raw", workbench.paged.layout, 1, 1) as raw:
+    with closing(RawDisk(tmp_path / "raw", workbench.paged.layout, 1, 1)) as raw:
         raw.write()
         (tmp_path / "raw" / "0").write_bytes(bytes(4096))
         with pytest.raises(BenchError, match="moved only 4096 bytes"):

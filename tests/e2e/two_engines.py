@@ -1,6 +1,6 @@
 """Chats over a prefill and a decode engine and the proxy, with `pd_bidirectional` and without: a table of both.
 
-    PYTHONPATH=tests python tools/dev/two_engines.py
+    PYTHONPATH=tests python tests/e2e/two_engines.py
 
 Real vLLM on the CPU, float32, one core each, the demonstration's model. The prefill engine has no prefix cache of
 vLLM's, so what it does not compute comes from its own small memory or from the decode engine.
@@ -9,20 +9,17 @@ vLLM's, so what it does not compute comes from its own small memory or from the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 from support.disaggregated import Disaggregation
 from support.redis_server import wait_for
 
-from kvstore.tools.demo.client import read_counter
-from kvstore.tools.demo.server import free_port
+from kvstore.tools.demo.client import read_counter, stream
 from kvstore.tools.models import DEMO, build_llama, random_tokens
+from kvstore.tools.processes import free_port
 
 ANSWER_TOKENS = 64
 SAID_TOKENS = 40
@@ -56,23 +53,15 @@ def engines(model: Path, folder: Path, *, both_ways: bool) -> Disaggregation:
 
 def ask(running: Disaggregation, prompt: list[int], params: object) -> tuple[list[int], object, float]:
     """A streamed answer: its tokens, what it says of its KV, and the seconds to its first token."""
-    body = {"model": running.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "return_token_ids": True} | ({"kv_transfer_params": params} if params else {})
+    request = {"model": running.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "return_token_ids": True}
     tokens: list[int] = []
     said: object = None
-    begin_s, ttft_s = time.perf_counter(), 0.0
-    with (
-        httpx.Client(trust_env=False, timeout=300) as client,
-        client.stream("POST", f"{running.proxy.url}/v1/completions", json=body) as answer,
-    ):
-        for line in answer.raise_for_status().iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            said = event.get("kv_transfer_params") or said
-            for choice in event["choices"]:
-                ttft_s = ttft_s or time.perf_counter() - begin_s
-                tokens += choice.get("token_ids") or []
+    ttft_s = 0.0
+    for seconds, event in stream(running.proxy.url, request | ({"kv_transfer_params": params} if params else {})):
+        said = event.get("kv_transfer_params") or said
+        for choice in event["choices"]:
+            ttft_s = ttft_s or seconds
+            tokens += choice.get("token_ids") or []
     return tokens, said, ttft_s
 
 

@@ -1,0 +1,126 @@
+"""Keys of engines that hand KV to each other, or read it from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Final, LiteralString
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from kvstore.config.keys.base import GIB_BYTES, MAX_TIMEOUT_S, Keys, Tokens, Unit, as_tuple, require_one_of
+from kvstore.config.places import END_PORT, ListedPlace
+from kvstore.protocol.loopback import is_loopback
+
+PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
+"""LMCache's ``pd_role``, and vLLM's ``kv_role`` that goes with it."""
+
+
+def _as_ports(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_ports(value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+    ports = (value,) if isinstance(value, int) else value
+    if ports is not None and (not ports or not all(0 < port < END_PORT for port in ports)):
+        raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
+    return value
+
+
+def _check_role(value: str | None) -> str | None:
+    return value if value is None else require_one_of(value, PD_ROLES)
+
+
+def _each(read: Callable[[str], ListedPlace], demand: LiteralString) -> AfterValidator:
+    """Checks that each text can be read."""
+
+    def check(texts: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            for text in texts or ():
+                read(text)
+        except ValueError as error:
+            raise PydanticCustomError("place", demand) from error
+        return texts
+
+    return AfterValidator(check)
+
+
+_Ports = Annotated[int | tuple[int, ...] | None, BeforeValidator(_as_ports), AfterValidator(_check_ports)]
+_Hosts = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(as_tuple),
+    _each(ListedPlace.parse, "must name hosts, or hosts with a port: 10.0.0.5:7300"),
+]
+_Peers = Annotated[
+    tuple[str, ...],
+    BeforeValidator(as_tuple),
+    _each(ListedPlace.of_url, "must name engines by host and port: kvs://10.0.0.5:7300"),
+]
+
+
+class HandoverKeys(Keys):
+    """Prefill and decode engines, and peers."""
+
+    enable_pd: bool = False
+    """Hand KV over between prefill and decode engines (see [disaggregation.md](disaggregation.md))."""
+    pd_role: Annotated[str | None, AfterValidator(_check_role)] = None
+    """LMCache's `sender`, `receiver` or `both`. A `sender` does not listen, unless `pd_bidirectional` is set. vLLM's
+    `kv_role` decides which engine stores and which loads; a warning says if the two differ."""
+    pd_bidirectional: bool = False
+    """A prefill engine also reads from the decode engine what that one holds of the next turn, if it is in
+    `pd_allowed_hosts` with its port, or in `peers`."""
+    pd_buffer_size: Annotated[int, Unit("bytes per worker"), Field(gt=0)] = GIB_BYTES
+    """Memory of the server that each worker opens at `pd_peer_init_port`."""
+    pd_peer_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address at which this engine's workers listen and at which other engines reach them."""
+    pd_peer_init_port: _Ports = None
+    """Port at which the first worker of this engine listens, so that other engines can send to it and read from it.
+    Worker number n adds n; a list gives each worker its port. Needs `enable_pd`, and replaces `remote_url`. If null,
+    the engine does not listen."""
+    pd_allowed_hosts: _Hosts = None
+    """Hosts to which requests may have KV sent: a list, or text with commas. If null, loopback, `pd_peer_host` and the
+    hosts in `peers`. With `pd_bidirectional`, an entry `host:port` is also an engine that a request may name as a
+    holder of its KV, which is then read for that request."""
+    pd_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=MAX_TIMEOUT_S * 1000)] = 10_000
+    """How long a request waits for KV on its way to this engine. After that it is computed."""
+    peers: _Peers = ()
+    """Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with commas. Nothing is
+    sent to them."""
+    min_remote_tokens: Tokens = 0
+    """If the remote tier or peers would add fewer tokens than this to a hit, these are computed."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether workers open a server of their own, which other engines send to and read from."""
+        return self.pd_peer_init_port is not None and accepts_kv(self.enable_pd, self.pd_role, self.pd_bidirectional)
+
+    @property
+    def goes_both_ways(self) -> bool:
+        """Whether producers also load, and consumers also save."""
+        return self.enable_pd and self.pd_bidirectional
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """The hosts to which requests may have KV sent, in lower case; ``allows_host`` uses it."""
+        if self.pd_allowed_hosts is not None:
+            return frozenset(ListedPlace.parse(text).host for text in self.pd_allowed_hosts)
+        return frozenset({self.pd_peer_host.lower(), *(ListedPlace.of_url(url).host for url in self.peers)})
+
+    def allows_host(self, host: str) -> bool:
+        """Whether a request may have KV sent to a host."""
+        is_listed = host.lower() in self.allowed_hosts
+        return is_listed or (self.pd_allowed_hosts is None and is_loopback(host))
+
+    @property
+    def sources(self) -> frozenset[ListedPlace]:
+        """The engines that a request may name as holders of its KV, each with its port. No host is one by default."""
+        if not self.goes_both_ways:
+            return frozenset()
+        listed = map(ListedPlace.parse, self.pd_allowed_hosts or ())
+        peers = map(ListedPlace.of_url, self.peers)
+        return frozenset(place for place in (*listed, *peers) if place.port is not None)
+
+
+def accepts_kv(enable_pd: object, pd_role: object, pd_bidirectional: object) -> bool:
+    """Whether an engine takes KV from others. A sender does not: its file of LMCache's names the receiver's port."""
+    return bool(enable_pd) and (pd_role != "sender" or bool(pd_bidirectional))

@@ -1,0 +1,37 @@
+"""Keys of the engine as a process: whether it must start, its administration, its weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from kvstore.config.keys.base import Keys, Text
+from kvstore.protocol.loopback import is_loopback
+
+
+class OperationKeys(Keys):
+    """Start, administration, identity."""
+
+    required: bool = True
+    """Stop vLLM if memory, the folder or another tier is not available at start. If false, vLLM then runs without the
+    cache, and a warning says why. A wrong key or flag always stops it."""
+    internal_api_server_enabled: bool = False
+    """Serve administration over HTTP, in the scheduler's process (see
+    [operations.md](operations.md#the-admin-endpoint)). Needs the extra `admin`, whose packages vLLM brings along."""
+    internal_api_server_host: str = Field(default="127.0.0.1", validate_default=True)
+    """Loopback address to listen on. There are no passwords, so any other address is refused."""
+    internal_api_server_port_start: Annotated[int, Field(ge=0, le=65_000)] = 6999
+    """Port to listen on; a data-parallel replica adds its rank. 0 for any free port, which the log names."""
+    model_id: Text = None
+    """Identity of the weights, in place of the one derived from the model's files. Engines with the same identity share
+    KV. Required with vLLM's `load_format=dummy`."""
+
+    @field_validator("internal_api_server_host")
+    @classmethod
+    def _loopback_only(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("internal_api_server_enabled") and not is_loopback(value):
+            message = "must be a loopback address such as 127.0.0.1: there are no passwords"
+            raise PydanticCustomError("loopback", message, {"because_of": "internal_api_server_enabled"})
+        return value

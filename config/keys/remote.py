@@ -1,0 +1,100 @@
+"""Keys of the tier that several engines share."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Final
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from kvstore.config.keys.base import Keys, QueueLength, Seconds, Text, Threads, Unit, require_one_of
+from kvstore.config.lmcache import OTHER_CODECS, OTHER_SCHEMES
+from kvstore.errors import ConfigError
+from kvstore.format.codecs import CODEC_NAMES
+from kvstore.tiers import known_schemes, tier_behind
+
+_NAIVE: Final = "naive"  # LMCache's word for none
+
+
+def _read_naught(value: object) -> object:
+    return "none" if value is None or value == "" else value
+
+
+class RemoteKeys(Keys):
+    """Where the shared tier is, how to log in, and what it may take."""
+
+    remote_url: str | None = None
+    """Tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` (see [server.md](server.md)); Redis,
+    `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` (see [redis.md](redis.md)); or a pack,
+    read-only, `pack:///path` (see [warming.md](warming.md#a-pack-as-a-tier)). A package that adds a tier adds its
+    scheme (see [tiers.md](tiers.md)). If null, nothing is shared."""
+    remote_username: Text = None
+    """User name at the remote tier, unless its URL has one."""
+    remote_password: Text = Field(default=None, repr=False)
+    """Password of that user. Best set as the variable `KVSTORE_REMOTE_PASSWORD`."""
+    remote_key_file: Text = None
+    """File with this engine's secret key, for a cache server on another host. `kvstore keygen` makes it."""
+    remote_server_key_file: Text = None
+    """File with that server's public key."""
+    remote_required: bool = False
+    """Refuse to start if the remote tier cannot be used. If false, a warning says why, and the tier is tried again
+    later."""
+    remote_ttl_secs: Annotated[int | None, Unit("seconds"), Field(ge=1)] = None
+    """How long a chunk stays at the remote tier after it is stored. If null, until that tier evicts it."""
+    remote_serde: Annotated[str, BeforeValidator(_read_naught)] = "none"
+    """Codec of chunks at the remote tier: `none` (LMCache calls it `naive`), `lz4`, `split` (lossless, bf16 a third
+    smaller) or `int8` (lossy); see [codecs.md](codecs.md). Engines that share chunks need the same one. LMCache's
+    `cachegen` and `kivi` are replaced by `none`, with a warning."""
+    remote_connections: Annotated[int, Unit("connections"), Field(ge=1, le=1024)] = 8
+    """Connections from each worker to each server of the remote tier."""
+    remote_io_threads: Threads = 4
+    """Threads that read chunks from the remote tier."""
+    remote_lookup_cache_secs: Seconds = Field(default=3.0, ge=0)
+    """How long an answer of the remote tier about what it holds is reused. 0: only for the request that asked."""
+    max_remote_queue: QueueLength = None
+    """Chunks that may wait to be sent to the remote tier; a chunk that finds the queue full is counted and not sent. If
+    null, a quarter of what fits in `max_local_cpu_size`."""
+    lookup_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=60_000)] = 500
+    """How long a request may wait to learn what the remote tier holds. After that it is computed, and nothing is
+    concluded for other requests."""
+
+    @cached_property  # the registry looks through all installed packages
+    def shared_url(self) -> str | None:
+        """``remote_url``, if there is a tier for it."""
+        return self.remote_url if has_tier(self.remote_url) else None
+
+    @property
+    def remote_codec(self) -> str:
+        """The codec that ``remote_serde`` means."""
+        return self.remote_serde if self.remote_serde in CODEC_NAMES else "none"
+
+    @field_validator("remote_url")
+    @classmethod
+    def _known_scheme(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        try:
+            tier_behind(value)
+        except ConfigError as error:
+            scheme, mark, _ = value.partition("://")
+            known = known_schemes()
+            if mark and scheme in known:
+                raise PydanticCustomError("remote_url", "cannot be used: {problem}", {"problem": str(error)}) from error
+            if not mark or scheme not in OTHER_SCHEMES:
+                names = ", ".join(f"{name}://" for name in known)
+                raise PydanticCustomError("remote_url", "must begin with one of {known}", {"known": names}) from error
+        return value
+
+    @field_validator("remote_serde")
+    @classmethod
+    def _known_serde(cls, value: str) -> str:
+        return value if value in {_NAIVE, *OTHER_CODECS} else require_one_of(value, CODEC_NAMES)
+
+
+def has_tier(url: str | None) -> bool:
+    """Whether there is a tier for a URL; for some of LMCache's there is none."""
+    try:
+        return url is not None and bool(tier_behind(url))
+    except ConfigError:
+        return False

@@ -1,0 +1,133 @@
+"""Keys of the tiers that belong to one engine: CPU memory, GPU memory, disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import unquote, urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from kvstore.config.keys.base import GIB_BYTES, Codec, Gib, Keys, QueueLength, Text, Threads, Unit, check_policy
+
+
+def _as_folders(value: object) -> str | tuple[str, ...] | None:
+    """One absolute path, or several."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        return _absolute_folder(value)
+    folders = tuple(_absolute_folder(item) for item in value)
+    if not folders:
+        raise PydanticCustomError("folder", "must name a folder; leave the key out for no disk tier")
+    if len(set(folders)) < len(folders):
+        raise PydanticCustomError("folder", "must not name a folder twice")
+    return folders if len(folders) > 1 else folders[0]
+
+
+def _check_if_given(policy: str | None) -> str | None:
+    return None if policy is None else check_policy(policy)
+
+
+class StorageKeys(Keys):
+    """Chunks, and where an engine keeps them for itself."""
+
+    chunk_size: Annotated[int, Unit("tokens"), Field(gt=0)] = 256
+    """Tokens in a chunk, the unit that is stored and looked up. A multiple of vLLM's block size."""
+    local_cpu: bool = True
+    """Keep chunks in CPU memory. If false, CPU memory only stages chunks on their way to and from slower tiers."""
+    max_local_cpu_size: Gib = Field(default=5.0, gt=0)
+    """CPU memory that each worker (GPU) reserves at start, for the CPU tier and for staging."""
+    max_local_gpu_size: Gib = Field(default=0.0, ge=0)
+    """GPU memory for the most often loaded chunks ([gpu-tier.md](gpu-tier.md) says when it pays). vLLM must leave it
+    free: lower `--gpu-memory-utilization`. 0 for none."""
+    local_disk: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_folders)] = None
+    """Folder for chunks on disk: a path or a `file://` URI. `~` is expanded; a relative path starts at the working
+    directory. A list of folders, one on each disk, uses several disks at once (in a file or in vLLM's extra config).
+    A folder belongs to one engine. If null, nothing is kept on disk."""
+    max_local_disk_size: Gib = Field(default=0.0, ge=0, validate_default=True)
+    """Disk space that each worker may fill, divided equally among several folders. Must be set together with
+    `local_disk`."""
+    disk_io_threads: Threads = 4
+    """Threads that read and write chunks on disk. Also read from `extra_config`."""
+    local_disk_serde: Codec = "none"
+    """Codec of chunks on disk: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or `int8` (lossy); see
+    [codecs.md](codecs.md)."""
+    use_odirect: bool | None = None
+    """Bypass the page cache (O_DIRECT). If null, wherever the folder supports it. Also read from `extra_config`."""
+    max_write_queue: QueueLength = None
+    """Chunks that may wait to be written to disk; a chunk that finds the queue full is counted and not written. If
+    null, half of what fits in `max_local_cpu_size`."""
+    cache_policy: Annotated[str, AfterValidator(check_policy)] = "ADAPTIVE"
+    """Decides which chunks to evict when memory or disk is full, and which are worth storing: `ADAPTIVE`, `LRU`,
+    `LFU`, `ARC` or `S3FIFO` (see [policies.md](policies.md)). LMCache's `FIFO` and `MRU` are replaced, with a
+    warning."""
+    disk_cache_policy: Annotated[str | None, AfterValidator(_check_if_given)] = None
+    """The same, for the disk only. If null, `cache_policy` applies."""
+    record_trace: Text = None
+    """File that records, as hashes, which chunks each request used, for `kvstore simulate`. If the file exists, `.1`,
+    `.2`, ... is appended to its name."""
+
+    @property
+    def max_local_cpu_bytes(self) -> int:
+        """``max_local_cpu_size`` in bytes."""
+        return int(self.max_local_cpu_size * GIB_BYTES)
+
+    @property
+    def max_local_gpu_bytes(self) -> int:
+        """``max_local_gpu_size`` in bytes."""
+        return int(self.max_local_gpu_size * GIB_BYTES)
+
+    @property
+    def max_local_disk_bytes(self) -> int:
+        """``max_local_disk_size`` in bytes."""
+        return int(self.max_local_disk_size * GIB_BYTES)
+
+    @property
+    def local_disk_folders(self) -> tuple[str, ...]:
+        """``local_disk`` as absolute paths; empty without a disk tier."""
+        if self.local_disk is None:
+            return ()
+        return (self.local_disk,) if isinstance(self.local_disk, str) else self.local_disk
+
+    @field_validator("max_local_disk_size")
+    @classmethod
+    def _need_size_with_folder(cls, value: float, info: ValidationInfo) -> float:
+        if value == 0 and info.data.get("local_disk") is not None:
+            message = "must be greater than 0 because local_disk is set: say how many GiB of disk each worker may fill"
+            raise PydanticCustomError("size_with_folder", message, {"because_of": "local_disk"})
+        return value
+
+
+def _absolute_folder(text: object) -> str:
+    """A path or ``file://`` URI as an absolute path; it need not exist.
+
+    Raises:
+        PydanticCustomError: the value names no local folder.
+    """
+    if isinstance(text, bool):
+        raise PydanticCustomError("folder", "must be a folder, not true or false; leave the key out for no disk tier")
+    if not isinstance(text, str):
+        raise PydanticCustomError("string_type", "must be text")
+    if "," in text:
+        raise PydanticCustomError(
+            "folder", "must have no comma in its name; several folders are written as a list: [/disk1, /disk2]"
+        )
+    path = _path_of_uri(text) if "://" in text else text
+    if not path or "\0" in path:
+        raise PydanticCustomError("folder", "must be the path of a folder; leave the key out for no disk tier")
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as error:
+        raise PydanticCustomError("folder", "must name an existing user after ~, or be an absolute path") from error
+
+
+def _path_of_uri(uri: str) -> str:
+    scheme, _, rest = uri.partition("://")
+    if scheme.lower() != "file":
+        raise PydanticCustomError("folder", "must be a path or a file:// URI: other addresses are no folder")
+    if not rest.startswith(("/", "localhost/")):
+        # LMCache reads file://folder/ as a relative path, the standard as a host's name: refuse to guess.
+        raise PydanticCustomError("folder", "must have three slashes and an absolute path: file:///var/cache/kvstore")
+    return unquote(urlsplit("file://" + rest).path)

@@ -1,0 +1,63 @@
+"""A command's dataclass parameters are options, and its errors are a line and an exit code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from kvstore.errors import ConfigError, InvalidCallError, LayoutError, TierError
+from kvstore.tools.console import FAILED, WRONG_USAGE, for_typer
+
+
+@dataclass(frozen=True)
+class Place:
+    host: Annotated[str, typer.Option(help="Where.")]
+    port: Annotated[int, typer.Option(min=1)] = 80
+
+
+def invoke(command: object, *arguments: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(for_typer(command))  # type: ignore[arg-type] # whatever its options are
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_fields_are_options() -> None:
+    def show(name: str, place: Place, *, loud: bool = False) -> None:
+        """Show a place."""
+        print(name, place, loud)
+
+    assert invoke(show, "x", "--host", "h").stdout == "x Place(host='h', port=80) False\n"
+    assert invoke(show, "x", "--host", "h", "--port", "2", "--loud").stdout == "x Place(host='h', port=2) True\n"
+    assert invoke(show, "x").exit_code == invoke(show, "x", "--host", "h", "--port", "0").exit_code == WRONG_USAGE
+    help_text = invoke(show, "--help").stdout
+    assert "Show a place." in help_text
+    assert "Where." in help_text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("why"), WRONG_USAGE),
+        (LayoutError("why"), WRONG_USAGE),
+        (TierError("why"), WRONG_USAGE),
+        (ImportError("why"), WRONG_USAGE),
+        (InvalidCallError("why"), FAILED),
+    ],
+)
+def test_errors_are_a_line_and_an_exit_code(error: Exception, code: int) -> None:
+    def fail() -> None:
+        raise error
+
+    result = invoke(fail)
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", "error: why\n")
+
+
+def test_other_errors_are_not_hidden() -> None:
+    def fail() -> None:
+        raise KeyError("a mistake of ours")
+
+    assert isinstance(invoke(fail).exception, KeyError)

@@ -1,0 +1,77 @@
+"""What the lines of the Redis and the server tier share: chunks moved through a tier, without an engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.chunks import ChunkRef, Outcome
+from kvstore.tiers import open_tier
+from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
+from kvstore.tools.bench.limits import prefaulted
+from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Limit, Pair, paired, require, timed
+
+if TYPE_CHECKING:
+    from kvstore.layout import KVLayout
+    from kvstore.tiers.base import Tier
+
+LOOKUP_ROUND_TRIPS = 3
+_TIMEOUT_S = 60.0
+
+
+class RemoteChunks:
+    """Chunks in prefaulted slots, and as many slots that they come back to.
+
+    Attributes:
+        refs: the chunks.
+        stored: uint8 ``[num_chunks, slot_bytes]``: what is stored.
+    """
+
+    def __init__(self, layout: KVLayout, num_chunks: int) -> None:
+        self._layout = layout
+        slots = prefaulted(2 * num_chunks * layout.slot_bytes).reshape(2, num_chunks, layout.slot_bytes)
+        self.stored, self._loaded = slots
+        self.stored[:] = np.random.default_rng(0).integers(256, size=self.stored.shape, dtype=np.uint8)
+        self.refs = [ChunkRef(number.to_bytes(16, "little"), layout.blocks_per_chunk) for number in range(num_chunks)]
+        self._puts, self._gets = ([Transfer(*pair) for pair in zip(self.refs, half, strict=True)] for half in slots)
+
+    def tier(self, name: str, url: str) -> Tier:
+        """A tier for these chunks.
+
+        Raises:
+            ConfigError: its packages are not installed.
+        """
+        options = {"url": url, "timeout_s": _TIMEOUT_S}
+        return open_tier(name, TierSetup(NAMESPACE, self._layout, UNBOUNDED_BYTES, options))
+
+    def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, *, limit_first: bool) -> tuple[Pair, Pair]:
+        """Store all chunks, with other bytes than before, and load them again; the times of each.
+
+        Raises:
+            BenchError: the tier lost or changed a byte.
+        """
+        self.stored += 1
+        self._loaded[:] = 0
+        stored, outcomes = paired(put_limit, lambda: tier.put(self._puts), limit_first=limit_first)
+        require(set(outcomes) == {Outcome.STORED}, f"the {tier.name} tier did not store everything")
+        loaded, outcomes = paired(get_limit, lambda: tier.get(self._gets), limit_first=limit_first)
+        require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
+        require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
+        return stored, loaded
+
+    def look_up(self, tier: Tier, ping: Limit, *, slack_s: float = 0.0) -> list[Pair]:
+        """Store all chunks and look them up, against three round trips and ``slack_s``.
+
+        Raises:
+            BenchError: not all were found.
+        """
+        tier.put(self._puts)
+        asked = (self.refs * -(-LOOKUP_CHUNKS // len(self.refs)))[:LOOKUP_CHUNKS]
+        pairs = []
+        for _ in range(LOOKUP_ROUNDS):
+            ping_s, _ = timed(ping)
+            path_s, found = timed(lambda: tier.contains(asked))
+            require(all(found), f"the {tier.name} tier did not find everything")
+            pairs.append(Pair(LOOKUP_ROUND_TRIPS * ping_s + slack_s, path_s))
+        return pairs

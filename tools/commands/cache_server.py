@@ -1,0 +1,291 @@
+"""``kvstore ping``, ``stats``, ``lookup``, ``explain``, ``pin``, ``pins``, ``unpin``, ``clear``: ask a cache server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
+from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, give_up
+
+if TYPE_CHECKING:
+    from kvstore.tiers.server.operator import Found, Operator
+
+_MIB = 1 << 20
+_REASONS = {
+    "never_stored": "it was never stored, or so long ago that the server has forgotten",
+    "evicted": "it was evicted: raise max_local_cpu_size, the disk's size, or the quota",
+    "removed": "it was cleared, or replaced by a longer chunk",
+    "lost": "its file was missing or damaged",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A cache server, and the keys to connect with."""
+
+    url: Annotated[
+        str, typer.Option(help="URL of the server: kvs+ipc:///folder or kvs://host:port.", envvar="KVSTORE_REMOTE_URL")
+    ]
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with your secret key, for a server on another host.", envvar="KVSTORE_REMOTE_KEY_FILE"),
+    ] = None
+    server_key_file: Annotated[
+        Path | None, typer.Option(help="File with the server's public key.", envvar="KVSTORE_REMOTE_SERVER_KEY_FILE")
+    ] = None
+
+    @contextmanager
+    def operator(self, timeout_s: float = 5.0) -> Iterator[Operator]:
+        """A connection. What goes wrong with it ends the command: with 1 if the server does not answer."""
+        from kvstore.tiers import load_tier  # noqa: PLC0415
+
+        try:
+            load_tier("server")  # says what to install, if need be
+            from kvstore.tiers.server.operator import Operator  # noqa: PLC0415 - an extra
+            from kvstore.tiers.server.url import parse_server  # noqa: PLC0415
+
+            keys = {"client_key_file": self.key_file, "server_key_file": self.server_key_file}
+            with closing(Operator(parse_server(self.url, {"timeout_s": timeout_s, **keys}))) as operator:
+                yield operator
+        except KVStoreError as error:
+            give_up(error, WRONG_USAGE if isinstance(error, ConfigError | InvalidCallError) else FAILED)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and whose KV of it is meant."""
+
+    tokens: Annotated[
+        Path | None, typer.Option(help="File with the prompt's token ids, as a JSON list.", exists=True)
+    ] = None
+    text: Annotated[Path | None, typer.Option(help="File with the prompt as text; needs --tokenizer.", exists=True)] = (
+        None
+    )
+    tokenizer: Annotated[Path | None, typer.Option(help="The model's tokenizer.json.", exists=True)] = None
+    salt: Annotated[str | None, typer.Option(help="cache_salt of the requests.")] = None
+    model: Annotated[
+        str, typer.Option(help="Only namespaces with this id, or with this text in their model's name.")
+    ] = ""
+
+    def find(self, operator: Operator) -> tuple[int, list[Found]]:
+        """The prompt's length in tokens, and what each namespace of the server has of it.
+
+        Raises:
+            ConfigError: the options are no prompt.
+            TierError: the server does not answer.
+        """
+        from kvstore.keys import KeyExtras  # noqa: PLC0415
+
+        ids = self._ids()
+        return len(ids), operator.find(ids, KeyExtras(cache_salt=self.salt), self.model)
+
+    def _ids(self) -> list[int]:
+        if (self.tokens is None) == (self.text is None):
+            raise ConfigError("give the prompt with --tokens, or with --text and --tokenizer")
+        if self.tokens is not None:
+            try:
+                ids = json.loads(self.tokens.read_bytes())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{self.tokens} is no JSON list of token ids: {error}") from error
+            if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+                raise ConfigError(f"{self.tokens} is no JSON list of token ids")
+            return ids
+        if self.tokenizer is None:
+            raise ConfigError("--text needs --tokenizer, the tokenizer.json of the model")
+        from tokenizers import Tokenizer as Reader  # noqa: PLC0415 - an extra
+
+        assert self.text is not None
+        return list(Reader.from_file(str(self.tokenizer)).encode(self.text.read_text(encoding="utf-8")).ids)
+
+
+def ping(
+    server: Server,
+    *,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.", min=0.01)] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Ask whether a cache server answers, as a readiness probe does. Exits with 1 if it does not."""
+    with server.operator(timeout) as operator:
+        status = operator.ping()
+    print(json.dumps({"status": status}) if as_json else status)
+    if status != "ok":
+        raise typer.Exit(FAILED)
+
+
+def stats(
+    server: Server,
+    *,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a cache server holds and has done, for each tier and each namespace."""
+    with server.operator() as operator:
+        if as_json:
+            print(json.dumps(operator.stats()))
+        elif not watch:
+            Console().print(_tables(operator.stats()))
+        else:
+            with Live(_tables(operator.stats()), auto_refresh=False) as live:
+                try:
+                    while True:
+                        time.sleep(1.0)
+                        live.update(_tables(operator.stats()), refresh=True)
+                except KeyboardInterrupt:
+                    return
+
+
+def lookup(server: Server, prompt: Prompt, *, as_json: AsJson = False) -> None:
+    """Show how much of a prompt the server holds. Exits with 1 if it holds nothing."""
+    with server.operator() as operator:
+        num_tokens, found = prompt.find(operator)
+    if as_json:
+        print(json.dumps({"tokens": num_tokens, "found": {each.space_id: each.num_tokens for each in found}}))
+    else:
+        for each in found:
+            print(f"{each.space_id}: {each.num_tokens} of {num_tokens} tokens ({each.fields.get('model', '')})")
+    if not any(each.num_tokens for each in found):
+        raise typer.Exit(FAILED)
+
+
+def explain(server: Server, prompt: Prompt, *, as_json: AsJson = False) -> None:
+    """Show whether the server holds a prompt, and if not, why."""
+    with server.operator() as operator:
+        num_tokens, found = prompt.find(operator)
+    reasons = {each.space_id: _reason(each, found) for each in found}
+    if as_json:
+        chunks = {each.space_id: each.chunks for each in found}
+        print(json.dumps({"tokens": num_tokens, "reasons": reasons, "chunks": chunks}))
+        return
+    if not found:
+        print("there is no such namespace: no engine with this model has connected since the server was started")
+    for each in found:
+        print(f"{each.space_id} ({each.fields.get('model', '')}): {each.num_tokens} of {num_tokens} tokens")
+        print(f"  {reasons[each.space_id]}")
+
+
+def pin(
+    server: Server,
+    prompt: Prompt,
+    *,
+    seconds: Annotated[
+        int | None, typer.Option("--for", help="Seconds to keep it; at most the server's pin_max_secs.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep from eviction what the server holds of a prompt, for a time or until it is unpinned or removed."""
+    with server.operator() as operator:
+        _, found = prompt.find(operator)
+        changed = sum(operator.pin(each, is_wanted=True, seconds=seconds or 0) for each in found)
+    _print_changed("pinned", changed, as_json=as_json)
+
+
+def pins(server: Server, *, as_json: AsJson = False) -> None:
+    """List what is pinned at a cache server: the chunks of each namespace, and for how long."""
+    with server.operator() as operator:
+        tree = operator.pins()
+    if as_json:
+        print(json.dumps(tree))
+        return
+    for each in tree["pins"]:
+        size = f"{each['chunks']} chunks, {_mib(each['bytes'])} MiB"
+        print(f"{each['namespace']}: {size}, for {each['ends_in_s']} s")
+    if tree["left_out"]:
+        print(f"and {tree['left_out']} more")
+    if not tree["pins"]:
+        print("nothing is pinned")
+
+
+def unpin(
+    server: Server,
+    prompt: Prompt,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="Unpin everything, instead of a prompt.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let what was pinned of a prompt, or everything that was pinned, be evicted again."""
+    with server.operator() as operator:
+        if everything:
+            changed = operator.unpin()
+        else:
+            _, found = prompt.find(operator)
+            changed = sum(operator.pin(each, is_wanted=False) for each in found)
+    _print_changed("unpinned", changed, as_json=as_json)
+
+
+def clear(
+    server: Server,
+    *,
+    namespace: Annotated[str, typer.Option(help="Id of the namespace to clear, as kvstore stats shows it.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Forget the chunks of a namespace, or of all namespaces."""
+    with server.operator() as operator:
+        if bool(namespace) == everything:
+            raise ConfigError("give either --namespace or --all")
+        if namespace and not _is_known(namespace, operator.stats()):
+            raise ConfigError(f"there is no namespace {namespace!r}: kvstore stats lists them")
+        forgotten = operator.clear(namespace)
+    print(json.dumps({"forgotten": forgotten}) if as_json else f"{forgotten} chunks forgotten")
+
+
+def _print_changed(done: str, changed: int, *, as_json: bool) -> None:
+    print(json.dumps({done: changed}) if as_json else f"{changed} chunks {done}")
+    if not changed:
+        raise typer.Exit(FAILED)
+
+
+def _is_known(namespace: str, tree: dict[str, Any]) -> bool:
+    """Whether a namespace is at the server, as far as its report tells."""
+    return bool(tree["namespaces_left_out"]) or namespace in {space["id"] for space in tree["namespaces"]}
+
+
+def _reason(each: Found, others: list[Found]) -> str:
+    """Why a prompt ends where it does in a namespace, in words."""
+    longest = max(others, key=lambda other: other.num_tokens)
+    last = each.chunks[-1] if each.chunks else ""
+    if not each.chunks:
+        text = "it is shorter than a chunk, and no block of it was stored"
+    elif last.startswith(("memory", "disk")):
+        text = f"all of it that can be stored is there: the last chunk in {last}"
+    else:
+        text = f"chunk {len(each.chunks) - 1} is missing: {_REASONS.get(last, last)}"
+    if longest.num_tokens > each.num_tokens:
+        names = each.fields.keys() | longest.fields.keys()
+        differing = sorted(name for name in names if each.fields.get(name) != longest.fields.get(name))
+        text += f"; {longest.space_id}, which differs in {', '.join(differing) or 'geometry'}, has more of it"
+    return text
+
+
+def _tables(tree: dict[str, Any]) -> Group:
+    """The state of a server as two tables."""
+    title = f"kvstore {tree['version']}, {tree['status']}, up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
+    tiers = Table(title=title, title_justify="left")
+    for name in ("tier", "used MiB", "of MiB", "chunks"):
+        tiers.add_column(name, justify="left" if name == "tier" else "right")
+    for name, tier in tree["tiers"].items():
+        tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), str(tier["chunks"]))
+    spaces = Table(caption="found, missing: chunks looked up; MiB: of how many, if there is a quota")
+    counted = ("found", "missing", "stored", "read", "evicted")
+    for name in ("namespace", "clients", "chunks", "MiB", *counted):
+        spaces.add_column(name, justify="left" if name == "namespace" else "right", no_wrap=name == "namespace")
+    for space in tree["namespaces"]:
+        quota = f" of {_mib(space['quota_bytes'])}" if space["quota_bytes"] is not None else ""
+        row = [space["id"], space["clients"], space["chunks"], _mib(space["used_bytes"]) + quota]
+        spaces.add_row(*map(str, [*row, *(space["counters"][f"{name}_chunks"] for name in counted)]))
+    return Group(tiers, spaces)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / _MIB:,.0f}"

@@ -1,0 +1,59 @@
+"""``kvstore serve`` and ``kvstore keygen``: the cache server and its keys."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.tools.console import FAILED, AsJson, log_to_stderr, print_report
+
+
+def serve(
+    config: Annotated[Path, typer.Option(help="YAML file; docs/server.md has an example.", exists=True)],
+    *,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the configuration, and show what it means.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Report the start as one JSON object.")] = False,
+) -> None:
+    """Run a cache server for every engine on this host, and on others, until SIGTERM or SIGINT.
+
+    Chunks on their way to disk are then written, for up to server_drain_secs; a second signal ends the server at once.
+    Exits with 2 if the configuration or the folder cannot be used, and with 1 if chunks were given up at the end.
+    """
+    from kvstore.config import load_config  # noqa: PLC0415
+    from kvstore.memory.limits import require_memory  # noqa: PLC0415
+    from kvstore.tools.serve import planned, run_server, server_options  # noqa: PLC0415
+
+    log_to_stderr()
+    loaded = load_config(path=config).config
+    require_memory(loaded.max_local_cpu_bytes, "the cache server")
+    options = server_options(loaded)
+    options.check()
+    if check:
+        print_report(planned(options), as_json=as_json)
+        return
+    from kvstore.server.hub import Hub  # noqa: PLC0415
+
+    if not run_server(Hub(options), loaded.server_http_port, partial(print_report, as_json=as_json)):
+        raise typer.Exit(FAILED)
+
+
+def keygen(
+    name: Annotated[str, typer.Argument(help="Name of the files: server, or a client's name.")],
+    *,
+    folder: Annotated[Path, typer.Option(help="Folder for <name>.key and <name>.pub.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Make a pair of keys, for a server that other hosts reach, or for one of its clients."""
+    from kvstore.protocol.keyfiles import make_keys  # noqa: PLC0415 - an extra
+
+    public, secret = make_keys(folder, name)
+    if as_json:
+        print(json.dumps({"secret": str(secret), "public": str(public)}))
+    else:
+        print(f"{secret}: secret, for nobody else\n{public}: public, for the other side")

@@ -1,0 +1,38 @@
+"""``kvstore simulate``: eviction policies, replayed over recorded traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.tools.console import AsJson
+
+
+def simulate(
+    traces: Annotated[
+        list[Path], typer.Argument(help="Traces that kvstore recorded, or in Mooncake's format.", exists=True)
+    ],
+    *,
+    chunks: Annotated[str, typer.Option(help="Memory sizes in chunks, such as 1000,5000.")] = "",
+    size: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,40; needs --bytes-per-token.")] = "",
+    disk: Annotated[float | None, typer.Option(help="Size of a disk below the memory, in the same unit.")] = None,
+    bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of KV per token, such as 131072 for Llama-3.1-8B.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policy to replay; repeatable. By default all.")] = None,
+    best: Annotated[bool, typer.Option(help="Also show the best possible hit rate.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this .svg, .png or .pdf file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay traces through the eviction policies: what would another 100 GB bring?
+
+    Sizes are in chunks unless --bytes-per-token is given. Exits with 2 if a trace cannot be read.
+    """
+    from kvstore.tools.simulate.run import SimulateOptions, simulate_and_print  # noqa: PLC0415
+
+    options = SimulateOptions.parse(
+        chunks=chunks, size=size, disk=disk, bytes_per_token=bytes_per_token, policies=policy or [], best=best
+    )
+    simulate_and_print(traces, options, plot_file=plot, as_json=as_json)

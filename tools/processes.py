@@ -1,0 +1,44 @@
+"""Processes that a tool starts: a free port for them, waiting for them, and an end that is certain."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_listening(port: int) -> bool:
+    """Whether a process of this machine accepts connections on a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def running(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[str]]:  # noqa: ANN401 - Popen's
+    """A process that is killed at the end. Its pipes are of text; ``options`` are those of ``Popen``."""
+    with subprocess.Popen(command, text=True, **options) as process:  # noqa: S603 - callers name the programs
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float, *, every_s: float) -> bool:
+    """Ask again and again; whether the answer was yes before the time ran out."""
+    deadline_s = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(every_s)
+    return True
