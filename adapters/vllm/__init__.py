@@ -1,7 +1,6 @@
 """The vLLM V1 adapter.
 
-``connector.py`` is the class vLLM loads: a thin shell. Behind it, ``scheduler.py`` owns the index and makes plans,
-``worker.py`` owns the memory and carries them out, ``tracker.py`` remembers requests between steps, ``params.py`` reads
-what clients ask for one request, and ``steps.py`` is what travels between the two sides. ``translate.py`` is the only
-place that knows vLLM's own objects.
+``connector.py`` is the class that vLLM loads, a thin shell. Behind it, ``scheduler/`` owns the index and plans,
+``worker/`` owns the memory and carries the plans out, ``requests/`` reads what clients ask for and remembers requests
+between steps, and ``plan.py`` is what travels between the two sides. vLLM's own types end in ``glue/``.
 """

@@ -1,7 +1,7 @@
-"""The connector that vLLM loads: a thin shell around ``scheduler.py`` and ``worker.py``.
+"""The connector that vLLM loads: a thin shell around ``StoreScheduler`` and ``StoreWorker``.
 
-vLLM makes one object per role. A load happens within the step that needs it, at once or layer by layer, or beside the
-steps while its request waits; stores are gathered when a step ends, or beside the next ones.
+vLLM makes one object per role. A load happens within the step that needs it, at once or layer by layer, or
+asynchronously, while its request waits. Stores are gathered when a step ends, or while the next one runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstore.adapters.vllm.glue import logs, translate
+from kvstore.adapters.vllm.glue import logs
+from kvstore.adapters.vllm.glue.binding import hold_nothing, paged_kv_of
+from kvstore.adapters.vllm.glue.namespace import namespace_of
+from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, worker_options
+from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
+from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
@@ -77,7 +83,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class FactsMetadata(KVConnectorHandshakeMetadata):
-    """What a worker owns, on its way to the scheduler; None if it does without the cache."""
+    """What a worker owns, on its way to the scheduler; None if it runs without the cache."""
 
     facts: WorkerFacts | None
 
@@ -86,7 +92,7 @@ class KVStoreConnector(KVConnectorBase_V1):
     """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Check everything that can be checked, before vLLM serves.
+        """Check everything that can be checked before vLLM serves.
 
         Raises:
             ConfigError: the configuration, a flag or the version of vLLM cannot be used; the message says what to do.
@@ -98,8 +104,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
         self._config = loaded.config
-        translate.check_supported(vllm_config, kv_cache_config, self._config)
-        self._frees_blocks = translate.frees_blocks(kv_cache_config)
+        check_supported(vllm_config, kv_cache_config, self._config)
+        self._frees_blocks = frees_blocks(kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle(logger)
         self._gave_up = False
@@ -107,8 +113,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = StoreScheduler(translate.scheduler_options(vllm_config, kv_cache_config, self._config))
-            self._admin = translate.admin_server(vllm_config, self._config, self._scheduler)
+            self._scheduler = StoreScheduler(scheduler_options(vllm_config, kv_cache_config, self._config))
+            self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -123,7 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         Raises:
             KVStoreError: that failed, and the cache is required.
         """
-        if translate.hold_nothing(kv_caches):
+        if hold_nothing(kv_caches):
             return  # a profiling run
         try:
             self._open_worker(kv_caches)
@@ -132,42 +138,42 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def _open_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         config, kv_cache_config = self._vllm_config, self._kv_cache_config
-        workers = translate.total_workers(config)
+        workers = int(config.parallel_config.world_size)
         pool_bytes = self._config.max_local_cpu_bytes
         asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
         if self._config.listens:
             asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
         limits.require_memory(self._config.host_memory_bytes * workers, asked)
-        paged = translate.paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
-        namespace = translate.namespace_of(config, kv_cache_config, self._config, paged)
+        paged = paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
+        namespace = namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:
-            server = translate.embedded_server(config, namespace, paged.layout, self._config)
+            server = embedded_server(config, namespace, paged.layout, self._config)
             if server is not None:
                 opened.callback(server.close)
             self._worker = StoreWorker(
                 paged,
                 namespace,
-                translate.engine_options(config, kv_cache_config, self._config),
-                translate.worker_options(config, kv_cache_config, self._config),
+                engine_options(config, kv_cache_config, self._config),
+                worker_options(config, kv_cache_config, self._config),
                 server,
             )
             opened.pop_all()
 
     def _go_without(self, error: KVStoreError) -> None:
-        """Leave vLLM without the cache, or raise if it is required."""
+        """Let vLLM run without the cache, or raise if it is required."""
         if self._config.required:
             raise error
         self._gave_up = True
         logger.warning("vLLM runs WITHOUT the cache, since required is false: %s", error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler what this worker owns, or that it does without."""
+        """Tell the scheduler what this worker owns, or that it runs without the cache."""
         if self._worker is None:
             return FactsMetadata(None) if self._gave_up else None
         return FactsMetadata(self._worker.facts())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before a step overwrites the blocks of preempted requests: let stores that read them end."""
+        """Wait for stores that read blocks of preempted requests, before a step overwrites them."""
         if self._worker is not None and isinstance(kv_connector_metadata, PlanMetadata):
             self._worker.prepare(kv_connector_metadata.plan)
 
@@ -200,14 +206,14 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker.store()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report requests whose last store is done, and those whose load beside the steps is over."""
+        """Report requests whose last store has ended, and those whose asynchronous load has."""
         if self._worker is None:
             return None, None
         self._worker.end_loads()
         return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, with those requests among them that must begin anew, because their load failed."""
+        """The same, and which of these requests must start over because their load failed."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed_requests()
@@ -223,7 +229,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return ReportMetadata(report) if report else None
 
     def shutdown(self) -> None:
-        """Let writes end within the configured bound, and release memory, threads, port and folder."""
+        """Wait for writes, within the configured bound, and release memory, threads, port and folder."""
         if self._admin is not None:
             self._admin.close()
         if self._worker is not None:
@@ -243,9 +249,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
         facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
-            logger.warning("another connector spoke first, so nothing is cached: make %s the first of them", CONNECTOR)
+            logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
-            logger.warning("nothing is cached: %d of %d workers do without", len(ranks) - len(facts), len(ranks))
+            logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
         elif facts and self._scheduler is not None:
             try:
                 self._scheduler.connect(facts)
@@ -253,26 +259,26 @@ class KVStoreConnector(KVConnectorBase_V1):
                 self._go_without(error)
 
     def on_new_request(self, request: Request) -> None:
-        """Track a request, unless its KV must not be shared, or nobody can tell what its client wants."""
+        """Track a request, unless its KV must not be shared. Where its fields are wrong, it does not use the cache."""
         handover = None
         try:
-            params = translate.request_params(request, self._config.request_fields)
+            params = request_params(request, self._config.request_fields)
             self._tell_ignored(params.ignored)
-            handover = translate.handover_of(request) if self._config.enable_pd else None
+            handover = handover_of(request) if self._config.enable_pd else None
         except InvalidCallError as error:
             self._throttle.log(str(error), "a request is served without the cache: %s", error)
-            params = WITHOUT_CACHE  # not passed by: it may share blocks whose load fails
-        adapter = translate.adapter_of(request)
-        if not translate.is_shareable(request):
+            params = WITHOUT_CACHE  # but tracked: it may share blocks whose load fails
+        adapter = adapter_of(request)
+        if not is_shareable(request):
             return
         if adapter is None:
-            self._scheduling.add_request(request, translate.key_extras(request, params), params, handover)
+            self._scheduling.add_request(request, key_extras(request, params), params, handover)
             return
 
         def admit(files: str, may_share: bool) -> None:
-            """Not passed by if it may not share, either."""
+            """Track it, also if it may not share."""
             wishes, sends = (params, handover) if may_share else (WITHOUT_CACHE, None)
-            self._scheduling.add_request(request, translate.key_extras(request, wishes, files), wishes, sends)
+            self._scheduling.add_request(request, key_extras(request, wishes, files), wishes, sends)
 
         self._arrivals.add(request.request_id, adapter, admit)
 
@@ -282,11 +288,11 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._throttle.log(f"ignored {name}", said, name)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request is to wait for them."""
+        """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request waits for them."""
         if not self._arrivals.is_admitted(request.request_id):
             return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens) and self._scheduling.loads_beside(request.request_id)
+        return num_tokens, bool(num_tokens) and self._scheduling.is_async_load(request.request_id)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load that vLLM decided on."""
@@ -318,7 +324,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Take in what the workers did."""
         failed_block_ids = connector_output.invalid_block_ids
         if failed_block_ids and self._kv_cache_manager is not None:
-            # vLLM leaves them in its prefix cache to be computed anew; but another request may find them first.
+            # vLLM leaves them in its prefix cache, to be computed again; but another request may find them first.
             self._kv_cache_manager.evict_blocks(self._scheduling.spoilt_blocks(failed_block_ids))
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, ReportMetadata):
@@ -329,7 +335,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return StoreStats.of(self._scheduler.take_tally()) if self._scheduler else None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Which blocks came to memory and disk, and left them, for whoever listens to vLLM's KV events."""
+        """Which blocks came to memory and disk, and which left, for listeners to vLLM's KV events."""
         groups = self._kv_cache_config.kv_cache_groups
         return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
 
@@ -361,7 +367,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """What was sent, as an object again."""
+        """Numbers that vLLM has sent, as an object again."""
         return StoreStats(data or {})
 
     @classmethod

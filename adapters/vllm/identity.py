@@ -1,7 +1,7 @@
-"""Whose KV it is: fingerprints of model and adapter files. Equal content is equal, on whatever machine it lies.
+"""Fingerprints of model and adapter files: equal content has equal fingerprints, on every machine.
 
-Small files and adapters are read whole. Of the weights of a large model, which nobody wants to read for minutes at
-every start, a part is read: ``docs/warming.md`` says which.
+Small files and adapters are read whole. The weights of a large model, which would take minutes at every start, are
+sampled: ``docs/warming.md`` says how.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE_BYTES: Final = 256 << 20  # a file up to this size is read whole
 _SAMPLE_BYTES: Final = 4096
 _STRIDE_BYTES: Final = 256 << 10  # of a tensor, one sample each
 _MOST_ROWS: Final = 60_000  # of a matrix that is no vocabulary
-_VOCABULARY: Final = ("embed", "lm_head", "wte")  # in names of tensors whose rows belong to single tokens
+_VOCABULARY: Final = ("embed", "lm_head", "wte")  # in names of tensors with a row for each token
 _READ_BYTES: Final = 1 << 20
 _MAX_HEADER_BYTES: Final = 64 << 20
 _THREADS: Final = 8
@@ -35,18 +35,18 @@ def fingerprint_folder(folder: Path) -> str:
     """32 hex digits over the configuration and the weights of a model.
 
     Raises:
-        ConfigError: there is no file to tell the model by, or one cannot be read.
+        ConfigError: there is no file that identifies the model, or one cannot be read.
     """
     with ThreadPoolExecutor(_THREADS, "kvstore-identity") as readers:
         return _fingerprint(folder, lambda files: readers.map(_model_facts, files))
 
 
 def fingerprint_adapter(folder: Path, digest: Callable[[Path], str] | None = None) -> str:
-    """The same of an adapter, all of whose bytes count.
+    """The same for an adapter, of which every byte counts.
 
     Args:
         folder: of the adapter.
-        digest: of a file's content; for those who know it already.
+        digest: of a file's content, for callers that remember digests.
 
     Raises:
         ConfigError: as ``fingerprint_folder``.
@@ -75,18 +75,18 @@ def _fingerprint(folder: Path, facts_of: Callable[[list[Path]], Iterable[list[ob
     except OSError as error:
         raise ConfigError(f"cannot read the files of {folder} to identify the model: {error}") from error
     if not any(path.suffix in _WEIGHT_SUFFIXES for path in relevant):
-        raise ConfigError(f"there are no weight files in {folder}: set kvstore.model_id to name the model yourself")
+        raise ConfigError(f"no weight files in {folder}: set kvstore.model_id to name the model yourself")
     return digest.hexdigest()[:32]
 
 
 def _model_facts(path: Path) -> list[object]:
-    """What tells a file of a model from another one."""
+    """What identifies a file of a model."""
     status = path.stat()
     if path.suffix == ".json" or status.st_size <= WHOLE_BYTES:
         return [path.name, digest_of(path)]
     header = _header(path)
     tensors = _tensors(header, status.st_size) if header is not None else None
-    if header is None or tensors is None:  # nothing says where which tensor is, so that time must help
+    if header is None or tensors is None:  # without knowing where each tensor is, the file's time must do
         return [path.name, status.st_size, status.st_mtime_ns, hashlib.sha256(header or b"").hexdigest()]
     return [path.name, status.st_size, hashlib.sha256(header).hexdigest(), _digest_of_ranges(path, _ranges(tensors))]
 
@@ -100,7 +100,7 @@ class _Tensor(NamedTuple):
 
 
 def _header(path: Path) -> bytes | None:
-    """The header of a safetensors file with its length; None for other formats, or if it is none."""
+    """The header of a safetensors file with its length; None for other formats, or if it is cut off."""
     if path.suffix != ".safetensors":
         return None
     with path.open("rb") as file:
@@ -113,7 +113,7 @@ def _header(path: Path) -> bytes | None:
 
 
 def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:
-    """The tensors that a header names, as they lie in the file; None if it is not to be understood."""
+    """The tensors that a header names, in the order of the file; None if it cannot be parsed."""
     try:
         fields = json.loads(header[8:])
         tensors = []
@@ -143,15 +143,15 @@ def _ranges(tensors: list[_Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _digest_of_ranges(path: Path, ranges: Iterator[tuple[int, int]]) -> str:
-    """A checksum over parts of a file: of weights that their operator chose, so it need not withstand anybody."""
+    """A checksum over parts of a file. Not cryptographic: operators choose their weights themselves."""
     checksum = xxhash.xxh3_128()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or each sample would read ahead
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise each sample would read ahead
         for offset, length in ranges:
             part = os.pread(descriptor, length, offset)
             if len(part) < length:
-                raise OSError(f"{path.name} ends too early")
+                raise OSError(f"{path.name} is cut off")
             checksum.update(part)
     finally:
         os.close(descriptor)

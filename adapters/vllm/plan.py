@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec
+from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.handover.pusher import PushJob
@@ -44,15 +44,15 @@ class ReqMeta:
 
 @dataclass
 class Fetch:
-    """A load beside the steps: its request waits for it, and no step does.
+    """An asynchronous load: its request waits for it, and no step does.
 
     Attributes:
         number: counts the fetches, from 1.
         req_id: vLLM's id of the request.
         loads: chunks to bring into its blocks.
         lost_block_ids: as in ``ReqMeta``.
-        has_gaps: it lacks blocks before those that are loaded, so it cannot go on from a block that fails: it begins
-            anew.
+        has_gaps: the request lacks blocks before those that are loaded. It cannot go on from a block that fails, and
+            starts over.
     """
 
     number: int
@@ -75,15 +75,15 @@ class StepPlan:
 
     Attributes:
         number: counts the steps, from 1.
-        computes: the step computes something; vLLM tells nothing of others in which no connector reports anything.
+        computes: the step computes something; vLLM passes on nothing of other steps unless a connector reports.
         acked: the last step whose report the scheduler had taken in when it made this plan.
-        requests: the requests with something to move; where there is one, every rank reports the step.
+        requests: the requests with something to move; if there is any, every rank reports the step.
         fetches: loads to begin, of which every rank reports the end.
-        preempts: blocks of requests that go on later are about to be overwritten.
+        preempts: blocks of preempted requests are about to be overwritten.
         removals: chunks that must leave the disk, before anything else.
-        recalls: chunks that must leave the remote tier, too.
+        recalls: chunks that must also leave the remote tier.
         epoch: unless empty, forget every chunk first, and keep those to come under this epoch of the namespace.
-        sourced: chunks to be loaded, for requests that name an engine to read them from.
+        sourced: chunks to load for requests that name an engine to read them from.
     """
 
     number: int
@@ -100,10 +100,10 @@ class StepPlan:
 
 @dataclass
 class StepResult:
-    """What failed in one step; everything else of its plan was done once every rank has ended it.
+    """What failed in one step; the rest of its plan is done once every rank has ended the step.
 
-    A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, where a
-    draft model runs in between, or they are carried out beside the model.
+    A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, if a draft
+    model runs in between, or if stores are asynchronous.
     """
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
@@ -136,7 +136,7 @@ class StepResult:
 
 @dataclass
 class FetchResult:
-    """What a fetch did not bring; everything else is there once every rank has ended it."""
+    """What a fetch did not bring; the rest is there once every rank has ended the fetch."""
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
     lost_chunks: set[PrefixKey] = field(default_factory=set)
@@ -152,7 +152,7 @@ class FetchResult:
 
 
 class Written(NamedTuple):
-    """A write behind that has ended: whether the chunk was stored, and on disk in how many bytes."""
+    """A write-behind that has ended: whether the chunk was stored, and how many bytes it takes on disk."""
 
     target: Place
     ref: ChunkRef
@@ -215,9 +215,9 @@ class WorkerFacts:
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:
-    """Whom to ask about a chunk, of workers in the order of their ranks: all that must have their part of it.
+    """Where to ask for each part of a chunk, given the workers in the order of their ranks.
 
-    Those that hold the same KV share their part at a remote tier, unless each has a server, or peers, of its own.
+    Workers that hold the same KV share their part at a remote tier, unless each has a server, or peers, of its own.
     """
     shards = {}
     for rank, worker in enumerate(facts):

@@ -45,7 +45,7 @@ class MissReason(Enum):
     TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
     NO_ROOM = "no_room"  # it is in a slower tier, and no slot is free to load it
     TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
-    DEARER = "dearer"  # loading it would have taken longer than computing it
+    RECOMPUTE_FASTER = "recompute_faster"  # loading it would have taken longer than computing it
     NOT_TAKEN = "not_taken"  # vLLM took less than it was offered
     VERIFIED = "verified"  # it was computed anyway, for comparison
     SWITCHED_OFF = "switched_off"  # loads are switched off, or not part of the engine's role

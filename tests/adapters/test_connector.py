@@ -21,7 +21,8 @@ from vllm.v1.kv_cache_interface import (
 from kvstore.adapters.vllm.connector import KVStoreConnector, PlanMetadata
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.tracker import SaveRules
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 
 pytestmark = pytest.mark.vllm

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvstore.adapters.vllm.glue import translate
+from kvstore.adapters.vllm.glue.binding import paged_kv_of
 from kvstore.engine import CacheEngine
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.keys import Namespace
@@ -91,7 +91,7 @@ def allocate(config: KVCacheConfig, layout: KVCacheLayout, kernel_block: int | N
 
 
 def check_there_and_back(paged: Paged, config: KVCacheConfig, layout: KVCacheLayout) -> None:
-    bound = translate.paged_kv_of(paged.caches, config, vllm_config(layout), 4 * BLOCK)
+    bound = paged_kv_of(paged.caches, config, vllm_config(layout), 4 * BLOCK)
     tokens = list(range(len(SOURCES) * BLOCK))
     paged.fill(seed=1)
     stored = take_blocks(paged, SOURCES)
@@ -135,7 +135,7 @@ def test_a_pair_of_tensors_for_each_layer() -> None:
 
 def test_the_null_block_is_refused() -> None:
     config = cache_config(MODELS["llama"], LAYOUTS[0])
-    paged = translate.paged_kv_of(allocate(config, LAYOUTS[0]), config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
+    paged = paged_kv_of(allocate(config, LAYOUTS[0]), config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
     with pytest.raises(InvalidCallError, match=r"block id 0 is not in 1\.\.9"):
         paged.gather(as_block_ids([3, 0]), np.zeros(paged.layout.payload_bytes(2), np.uint8))
 
@@ -144,14 +144,14 @@ def test_the_null_block_is_refused() -> None:
 def test_heads_apart_are_refused(layout: KVCacheLayout) -> None:
     config = cache_config(MODELS["llama"], layout)
     with pytest.raises(LayoutError, match=r"layer 0: .*not supported"):
-        translate.paged_kv_of(allocate(config, layout), config, vllm_config(layout), 4 * BLOCK)
+        paged_kv_of(allocate(config, layout), config, vllm_config(layout), 4 * BLOCK)
 
 
 def test_state_beside_the_tensors_is_refused() -> None:
     config = cache_config(MODELS["llama"], LAYOUTS[0])
     halves = {name: torch.zeros(BLOCKS, 3, BLOCK, 4, dtype=torch.bfloat16) for name in "01"}
     with pytest.raises(LayoutError, match="layer 0: a block has 192 bytes, but the registered tensor reaches 96"):
-        translate.paged_kv_of(halves, config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
+        paged_kv_of(halves, config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
 
 
 def test_a_layer_without_a_cache_is_refused() -> None:
@@ -159,4 +159,4 @@ def test_a_layer_without_a_cache_is_refused() -> None:
     caches = allocate(config, LAYOUTS[0])
     del caches["1"]
     with pytest.raises(LayoutError, match="no KV cache for layer 1"):
-        translate.paged_kv_of(caches, config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
+        paged_kv_of(caches, config, vllm_config(LAYOUTS[0]), 4 * BLOCK)

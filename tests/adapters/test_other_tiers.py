@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.example_tier import install_example
 
-from kvstore.adapters.vllm.glue import translate
+from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.assembly import open_remote
 from kvstore.config import load_config
 from kvstore.keys import Namespace
@@ -27,7 +27,7 @@ def test_a_worker_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     install_example(site)
     monkeypatch.syspath_prepend(str(site))
     file.write_text(f"remote_url: sqlite://{folder}\nremote_required: true\n")
-    options = translate.remote_options(load_config(path=file, environ={}).config)
+    options = remote_options(load_config(path=file, environ={}).config)
     assert options is not None
     assert {*options.settings, "url"} == set(GIVEN_BY_URL)
     assert options.max_queue is None, "chunks are sent there"

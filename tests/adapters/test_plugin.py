@@ -30,7 +30,8 @@ from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.tracker import SaveRules
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.chunks import ChunkRef
 from kvstore.config import StoreConfig
 from kvstore.errors import TierError
@@ -108,7 +109,8 @@ def test_facts_connect_in_the_order_of_ranks() -> None:
     }
     found.set_xfer_handshake_metadata_pp_aware(ranks)
     assert found._scheduling.index is not None
-    assert found._scheduling._num_ranks == 2
+    assert found._scheduling._connected is not None
+    assert found._scheduling._connected.num_ranks == 2
 
 
 def test_what_other_connectors_said_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,7 +129,7 @@ def test_a_rank_without_the_cache_is_none_for_all(caplog: pytest.LogCaptureFixtu
     ranks = {(0, rank): FactsMetadata(FACTS) for rank in range(others)}
     found.set_xfer_handshake_metadata_pp_aware({**ranks, (0, 9): FactsMetadata(None)})
     assert found._scheduling.index is None
-    assert ("1 of 2 workers do without" in caplog.text) == bool(others), "a rank alone has said so itself"
+    assert ("1 of 2 workers run without" in caplog.text) == bool(others), "a rank alone has said so itself"
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -83,7 +83,7 @@ def test_roles(tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Comp
 @pytest.mark.soak
 def test_first_of_several_connectors(tiny_model: Path, tmp_path: Path) -> None:
     """vLLM's own example stands behind ours: what ours has it loads, and both save."""
-    beside = {
+    behind = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
@@ -92,7 +92,7 @@ def test_first_of_several_connectors(tiny_model: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_num_batched_tokens": 2048}
     with Engine(tiny_model, **settings) as engine:
         plain = [engine.generate([prompt], logprobs=2)[0] for prompt in prompts]
-    store = StoreSetup(tmp_path / "disk", beside=beside)
+    store = StoreSetup(tmp_path / "disk", behind=behind)
     for start in ("cold", "restarted"):
         with Engine(tiny_model, store, **settings) as engine:
             if start == "cold":

@@ -90,15 +90,14 @@ def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_asynchronous_scheduling_with_a_disk(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM on a CPU never schedules asynchronously; on a GPU it does by default."""
-    from kvstore.adapters.vllm.glue import translate
-
-    original = translate.check_supported
+    from kvstore.adapters.vllm import connector
+    from kvstore.adapters.vllm.glue.support import check_supported
 
     def on_a_gpu(vllm_config: Any, *rest: Any) -> None:
         vllm_config.scheduler_config.async_scheduling = True
-        original(vllm_config, *rest)
+        check_supported(vllm_config, *rest)
 
-    monkeypatch.setattr(translate, "check_supported", on_a_gpu)
+    monkeypatch.setattr(connector, "check_supported", on_a_gpu)
     within = {"kvstore.enable_async_loading": False}
     assert "--no-async-scheduling" in refusal(tiny_model, StoreSetup(tmp_path / "disk", extra=within))
 

@@ -49,7 +49,7 @@ class StoreSetup:
     role: str = "kv_both"
     policy: str = "recompute"
     by_module_path: bool = False
-    beside: dict[str, Any] | None = None  # another connector, which stands behind ours in a MultiConnector
+    behind: dict[str, Any] | None = None  # another connector, which stands behind ours in a MultiConnector
     extra: dict[str, Any] = field(default_factory=dict)
 
     def transfer_config(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class StoreSetup:
         }
         if self.by_module_path:
             config["kv_connector_module_path"] = "kvstore.adapters.vllm.connector"
-        if self.beside is not None:
-            both = {"connectors": [config, self.beside]}
+        if self.behind is not None:
+            both = {"connectors": [config, self.behind]}
             config = {**config, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
         return config
 
@@ -169,7 +169,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until everything stored is on disk and known to be there."""
         self.generate([[1, 2, 3]], max_tokens=1)  # the last stores of ended requests are carried out with a step
-        self.store_worker._courier.finish_saves()
+        self.store_worker._background.finish_saves()
         assert not self.store_worker._mover.flush(30.0).pending
         self.generate([[1, 2, 3]], max_tokens=1)  # and the reports of ended writes travel with the next
 
@@ -178,9 +178,9 @@ class Engine:
         self.settle()
         scheduler = self.store_scheduler
         assert scheduler.index.uses == 0
-        assert not scheduler._in_flight
-        assert scheduler._saves.is_idle
-        assert scheduler._loads.is_idle
+        assert not scheduler._steps.in_flight
+        assert scheduler._connected.saves.is_idle
+        assert scheduler._connected.loads.is_idle
         assert not scheduler._trackers
         pool = self.core_scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block

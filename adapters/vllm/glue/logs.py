@@ -1,4 +1,4 @@
-"""Makes what this library logs show up among vLLM's own lines, each of them marked as ours."""
+"""Prints what this library logs among vLLM's own lines, with a mark on each of ours."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _THEIRS: Final = logging.getLogger("vllm")
 
 
 def join_vllm() -> None:
-    """Have vLLM's handlers print what the ``kvstore`` logger gets, unless that has some: then the application decides.
+    """Have vLLM's handlers print what the ``kvstore`` logger gets, unless that logger has handlers of its own.
 
-    vLLM configures its own logger only, so without this nothing below WARNING would be seen. That one stays as is.
+    vLLM configures its own logger only, so without this nothing below WARNING would be seen.
     """
     ours = logging.getLogger("kvstore")
     if ours.handlers or not _THEIRS.handlers:
@@ -27,14 +27,14 @@ def join_vllm() -> None:
     ours.propagate = False
     ours.setLevel(level or logging.INFO)
     if level is None:
-        ours.warning("%s=%s is no level: using INFO", LEVEL_VARIABLE, name)
+        ours.warning("%s=%s is not a log level: using INFO", LEVEL_VARIABLE, name)
 
 
 class _AmongTheirs(logging.Handler):
     """Passes records to vLLM's handlers, with our mark before each line of the message.
 
     Args:
-        passes_levels: print what the handlers' own levels, which are meant for vLLM's lines, would keep back.
+        passes_levels: also print what the handlers' own levels, meant for vLLM's lines, would drop.
     """
 
     def __init__(self, *, passes_levels: bool) -> None:
@@ -51,7 +51,7 @@ class _AmongTheirs(logging.Handler):
 
 
 class _Marked:
-    """A record's message, made when a handler asks for it: what goes wrong then is the handler's business."""
+    """A record's message, formatted when a handler asks for it, so that the handler deals with a wrong format."""
 
     def __init__(self, record: logging.LogRecord) -> None:
         self._record = record

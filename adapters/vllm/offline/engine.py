@@ -1,7 +1,7 @@
 """vLLM without a server, with the connector: computes the KV of prompts and lets the tiers keep it.
 
-The scheduler side runs in this process, so that what the workers own can be asked for; the workers run where vLLM puts
-them. Whether a chunk is stored is told by the tiers themselves, never by what was meant to happen.
+The scheduler side runs in this process, which therefore knows what the workers own; the workers run where vLLM puts
+them. The tiers themselves, and not what was meant to happen, say whether a chunk is stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
-from kvstore.adapters.vllm.glue import translate
+from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
 from kvstore.assembly import open_directory
 from kvstore.config import load_config
@@ -63,7 +63,7 @@ Work = tuple["array[int]", str | None]
 
 
 class WarmingConnector(KVStoreConnector):
-    """The connector, which also remembers what the workers said that they own."""
+    """The connector, which also remembers what the workers own."""
 
     facts: Sequence[WorkerFacts] = ()
 
@@ -101,7 +101,7 @@ class OfflineEngine:
         url = self._config.shared_url
         is_read_only = url is not None and tier_behind(url) in READ_ONLY
         if not self._config.local_disk_folders and (url is None or is_read_only):
-            raise ConfigError("there is nothing to warm: set local_disk or remote_url, which outlive this process")
+            raise ConfigError("nothing to warm: set local_disk or remote_url, which outlive this process")
         self._is_remote_read_only = is_read_only
         self._lora = LoRARequest(lora[0], 1, str(lora[1])) if lora else None
         arguments: dict[str, Any] = {"async_scheduling": False, "enable_lora": lora is not None, **(engine_args or {})}
@@ -167,10 +167,7 @@ class OfflineEngine:
         return [self._on_disk(ref) and (has or not self._directory) for ref, has in zip(refs, remote, strict=True)]
 
     def compute(self, work: Sequence[Work]) -> int:
-        """Compute prompts, as far as their KV is not known; it is on its way to the tiers then.
-
-        Returns the tokens that had to be computed.
-        """
+        """Compute prompts whose KV is not known, and send it to the tiers. Returns how many tokens were computed."""
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         prompts: list[dict[str, Any]] = []
         for tokens, salt in work:
@@ -179,7 +176,7 @@ class OfflineEngine:
         return sum(len(tokens) for tokens, _ in work) - sum(output.num_cached_tokens or 0 for output in outputs)
 
     def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Wait until chunks are stored, as long as any still arrives; those that are not."""
+        """Wait until chunks are stored, for as long as some still arrive; returns those that are not stored."""
         missing = list(refs)
         last_arrival_s = time.monotonic()
         while missing and time.monotonic() - last_arrival_s < self._config.blocking_timeout_secs:
@@ -192,7 +189,7 @@ class OfflineEngine:
         return missing
 
     def close(self) -> None:
-        """Let what is on its way arrive, and end vLLM."""
+        """End vLLM, once what is on its way has arrived."""
         if self._directory is not None:
             self._directory.close()
         self._llm.llm_engine.engine_core.shutdown()
@@ -213,7 +210,7 @@ class OfflineEngine:
         return connector
 
     def _on_disk(self, ref: ChunkRef) -> bool:
-        """Whether every worker has a file of this chunk in one of its folders: under that name stands a whole one."""
+        """Whether every worker has a file of this chunk in one of its folders; under that name it is whole."""
         workers = len(self._facts)
         for rank, facts in enumerate(self._facts):
             below = f"rank-{rank}-of-{workers}" if workers > 1 else ""
@@ -223,14 +220,14 @@ class OfflineEngine:
         return True
 
     def _open_directory(self) -> RemoteDirectory | None:
-        options = translate.remote_options(self._config)
+        options = remote_options(self._config)
         if options is None:
             return None
         return open_directory(shards_of(self._facts, options))
 
 
 def _forget_vllm() -> None:
-    """Free vLLM's state of this process, which a start that failed leaves behind, too."""
+    """Free vLLM's state in this process; a failed start leaves some, too."""
     from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
 
@@ -249,18 +246,18 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, object]:
     try:
         given, default = parser.parse_args(list(arguments)), parser.parse_args([])
     except (SystemExit, argparse.ArgumentError, ValueError, TypeError) as error:
-        raise ConfigError(f"vLLM does not take {' '.join(arguments)}: give flags of vllm serve behind --") from error
+        raise ConfigError(f"vLLM does not take {' '.join(arguments)}: give flags of vllm serve after --") from error
     names = [field.name for field in dataclasses.fields(EngineArgs) if hasattr(given, field.name)]
     changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
     for name in ("model", "kv_transfer_config"):
         if name in changed:
-            raise ConfigError(f"--{name.replace('_', '-')} is not given behind --: see kvstore warm --help")
+            raise ConfigError(f"--{name.replace('_', '-')} is not given after --: see kvstore warm --help")
     return changed
 
 
 @contextmanager
 def _refusals(model: str) -> Iterator[None]:
-    """Make what vLLM objects to at its start, the model's files or a flag, an error of the configuration.
+    """Turn what vLLM refuses at its start, the model's files or a flag, into an error of the configuration.
 
     Raises:
         ConfigError: says what vLLM said.
@@ -285,9 +282,9 @@ def _transfer_config() -> dict[str, object]:
 
 @contextmanager
 def _environment(config: Path | None) -> Iterator[None]:
-    """What vLLM and the connector read from the environment while the engine starts; put back afterwards.
+    """Set what vLLM and the connector read from the environment while the engine starts; restored afterwards.
 
-    The file is named there and not passed on, because vLLM prints what it is given, passwords included.
+    The environment names the configuration file, because vLLM prints what it is passed, passwords included.
     """
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if config is not None:

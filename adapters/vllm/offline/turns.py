@@ -3,7 +3,7 @@
     python -m kvstore.adapters.vllm.offline.turns MODEL TRANSFER
 
 TRANSFER is a KV transfer configuration as JSON, or null. Each line on standard input is a task, each answer a line of
-JSON on standard output behind ``MARK``: seconds, and the tokens of each prompt that were not computed.
+JSON on standard output after ``MARK``: seconds, and the tokens of each prompt that were not computed.
 """
 
 from __future__ import annotations

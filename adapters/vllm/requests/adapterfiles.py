@@ -1,4 +1,4 @@
-"""The files of LoRA adapters: read beside the scheduler, and whole only when they have changed. No vLLM types."""
+"""The files of LoRA adapters: read in the background, and read again only when they have changed. No vLLM types."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvstore.tiers.tasks import Work, carry_out
 
 logger = logging.getLogger(__name__)
 
-_THREADS: Final = 2  # for one that a folder holds up
+_THREADS: Final = 2  # one may hang in a folder
 _MAX_DIGESTS: Final = 4096  # files
-_SETTLED_S: Final = 2.0  # a file younger than this may change again without its times telling
+_SETTLED_S: Final = 2.0  # a younger file may change again without its times changing
 
 
 class Adapter(NamedTuple):
@@ -41,14 +41,14 @@ class Adapter(NamedTuple):
 
 
 Look = Future[str | None]
-"""A look at an adapter's files, which ends with their fingerprint, or None if they cannot be told."""
+"""A look at an adapter's files: their fingerprint, or None if there is none."""
 
 
 class AdapterFiles:
     """Fingerprints of LoRA adapters. ``look`` and ``take`` are for one thread; the files are read on others.
 
-    vLLM keeps an adapter in memory under its number, and may load its files again at any time. Once the files behind a
-    number have been seen to change nobody can say which of them a request will use, so it is never trusted again.
+    vLLM keeps an adapter in memory under its number, and may load its files again at any time. Once the files of a
+    number have changed, nobody can say which of them a request will use, so the number is never trusted again.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class AdapterFiles:
         self._distrusted: set[int] = set()
         self._digests = _Digests()
         self._lock = threading.Lock()  # of what follows
-        self._looks: dict[Adapter, _Looks] = {}  # under way
+        self._looks: dict[Adapter, _Looks] = {}  # in flight
         self._work: SimpleQueue[Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -79,9 +79,9 @@ class AdapterFiles:
             return looks.next
 
     def take(self, adapter: Adapter, look: Look) -> str | None:
-        """The fingerprint for the key, or None if KV made with this adapter must not be shared by this request.
+        """The fingerprint for the key, or None if this request must not share KV made with this adapter.
 
-        A look that has not ended is given up, for this request: nothing is concluded for others.
+        A look that has not ended is given up for this request only.
         """
         if adapter.number in self._distrusted:
             return None
@@ -95,13 +95,13 @@ class AdapterFiles:
             return None
         found = look.result()
         if found is None or self._known.setdefault(adapter.number, found) != found:
-            logger.warning("LoRA adapter %d: its files changed or cannot be told; it is not cached", adapter.number)
+            logger.warning("LoRA adapter %d is not cached: its files changed or cannot be identified", adapter.number)
             self._distrusted.add(adapter.number)
             return None
         return found
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the threads; one that a folder holds up is left behind."""
+        """End the threads; one that hangs in a folder is left behind."""
         with self._lock:
             self._is_closed = True
             threads, self._threads = self._threads, []
@@ -119,7 +119,7 @@ class AdapterFiles:
         self._work.put((look, lambda: self._fingerprint(adapter)))
 
     def _go_on(self, adapter: Adapter) -> None:
-        """Begin the look that was asked for while the last one was under way."""
+        """Begin the look that was asked for while the last one was in flight."""
         with self._lock:
             following = self._looks.pop(adapter).next
             if following is None:
@@ -140,7 +140,7 @@ class AdapterFiles:
 
 @dataclass
 class _Looks:
-    """At one adapter: the one under way, and the one that begins when it has ended."""
+    """Looks at one adapter: the one in flight, and the one that begins when it has ended."""
 
     now: Look
     next: Look | None = None

@@ -1,4 +1,4 @@
-"""Requests of LoRA adapters, from their arrival until it is known which files theirs has. No vLLM types."""
+"""Requests with LoRA adapters, from their arrival until the adapter's files are known. No vLLM types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PASS_BUDGET_S: Final = 0.001
 """How long one pass of the scheduler may wait for looks at files, for all its requests together: most take less."""
 
 Admit = Callable[[str, bool], None]
-"""Takes a request on, with the fingerprint of its adapter if that is known, and whether it may use the cache."""
+"""Admits a request: takes its adapter's fingerprint, if known, and whether it may use the cache."""
 
 
 @dataclass
@@ -26,11 +26,11 @@ class _Arrival:
 
 
 class Arrivals:
-    """What waits for its adapter's files to be looked at. For the scheduler's thread.
+    """The requests that wait for a look at their adapter's files. For the scheduler's thread.
 
     Args:
         adapters: looks; ``close`` closes it.
-        timeout_s: how long a request waits; then it does without the cache.
+        timeout_s: how long a request waits; then it is served without the cache.
     """
 
     def __init__(self, adapters: AdapterFiles, timeout_s: float) -> None:
@@ -40,12 +40,12 @@ class Arrivals:
         self._left_s = PASS_BUDGET_S
 
     def add(self, request_id: str, adapter: Adapter, admit: Admit) -> None:
-        """A request has come; ``admit`` is called once, when it is asked for and its files are known, or too late."""
+        """A request has come. ``admit`` is called once, from ``is_admitted``: with its files, or after its deadline."""
         deadline_s = time.monotonic() + self._timeout_s
         self._waiting[request_id] = _Arrival(adapter, self._adapters.look(adapter), deadline_s, admit)
 
     def is_admitted(self, request_id: str) -> bool:
-        """Whether a request needs to wait no longer."""
+        """Whether a request need not wait any longer."""
         arrival = self._waiting.get(request_id)
         if arrival is None:
             return True
@@ -65,7 +65,7 @@ class Arrivals:
         self._waiting.pop(request_id, None)
 
     def end_pass(self) -> None:
-        """The scheduler has made up a step; the next pass may wait again."""
+        """The scheduler has planned a step; the next pass may wait again."""
         self._left_s = PASS_BUDGET_S
 
     def close(self) -> None:

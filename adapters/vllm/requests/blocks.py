@@ -9,11 +9,11 @@ from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import as_block_ids
 
 NULL_BLOCK: Final = 0
-"""Stands in a table where a block has left its layers' window: it is nobody's, and all requests share it."""
+"""Stands in a table where a block has left its layers' window. No request owns it."""
 
 
 def are_whole(block_ids: Sequence[int], begin: int, num_blocks: int) -> bool:
-    """Whether a request has so many blocks, from ``begin`` on."""
+    """Whether a request has all of ``num_blocks`` blocks from ``begin`` on."""
     ids = block_ids[begin : begin + num_blocks]
     return len(ids) == num_blocks and NULL_BLOCK not in ids
 
@@ -31,7 +31,7 @@ def present(block_ids: Iterable[int]) -> list[int]:
 
 
 def present_run(block_ids: Sequence[int], start: int, stop: int) -> tuple[int, int] | None:
-    """Where, between two positions, a request has blocks: one after the other, or None if there are gaps between."""
+    """Where, between two positions, a request has blocks: begin and end, or None if there is a gap between them."""
     own = [position for position in range(start, stop) if block_ids[position] != NULL_BLOCK]
     if not own:
         return start, start

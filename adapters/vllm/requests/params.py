@@ -1,31 +1,90 @@
-"""What a client asks of the cache for one request, read from what the request carries. No vLLM types.
+"""What a request carries for us in addition to its tokens: its client's wishes, and the engines that share it.
 
-Fields are called ``kvstore.<name>``, or ``lmcache.<name>`` as clients of LMCache write them; docs/per-request.md lists
-them. Nobody has checked them before, so anything may be in them.
+Fields of the cache are called ``kvstore.<name>``, or ``lmcache.<name>`` as clients of LMCache write them;
+docs/per-request.md lists them. Those of a hand-over stand in ``kv_transfer_params`` under LMCache's names. All of it
+comes from clients or from a proxy, unchecked, so anything may be in it. No vLLM types.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from kvstore.config.schema import REQUEST_FIELDS
 from kvstore.errors import InvalidCallError
+from kvstore.handover.transport import Receiver
 
 MAX_TAGS: Final = 16
 MAX_TAG_CHARACTERS: Final = 256
 MAX_TTL_S: Final = 365 * 86_400
 
+_MAX_NAME: Final = 512
+_MAX_RANKS: Final = 1024
+_MAX_TOKENS: Final = 1 << 30
 _OURS: Final = "kvstore."
 _LMCACHES: Final = "lmcache."
 _TAG: Final = "tag."  # before a tag's own name
 _TAGS: Final = "tag"
 _NAMES: Final = tuple(name for name in REQUEST_FIELDS if name != _TAGS)
+_Kind = TypeVar("_Kind")
+_DECODE_ADDRESS = re.compile(r"___decode_addr_(\[[0-9a-fA-F:.%]+\]|[^:/\s_][^:/\s]*):(\d{1,5})(?!\d)")
 
 
-@dataclass(frozen=True)
+def _flag(given: object) -> object:
+    """True or false; vLLM turns those of ``vllm_xargs`` into 1 and 0."""
+    return bool(given) if isinstance(given, int | float) and given in (0, 1) else given
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError
+    return text
+
+
+def _listed(ports: object) -> object:
+    return tuple(ports) if isinstance(ports, list | tuple) else (ports,)
+
+
+# What a value may be; the descriptions end the messages about those that are not.
+_Flag = Annotated[bool, BeforeValidator(_flag), Field(description="true or false")]
+_FlagOrNone = Annotated[bool | None, BeforeValidator(_flag), Field(description="true or false")]
+_Seconds = Annotated[
+    float | None, Field(gt=0, le=MAX_TTL_S, description=f"a number of seconds above 0 and up to {MAX_TTL_S}")
+]
+_TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_CHARACTERS)]
+_TagValue = Annotated[str, Field(max_length=MAX_TAG_CHARACTERS)]
+_Tags = Annotated[
+    tuple[tuple[_TagName, _TagValue], ...],
+    Field(
+        max_length=MAX_TAGS,
+        description=f"text of up to {MAX_TAG_CHARACTERS} characters, under a name of 1 to {MAX_TAG_CHARACTERS}; at "
+        f"most {MAX_TAGS} tags are allowed",
+    ),
+]
+_Text = Annotated[
+    str,
+    Field(min_length=1, max_length=_MAX_NAME, description=f"text of 1 to {_MAX_NAME} characters"),
+    AfterValidator(_printable),
+]
+_Port = Annotated[int, Field(gt=0, le=65_535, description="a port from 1 to 65535")]
+_FirstPort = Annotated[_Port, BeforeValidator(lambda ports: ports[0] if isinstance(ports, list) and ports else ports)]
+_Ports = Annotated[
+    tuple[_Port, ...],
+    Field(min_length=1, max_length=_MAX_RANKS, description="a port from 1 to 65535, or a list of one for each rank"),
+    BeforeValidator(_listed),
+]
+_Tokens = Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="a number of tokens")]
+_STRICT = ConfigDict(strict=True)
+_SHOWN: Final = {"ttl_s": "ttl", "tags": f"{_TAG}<name>"}  # what clients call a field
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RequestParams:
     """A client's wishes for one request.
 
@@ -38,16 +97,80 @@ class RequestParams:
         ignored: names of fields that it has, and that do not count here.
     """
 
-    skip_save: bool = False
-    skip_load: bool = False
-    ttl_s: float | None = None
-    pin: bool | None = None
-    tags: tuple[tuple[str, str], ...] = ()
+    skip_save: _Flag = False
+    skip_load: _Flag = False
+    ttl_s: _Seconds = None
+    pin: _FlagOrNone = None
+    tags: _Tags = ()
     ignored: tuple[str, ...] = ()
 
 
 NO_PARAMS: Final = RequestParams()
 WITHOUT_CACHE: Final = RequestParams(skip_save=True, skip_load=True)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DisaggSpec:
+    """Where the KV of a request goes. The names are LMCache's.
+
+    Attributes:
+        req_id: how the sender of the request calls it.
+        receiver_host: where the engine that goes on takes KV.
+        receiver_init_port: its port for each rank; if there is only one, rank 0's, and the others follow it.
+        receiver_alloc_port: LMCache's second port: kept, and not used, as one port does both.
+        is_last_prefill: whether the prompt is complete with this.
+        num_transferred_tokens: how many tokens of the prompt were handed over.
+    """
+
+    req_id: _Text
+    receiver_host: _Text
+    receiver_init_port: _Ports
+    receiver_alloc_port: _Ports | None = None
+    is_last_prefill: Annotated[bool, BeforeValidator(lambda given: given is True)] = False
+    num_transferred_tokens: _Tokens = 0
+
+    def receiver(self, rank: int) -> Receiver:
+        """Where a rank sends its part."""
+        ports = self.receiver_init_port
+        port = ports[0] + rank if len(ports) == 1 else ports[min(rank, len(ports) - 1)]
+        return Receiver(self.receiver_host, port)
+
+    def as_params(self) -> dict[str, object]:
+        """As it stands in ``kv_transfer_params``: a list of a single port is written as a number."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        for name in ("receiver_init_port", "receiver_alloc_port"):
+            if ports := fields.get(name):
+                fields[name] = ports[0] if len(ports) == 1 else list(ports)
+        return fields
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Source:
+    """An engine that has KV of a request's prompt, as it said in an earlier answer."""
+
+    remote_host: _Text
+    remote_port: _FirstPort
+    num_tokens: _Tokens
+
+    @property
+    def url(self) -> str:
+        """Where it can be read; one spelling for one address."""
+        return server_url(self.remote_host.lower(), self.remote_port)
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What one request says about the engines that share it: who computes its prompt, and who goes on.
+
+    Attributes:
+        spec: where its KV goes.
+        source: who has some of it.
+        wants_first_token: let the answer name the first token that was sampled.
+    """
+
+    spec: DisaggSpec | None = None
+    source: Source | None = None
+    wants_first_token: bool = False
 
 
 def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) -> RequestParams:
@@ -62,25 +185,73 @@ def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) ->
             what the client wrote.
     """
     fields = _fields(sources)
-    ignored = {name: _kind(name) for name in fields if _kind(name) not in counted}
-    for name in ignored:
-        del fields[name]
-    tags = {name.removeprefix(_TAG): fields.pop(name) for name in list(fields) if name.startswith(_TAG)}
-    pin = fields.get("pin")
-    ttl = fields.get("ttl")
-    return RequestParams(
-        skip_save=_flag("skip_save", fields.get("skip_save", False)),
-        skip_load=_flag("skip_load", fields.get("skip_load", False)),
-        ttl_s=None if ttl is None else _seconds("ttl", ttl),
-        pin=None if pin is None else _flag("pin", pin),
-        tags=_tags(tags),
-        ignored=tuple(sorted(set(ignored.values()))),
-    )
+    if not fields:
+        return NO_PARAMS
+    asked: dict[str, object] = {}
+    tags: list[tuple[str, object]] = []
+    ignored: set[str] = set()
+    for name, value in fields.items():
+        kind = _TAGS if name.startswith(_TAG) else name
+        if kind not in counted:
+            ignored.add(kind)
+        elif kind == _TAGS:
+            tags.append((name.removeprefix(_TAG), value))
+        else:
+            asked["ttl_s" if name == "ttl" else name] = value
+    asked.update(tags=tuple(sorted(tags, key=lambda tag: tag[0])), ignored=tuple(sorted(ignored)))
+    return _checked(RequestParams, asked, _OURS)
 
 
-def _kind(name: str) -> str:
-    """What of ``REQUEST_FIELDS`` a field is."""
-    return _TAGS if name.startswith(_TAG) else name
+def parse_handover(params: object, request_id: str) -> Handover | None:
+    """Read ``kv_transfer_params``, and addresses in the request's id; None if there is nothing of the kind.
+
+    Raises:
+        InvalidCallError: a field is wrong. The message names the field, and shows nothing of what was written.
+    """
+    fields = params if isinstance(params, Mapping) else {}
+    given = fields.get("disagg_spec")
+    spec = _spec_of_id(request_id) if given is None else _spec(given, request_id)
+    source = _checked(Source, fields) if fields.get("remote_host") is not None else None
+    if spec is None and source is None:
+        return None
+    return Handover(spec, source, wants_first_token=fields.get("ret_first_tok") is True)
+
+
+def server_url(host: str, port: int) -> str:
+    """The URL of a server on another host."""
+    return f"kvs://[{host}]:{port}" if ":" in host else f"kvs://{host}:{port}"
+
+
+def _spec(given: object, request_id: str) -> DisaggSpec:
+    if not isinstance(given, Mapping):
+        raise InvalidCallError("disagg_spec must be a mapping of names to values")
+    named = given if given.get("req_id") is not None else {**given, "req_id": request_id}
+    return _checked(DisaggSpec, named, "disagg_spec.")
+
+
+def _spec_of_id(request_id: str) -> DisaggSpec | None:
+    """The address that follows ``___decode_addr_``, as proxies for vLLM's own peer-to-peer connectors write it."""
+    found = _DECODE_ADDRESS.search(request_id)
+    if found is None:
+        return None
+    address = {"req_id": request_id, "receiver_host": found[1].strip("[]"), "receiver_init_port": int(found[2])}
+    return _checked(DisaggSpec, address, "the address in the request id: ")
+
+
+def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -> _Kind:
+    """Read a dataclass from a mapping. None is no value; other names in the mapping are not looked at.
+
+    Raises:
+        InvalidCallError: a value is wrong or missing.
+    """
+    build: Any = kind
+    fields = build.__pydantic_fields__
+    try:
+        found: _Kind = build(**{name: given[name] for name in fields if given.get(name) is not None})
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise InvalidCallError(f"{prefix}{_SHOWN.get(name, name)} must be {fields[name].description}") from None
+    return found
 
 
 def _fields(sources: tuple[object, ...]) -> dict[str, object]:
@@ -106,29 +277,3 @@ def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> N
         nearest = difflib.get_close_matches(name[:MAX_TAG_CHARACTERS], _NAMES, n=1)
         known = nearest or [*_NAMES, f"{_TAG}<name>"]
         raise InvalidCallError(f"a field {_OURS}... is unknown: valid is {', '.join(_OURS + name for name in known)}")
-
-
-def _flag(name: str, value: object) -> bool:
-    """True or false; vLLM turns those of ``vllm_xargs`` into 1 and 0."""
-    if isinstance(value, int | float) and value in (0, 1):
-        return bool(value)
-    raise InvalidCallError(f"{_OURS}{name} must be true or false")
-
-
-def _seconds(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_TTL_S:
-        return float(value)
-    raise InvalidCallError(f"{_OURS}{name} must be a number of seconds above 0 and up to {MAX_TTL_S}")
-
-
-def _tags(given: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    if len(given) > MAX_TAGS:
-        raise InvalidCallError(f"{_OURS}{_TAG}<name>: at most {MAX_TAGS} tags are allowed")
-    tags = []
-    for name, value in given.items():
-        if not 0 < len(name) <= MAX_TAG_CHARACTERS:
-            raise InvalidCallError(f"{_OURS}{_TAG}<name>: a name must have 1 to {MAX_TAG_CHARACTERS} characters")
-        if not isinstance(value, str) or len(value) > MAX_TAG_CHARACTERS:
-            raise InvalidCallError(f"{_OURS}{_TAG}<name> must be text of up to {MAX_TAG_CHARACTERS} characters")
-        tags.append((name, value))
-    return tuple(sorted(tags))

@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of a request between steps. Names follow LMCache's adapter, which users know."""
+"""What the scheduler side remembers of a request between steps. The names are those of LMCache's adapter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.telemetry.accounts import Account
 from kvstore.adapters.vllm.telemetry.announcer import Described
 from kvstore.catalog.plans import Match
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
@@ -16,7 +17,7 @@ from kvstore.keys import KeyExtras, PrefixHasher, PrefixKey
 
 
 class RequestView(Described, Protocol):
-    """The parts of vLLM's ``Request`` that tracking needs; they change as the request proceeds."""
+    """The parts of vLLM's ``Request`` that tracking needs; they change as the request runs."""
 
     request_id: str
     num_computed_tokens: int
@@ -32,14 +33,14 @@ class RequestView(Described, Protocol):
 class LoadSpec:
     """What a lookup promised: ``match`` beyond the ``num_local_tokens`` that vLLM's own prefix cache has.
 
-    The request waits for a load ``beside`` the steps; otherwise the step waits. ``told``: of a remote tier.
+    With ``async_load`` the request waits for its load, and otherwise the step. ``told``: by the remote tier.
     """
 
     match: Match
     num_local_tokens: int
     num_external_tokens: int
     told: Told = NOTHING_TOLD
-    beside: bool = False
+    async_load: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class SaveSpec:
 
 @dataclass(frozen=True)
 class SaveRules:
-    """What of a request is saved; the last ``skip_last_tokens`` of a sequence are not."""
+    """What of a request is stored; the last ``skip_last_tokens`` of a sequence are not."""
 
     block_tokens: int
     chunk_tokens: int
@@ -76,38 +77,28 @@ class RequestTracker:
 
     request: RequestView
     extras: KeyExtras
-    hasher: PrefixHasher
     rules: SaveRules
     params: RequestParams = NO_PARAMS
     saves: bool = True
-    pin_name: str = ""  # the lease that keeps its prompt, if the client asked to begin or to end one
+    hasher: PrefixHasher = field(init=False)
+    pin_name: str = ""  # the lease on its prompt, if the client asked to begin or to end one
     load: LoadSpec | None = None
-    load_failed: bool = False  # beside the steps: it does not try again
+    load_failed: bool = False  # an asynchronous one: it is not tried again
     is_handed_over: bool = False  # another engine computes its prompt for this one
     num_saved_chunks: int = 0
     prompt_saved: bool = False
-    noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index knows of
+    noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index has counted
+    account: Account = field(default_factory=Account)
     _local_hasher: PrefixHasher | None = None
 
-    @classmethod
-    def start(
-        cls,
-        request: RequestView,
-        extras: KeyExtras,
-        rules: SaveRules,
-        params: RequestParams = NO_PARAMS,
-        *,
-        saves: bool = True,
-    ) -> RequestTracker:
-        """Track a new request."""
-        hasher = PrefixHasher(rules.chunk_tokens, rules.block_tokens, extras)
-        return cls(request, extras, hasher, rules, params, saves)
+    def __post_init__(self) -> None:
+        self.hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, self.extras)
 
     def local_hasher(self) -> PrefixHasher:
-        """Gives equal keys where vLLM's own prefix cache shares blocks.
+        """Its keys are equal wherever vLLM's own prefix cache shares blocks.
 
-        It knows nothing of tags, nor of what is in an adapter's files: one request may have been looked up under their
-        fingerprint, and another be served without the cache because they took too long to read.
+        vLLM's cache ignores tags and the content of an adapter's files: one request may have been looked up under
+        their fingerprint, and another served without the cache because they took too long to read.
         """
         adapter = self.extras.lora
         if not self.extras.tags and adapter is None:
@@ -120,19 +111,19 @@ class RequestTracker:
 
     @property
     def is_saved(self) -> bool:
-        """Whether no coming step can complete a chunk that would be saved."""
+        """Whether no further step can complete a chunk to store."""
         return not self.saves or (self.prompt_saved and not self.rules.save_decode)
 
     def restart_saving(self) -> None:
-        """Offer everything again; what is known by then will be left out."""
+        """Offer everything again; what is stored by then is left out."""
         self.num_saved_chunks = 0
         self.prompt_saved = False
 
     def take_save(self, num_scheduled_tokens: int) -> SaveSpec | None:
-        """What the coming step of ``num_scheduled_tokens`` completes, each chunk once.
+        """The chunks that the coming step of ``num_scheduled_tokens`` completes, each once.
 
-        Counts only tokens that are known: with asynchronous scheduling and speculation a step may run ahead of them,
-        and what it computes there may be rejected.
+        Only known tokens count: with asynchronous scheduling and speculation a step may run ahead of them, and what it
+        computes there may be rejected.
         """
         written_tokens = self.request.num_computed_tokens + num_scheduled_tokens
         prompt_tokens = self._without_last(self.request.num_prompt_tokens)
@@ -145,7 +136,7 @@ class RequestTracker:
         return self._save_up_to(limit_tokens, prompt_tokens if prompt_ends else 0)
 
     def take_final_save(self) -> SaveSpec | None:
-        """What is left to save of a request that has ended: its last whole chunks, and its tail."""
+        """What is left to store of a request that has ended: its last whole chunks, and its tail."""
         if not self.saves or not self.rules.save_decode:
             return None
         limit_tokens = min(self._without_last(self.request.num_tokens), self.request.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""Which hits are computed all the same, to compare what is stored with what it should be."""
+"""Which hits are computed, to compare what is stored with what it should be."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ _WHOLE = 1 - 1e-9  # ten times 0.1 is a little less than 1
 
 
 class Canary:
-    """Takes one of so many hits, and knows which of its chunks a step completes. Used by the scheduler's thread.
+    """Samples hits, and knows which of their chunks a step completes. For the scheduler's thread.
 
-    A hit that is taken is computed from where vLLM's own prefix cache ends, and not from a chunk in its middle: what
-    lies behind a wrong chunk deviates too, and would be blamed.
+    A sampled hit is computed from where vLLM's own prefix cache ends, and not from a chunk in its middle: the chunks
+    after a wrong one deviate too, and would be blamed.
 
     Args:
-        fraction: of all hits; every tenth for 0.1.
+        fraction: of all hits; 0.1 samples every tenth.
         block_tokens: tokens in a block.
     """
 
     def __init__(self, fraction: float, block_tokens: int) -> None:
         self._fraction = fraction
         self._block_tokens = block_tokens
-        self._share = 0.0  # of the next hit to be taken
+        self._share = 0.0  # reaches 1 with the next hit to be taken
         self._taken: dict[str, bool] = {}  # by request, as vLLM asks again
         self._pending: dict[str, list[tuple[ChunkRef, int]]] = {}  # chunks to be compared, with their first block
 
     def takes(self, request_id: str, chunks: Iterable[tuple[ChunkRef, int]], num_local_tokens: int) -> bool:
-        """Whether a request with a hit on ``chunks``, each given with its first block, computes it all the same."""
+        """Whether a request computes its hit on ``chunks``, each given with its first block."""
+        if not self._fraction:
+            return False
         first_block = num_local_tokens // self._block_tokens
         whole = [(ref, begin) for ref, begin in chunks if begin >= first_block]
         if request_id not in self._taken:
@@ -41,8 +43,13 @@ class Canary:
             self._pending[request_id] = whole
         return self._taken[request_id] and bool(whole)
 
+    @property
+    def waiting(self) -> Iterable[str]:
+        """The requests that have chunks to be compared."""
+        return self._pending.keys()
+
     def take_due(self, request_id: str, written_tokens: int) -> list[tuple[ChunkRef, int]]:
-        """The chunks that are complete once a request has computed so many tokens, each once."""
+        """The chunks that are complete once a request has computed so many tokens; each is returned once."""
         pending = self._pending.get(request_id)
         if not pending:
             return []

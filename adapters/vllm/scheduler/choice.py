@@ -1,4 +1,4 @@
-"""How a hit is loaded, if at all: chosen from what loads and computing took, both measured while running."""
+"""How a hit is loaded, if at all: chosen by how long loads and computing took, measured while running."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final
 
 from kvstore.catalog.plans import Place
 
-BRIEF_S: Final = 0.01  # a load from memory that holds up others for longer goes beside them
-RETRY_EVERY: Final = 16  # loads that seem too dear, of which one is done all the same, to measure again
+BRIEF_S: Final = 0.01  # a load from memory that would hold up others for longer is asynchronous
+RETRY_EVERY: Final = 16  # of so many loads that seem too slow, one is done anyway, to measure again
 _LEAST_SAMPLES: Final = 3
-_LEAST_TOKENS: Final = 64  # fewer tell about overheads, and a step of fewer decodes
+_LEAST_TOKENS: Final = 64  # fewer measure the overhead, and a step of fewer decodes
 _WEIGHT: Final = 0.3  # of the newest sample
 _SLOWNESS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)
 _MAX_PLANNED: Final = 16
@@ -23,14 +23,14 @@ class LoadRules:
     """What the configuration says about loads.
 
     Attributes:
-        beside: whether requests wait for their loads while others compute; None to choose for each.
-        runs_ahead: vLLM plans a step before it knows what the one before has failed to load, so that only a load
-            which cannot fail may happen within a step.
+        async_load: whether requests wait for their loads while others compute; None to choose for each.
+        runs_ahead: vLLM plans a step before it knows what the previous one failed to load, so only a load that
+            cannot fail may happen within a step.
         layerwise: loads within a step go layer by layer.
-        only_if_faster: what would take longer to load than to compute is computed.
+        only_if_faster: what takes longer to load than to compute is computed.
     """
 
-    beside: bool | None = None
+    async_load: bool | None = None
     runs_ahead: bool = False
     layerwise: bool = False
     only_if_faster: bool = True
@@ -46,7 +46,7 @@ class LoadChoice:
         self._declined = 0
 
     def loaded(self, tokens: Mapping[Place, int], seconds: float) -> None:
-        """A load of so many tokens from each place took so long. It counts for the slowest of them."""
+        """A load of so many tokens from each place took so long. It counts for the slowest place."""
         self._loading[_slowest(tokens)].note(sum(tokens.values()), seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
@@ -61,10 +61,10 @@ class LoadChoice:
         self._declined += 1
         return self._declined % RETRY_EVERY != 0
 
-    def goes_beside(self, tokens: Mapping[Place, int], *, others_run: bool) -> bool:
-        """Whether the request waits for its load, and not the step."""
-        if self._rules.beside is not None:
-            return self._rules.beside
+    def is_async(self, tokens: Mapping[Place, int], *, others_run: bool) -> bool:
+        """Whether the request, and not the step, waits for the load."""
+        if self._rules.async_load is not None:
+            return self._rules.async_load
         if _slowest(tokens) is not Place.MEMORY:
             return self._rules.runs_ahead or others_run or not self._rules.layerwise
         return others_run and (self._load_s(tokens) or 0.0) > BRIEF_S
@@ -74,9 +74,9 @@ class LoadChoice:
 
 
 class StepClock:
-    """How long steps take that overlap: each begins when it is planned, or when the one before has ended.
+    """How long steps take, although they overlap: each begins when it is planned, or when the one before has ended.
 
-    Steps are told by their numbers, because not of every step that is planned the end is heard.
+    Steps go by their numbers, because the end of some steps is never reported.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class StepClock:
         self._last_end_s = 0.0
 
     def planned(self, number: int, now_s: float, num_tokens: int) -> None:
-        """A step of so many tokens is handed over; of 0, if it is not to count."""
+        """A step of so many tokens is planned; 0 if it is not to count."""
         self._planned.append((number, now_s, num_tokens))
 
     def ended(self, number: int, now_s: float) -> tuple[int, float]:

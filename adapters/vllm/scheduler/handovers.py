@@ -1,20 +1,20 @@
 """The scheduler's part in handing KV over: what to send, what to wait for, and what to answer.
 
 A producer sends every whole block of a prompt to the engine that its request names, whether or not it is stored here.
-A consumer does not compute what is on its way to it: its request waits, within a deadline.
+A consumer waits, within a deadline, for what is on its way, and does not compute it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstore.adapters.vllm.plan import ReqMeta
 from kvstore.adapters.vllm.requests import blocks
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover, Source
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.adapters.vllm.scheduler.loads import BlocksOf
 from kvstore.handover.pusher import PushJob
@@ -22,9 +22,9 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-SOURCE_GRACE_S: Final = 0.5  # for what an earlier answer promised: it is there, or was evicted
+SOURCE_GRACE_S: Final = 0.5  # how long to wait for what an earlier answer promised: it is there, or was evicted
 _ASK_INTERVAL_S: Final = 0.005
-_ASK_SHARE: Final = 0.02  # of the time waited so far: questions cost the scheduler time, too
+_ASK_SHARE: Final = 0.02  # of the time waited so far, between two questions: they cost the scheduler time
 _MAX_SAID: Final = 256
 
 
@@ -36,14 +36,14 @@ class HandoverOptions:
         sends: this engine computes prompts for others.
         receives: it goes on with what others computed.
         own: where it takes KV itself; None if it does not.
-        allows_host: whether requests may name a host as the one that their KV is sent to.
-        allows_source: whether they may name a host and port as that of an engine which has their KV.
+        allows_host: whether a request may have its KV sent to a host.
+        allows_source: whether a request may name the engine at a host and port as one that has its KV.
         timeout_s: how long a request waits for what is on its way.
-        answers: let answers say where their KV is, so that the next turn can have it.
+        answers: answers say where their KV is, so that the next turn can load it.
     """
 
-    sends: bool
-    receives: bool
+    sends: bool = False
+    receives: bool = False
     own: tuple[str, int] | None = None
     allows_host: Callable[[str], bool] = lambda _: False
     allows_source: Callable[[str, int], bool] = lambda _host, _port: False
@@ -57,14 +57,14 @@ class _Sending:
 
     spec: DisaggSpec
     wants_first_token: bool
-    useful_tokens: int  # of the prompt: behind them a chunk was left out, so that the rest is of no use
+    useful_tokens: int  # of the prompt, up to the first chunk that was left out
     num_chunks: int = 0  # handed to the workers so far
     is_complete: bool = False  # its tail, too
 
 
 @dataclass
 class _Waiting:
-    """A request part of whose KV is on its way, or was promised."""
+    """A request some of whose KV is on its way, or was promised."""
 
     num_tokens: int
     wait_s: float
@@ -91,7 +91,7 @@ class Handovers:
         self._throttle = Throttle(logger)
 
     def start(self, tracker: RequestTracker, handover: Handover) -> Source | None:
-        """Take up what a request says. Tells who else has some of its KV, if that may be asked."""
+        """Take in what a request says. Returns the engine that has some of its KV, if that may be asked."""
         request = tracker.request
         spec, source = handover.spec, handover.source
         if spec is not None and self._receives(spec):
@@ -113,7 +113,7 @@ class Handovers:
     # -- what others send --------------------------------------------------------------------------------------------
 
     def must_wait(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request, of which ``num_tokens`` are known here, waits for more. Until its deadline, that is."""
+        """Whether a request, of which ``num_tokens`` are known here, waits for more; False after its deadline."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return False
@@ -138,7 +138,7 @@ class Handovers:
         return False
 
     def asked_just_now(self, request_id: str) -> bool:
-        """Whether it is too early to ask again what has come."""
+        """Whether it is too early to ask again whether more has arrived."""
         waiting = self._waiting.get(request_id)
         return waiting is not None and time.monotonic() < waiting.ask_s
 
@@ -150,7 +150,7 @@ class Handovers:
             self._waiting[request_id] = _Waiting(whole_tokens, wait_s)
 
     def _receives(self, spec: DisaggSpec) -> bool:
-        """Whether a request's KV comes to this engine, and does not go to another."""
+        """Whether a request's KV comes to this engine, rather than leaving for another."""
         options = self._options
         if options.sends and options.receives:
             return (spec.receiver_host, spec.receiver_init_port[0]) == options.own
@@ -158,8 +158,13 @@ class Handovers:
 
     # -- what goes to others -----------------------------------------------------------------------------------------
 
+    @property
+    def sending(self) -> Iterable[str]:
+        """The requests whose KV goes to another engine."""
+        return self._sending.keys()
+
     def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, block_ids_of: BlocksOf) -> None:
-        """Add to the next plan what the coming step of ``num_scheduled_tokens`` completes of a prompt."""
+        """Add to the next plan the chunks of a prompt that the coming step of ``num_scheduled_tokens`` completes."""
         request = tracker.request
         sending = self._sending.get(request.request_id)
         if sending is None or sending.is_complete:
@@ -184,12 +189,12 @@ class Handovers:
                 meta.pushes.append(PushJob(ref, source))
 
     def take_step(self) -> list[ReqMeta]:
-        """What the coming step hands over."""
+        """The chunks that the coming step hands over."""
         metas, self._metas = list(self._metas.values()), {}
         return metas
 
     def restart(self) -> None:
-        """Send everything again, as some of it was computed in vain; what has arrived is left out then."""
+        """Send everything again, as some of it was computed on garbage; what has arrived is left out then."""
         for sending in self._sending.values():
             sending.num_chunks = 0
             sending.is_complete = False
@@ -197,7 +202,7 @@ class Handovers:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
-        """``kv_transfer_params`` of a request's answer: what was handed over; or where its KV is, for the next turn."""
+        """``kv_transfer_params`` of a request's answer: what was handed over, or where its KV is, for the next turn."""
         request, options = tracker.request, self._options
         block_tokens = self._rules.block_tokens
         sending = self._sending.get(request.request_id)
@@ -219,7 +224,7 @@ class Handovers:
     # -- who may be named --------------------------------------------------------------------------------------------
 
     def _is_allowed(self, host: str) -> bool:
-        """Whether a request may have KV sent to a host; of each that it may not, the log says so once."""
+        """Whether a request may have KV sent to a host; each host that is refused is logged once."""
         if self._options.allows_host(host):
             return True
         self._refuse(host, "is not in pd_allowed_hosts")
@@ -227,15 +232,15 @@ class Handovers:
 
     def _is_allowed_source(self, source: Source) -> bool:
         """Whether a request may have KV fetched from an engine."""
-        if self._options.allows_source(source.host, source.port):
+        if self._options.allows_source(source.remote_host, source.remote_port):
             return True
         self._refuse(
-            f"{source.host}:{source.port}",
-            "does not stand with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set",
+            f"{source.remote_host}:{source.remote_port}",
+            "is not listed with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set",
         )
         return False
 
     def _refuse(self, name: str, why: str) -> None:
         if name not in self._refused and len(self._refused) < _MAX_SAID:
             self._refused.add(name)
-            logger.warning("a request names the host %r, which %s: this is ignored, for all requests", name, why)
+            logger.warning("hand-over ignored: a request names the host %r, which %s (logged once)", name, why)

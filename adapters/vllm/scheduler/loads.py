@@ -1,7 +1,7 @@
-"""Plans the loads that vLLM decided on, and follows them until every rank has reported: within a step, or beside.
+"""Plans the loads that vLLM decided on, within a step or asynchronous, and follows them until every rank has reported.
 
-A load within a step may share its blocks before it is verified, because vLLM's prefix cache offers them at once. One
-beside the steps does not: vLLM keeps its request apart until the load is over.
+vLLM's prefix cache offers the blocks of a load within a step to others at once, before the load is known to be right.
+Those of an asynchronous load are not shared before it has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Unverified:
         req_id: the request it is for.
         block: position of its first block in the request.
         key: the key of that block's end.
-        block_ids: that block and all behind it, those computed since included.
+        block_ids: that block and all after it, those computed since included.
     """
 
     req_id: str
@@ -64,7 +64,7 @@ class _StepLoads:
 
 @dataclass
 class _Fetching:
-    """A load beside the steps."""
+    """An asynchronous load in flight."""
 
     req_id: str
     steps: list[LoadStep]
@@ -92,18 +92,18 @@ class LoadPlanner:
         self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
         self._fetching: dict[int, _Fetching] = {}
-        self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks on their way beside the steps
+        self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is planned or under way."""
+        """Whether nothing is planned or in flight."""
         return not (self._coming.requests or self._coming_fetches or self._in_flight or self._fetching)
 
     # -- before a load -----------------------------------------------------------------------------------------------
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
-        """How many tokens of a load would come from where."""
+        """How many tokens of a load would come from each place."""
         first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
         tokens: Counter[Place] = Counter()
         for ref, begin in overlapping(spec.match, self._rules, first_block, end_block):
@@ -112,7 +112,7 @@ class LoadPlanner:
         return tokens
 
     def first_remote_token(self, spec: LoadSpec) -> int:
-        """Where the first chunk of a load begins that would come from a remote tier; its end if none would."""
+        """Where the first chunk begins that a load would bring from a remote tier; the load's end if there is none."""
         first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
         chunks = overlapping(spec.match, self._rules, first_block, end_block)
         begins = (
@@ -120,10 +120,10 @@ class LoadPlanner:
         )
         return next(begins, end_block) * self._rules.block_tokens
 
-    def must_wait(self, match: Match, *, beside: bool) -> bool:
-        """Whether a chunk is on its way for another request, in such a way that it cannot be relied on yet."""
+    def must_wait(self, match: Match, *, async_load: bool) -> bool:
+        """Whether a load for another request brings one of these chunks, and may still fail."""
         for ref in match.refs:
-            if self._fetched_keys[ref.prefix_key] or (beside and self._index.is_loading(ref.prefix_key)):
+            if self._fetched_keys[ref.prefix_key] or (async_load and self._index.is_loading(ref.prefix_key)):
                 return True
         return False
 
@@ -136,7 +136,7 @@ class LoadPlanner:
         )
 
     def is_fetching(self, request_id: str) -> bool:
-        """Whether a request waits for a load beside the steps."""
+        """Whether a request waits for an asynchronous load."""
         return request_id in self._coming_fetches or any(
             fetching.req_id == request_id for fetching in self._fetching.values()
         )
@@ -146,9 +146,9 @@ class LoadPlanner:
     def plan(
         self, tracker: RequestTracker, spec: LoadSpec, block_ids: Sequence[int], num_external_tokens: int
     ) -> HitSplit:
-        """Plan to load ``num_external_tokens`` of what was promised; tells where they come from.
+        """Plan to load ``num_external_tokens`` of what was promised, and return where they come from.
 
-        What lies before a sliding window has no blocks, and is not loaded.
+        Tokens before a sliding window have no blocks, and are not loaded.
         """
         first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
         wanted = list(self._destinations(spec.match, block_ids, first_block, end_block))
@@ -165,7 +165,7 @@ class LoadPlanner:
             self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
         lost_block_ids = blocks.present(block_ids[loaded_end:end_block])
         request_id = tracker.request.request_id
-        if spec.beside:
+        if spec.async_load:
             has_gaps = blocks.NULL_BLOCK in block_ids[:end_block]
             self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
         else:
@@ -177,7 +177,7 @@ class LoadPlanner:
     def _destinations(
         self, match: Match, block_ids: Sequence[int], first_block: int, end_block: int
     ) -> Iterator[_Destination]:
-        """Where the chunks of a match go, of those that have blocks; ends before one that cannot be brought."""
+        """Where the chunks of a match go, of those that have blocks; stops at one that cannot be loaded."""
         for ref, begin in overlapping(match, self._rules, first_block, end_block):
             run = blocks.present_run(block_ids, max(begin, first_block), min(begin + ref.num_blocks, end_block))
             if run is None:
@@ -210,7 +210,7 @@ class LoadPlanner:
                 load.block_ids.update(block_ids_of(load.req_id)[load.block :])
 
     def take_step(self, number: int) -> list[ReqMeta]:
-        """The loads of the coming step, which is to have this number, or none."""
+        """The loads of the coming step, which has this number."""
         loads, self._coming = self._coming, _StepLoads()
         if loads.requests:
             self._in_flight[number] = loads
@@ -238,7 +238,7 @@ class LoadPlanner:
             self._choice.loaded(loads.tokens, result.load_s)
 
     def complete_fetch(self, number: int, result: FetchResult) -> str | None:
-        """A rank has ended a fetch. If it was the last one and something has failed, tells whose it was."""
+        """A rank has ended a fetch. Returns its request's id if this was the last rank and something has failed."""
         fetching = self._fetching[number]
         fetching.result.merge(result)
         result = fetching.result

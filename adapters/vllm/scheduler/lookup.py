@@ -1,4 +1,4 @@
-"""Lookups at a remote tier, which must not hold up vLLM's scheduler: beside it, many at a time, within a deadline."""
+"""Lookups at a remote tier: asynchronous, many at a time, and within a deadline, as vLLM's scheduler must not wait."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
 
 PASS_BUDGET_S: Final = 0.004
-"""How long one pass of the scheduler may wait for answers, for all its requests together: an answer that is nearly here
+"""How long one pass of the scheduler may wait for answers, for all its requests together: an answer within this time
 comes sooner than the next step."""
 
 
 @dataclass
 class _Asking:
-    """A request that asks, or has asked and still waits to be scheduled."""
+    """A request that asks, or that has asked and waits to be scheduled."""
 
     told: Told
     questions: list[Question] = field(default_factory=list)  # without an answer so far
@@ -33,35 +33,48 @@ class _Asking:
 
 
 class RemoteLookup:
-    """What the requests that wait to be scheduled have asked of the remote tier. Used by one thread.
+    """What the requests that wait to be scheduled have asked of the remote tier. For one thread.
 
-    A chunk about which a question is under way is not asked about again: requests that begin alike wait for the same
-    answer. Answers are taken in whoever has asked, and whether or not it still waits.
+    Nobody asks twice about a chunk while a question is in flight: requests that begin alike wait for the same answer.
+    Every answer is taken in, whether or not the request that asked still waits.
 
     Args:
         directory: asks; ``close`` closes it.
         view: takes the answers.
-        timeout_s: how long the lookup of one request may take; then what has not been answered is not there, for it.
+        timeout_s: how long the lookup of one request may take. What has not been answered by then counts as missing,
+            for this request.
         sources: the engines that requests may name.
+        namespaces: of the chunks, one for each shard; none without a remote tier.
     """
 
     def __init__(
-        self, directory: RemoteDirectory, view: RemoteView, timeout_s: float, sources: Collection[str] = ()
+        self,
+        directory: RemoteDirectory,
+        view: RemoteView,
+        timeout_s: float,
+        sources: Collection[str] = (),
+        namespaces: Sequence[Namespace] = (),
     ) -> None:
         self.view = view
         self.timeouts = 0  # lookups that ended without an answer
         self._directory = directory
         self._timeout_s = timeout_s
         self._sources = frozenset(sources)
+        self._namespaces = tuple(namespaces)
         self._requests: dict[str, _Asking] = {}
         self._open: dict[ChunkRef, Question] = {}  # by the chunks asked about, but for those asked of a source
         self._answered: deque[Question] = deque()  # handed over by the threads that ask
         self._left_s = PASS_BUDGET_S  # of this pass
         self._took_s = 0.0  # the last answer
-        self._slow_sources: set[str] = set()  # for which a pass has waited in vain since they last answered
+        self._slow_sources: set[str] = set()  # that let a pass wait in vain, and have not answered since
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a remote tier."""
+        return bool(self._namespaces)
 
     def begin(self, request_id: str, source: str) -> None:
-        """Ask an engine that a request names for that request, too, if it may be named."""
+        """For this request, also ask the engine that it names, if that is allowed."""
         if source in self._sources:
             self._requests[request_id] = _Asking(Told(source))
 
@@ -71,10 +84,10 @@ class RemoteLookup:
         return asking.told if asking is not None else NOTHING_TOLD
 
     def answered(self, request_id: str, refs: Sequence[ChunkRef]) -> bool:
-        """Ask about chunks for a request. False means to come back later; True, that what can be known is.
+        """Ask about chunks for a request. False means to come back later, True that all that can be known is known.
 
-        A pass of the scheduler waits for a moment at most, and not even that while the tier is slow. A request that
-        comes back too late is told "no" for what is still open, and nobody else is.
+        A pass of the scheduler waits for a moment at most, and not at all while the tier is slow. A request that comes
+        back after its deadline is told "no" for what is still open; other requests are not.
         """
         now_s = time.monotonic()
         asking = self._requests.setdefault(request_id, _Asking(Told()))
@@ -95,7 +108,7 @@ class RemoteLookup:
         return True
 
     def settled(self, request_id: str) -> None:
-        """A request has nothing left to ask. If it must ask again, that is another lookup, with its own deadline."""
+        """A request has nothing left to ask. If it asks again, that is another lookup, with its own deadline."""
         asking = self._requests.get(request_id)
         if asking is not None:
             asking.questions, asking.deadline_s = [], None
@@ -105,7 +118,7 @@ class RemoteLookup:
         self._requests.pop(request_id, None)
 
     def end_pass(self) -> None:
-        """The scheduler has made up a step; the next pass may wait again."""
+        """The scheduler has planned a step; the next pass may wait again."""
         self._take_in()
         self._left_s = PASS_BUDGET_S
 
@@ -116,19 +129,20 @@ class RemoteLookup:
             return [False] * len(refs)
         return [bool(answer) for answer in question.answers]
 
-    def reset(self, namespaces: Sequence[Namespace]) -> None:
-        """Ask about other namespaces, one for each shard, from now on. What is under way is about the old ones."""
+    def reset(self, epoch: str) -> None:
+        """Ask about the namespaces at another epoch from now on. Questions in flight are about the old ones."""
         self._requests = {name: _Asking(Told(asking.told.source)) for name, asking in self._requests.items()}
         self._open.clear()
         self._answered = deque()
-        self._directory.reset(namespaces)
+        if self.is_open:
+            self._directory.reset([namespace.at_epoch(epoch) for namespace in self._namespaces])
 
     def close(self) -> None:
         """End the questions."""
         self._directory.close()
 
     def _ask(self, asking: _Asking, refs: Sequence[ChunkRef], now_s: float) -> None:
-        """Ask about chunks, but for those somebody asks about already."""
+        """Ask about chunks, except those that somebody already asks about."""
         source, tell = asking.told.source, self._answered.append
         asking.asked = refs
         wanted = self.view.unknown(refs, now_s) if source else refs
@@ -143,14 +157,14 @@ class RemoteLookup:
             asking.questions.append(self._directory.ask(refs, source, since=since))
 
     def _under_way(self, ref: ChunkRef) -> Question | None:
-        """A question about a chunk whose answer will count; one from before the chunk was removed does not."""
+        """A question about a chunk that is in flight and will count; one from before the chunk's removal does not."""
         question = self._open.get(ref)
         return question if question is not None and not self.view.is_void(ref, question.since) else None
 
     def _wait(self, asking: _Asking) -> None:
-        """Wait for answers that are nearly here, as far as this pass may.
+        """Wait for answers, for as long as this pass may.
 
-        A source that hangs costs one such wait, and changes nothing for those who did not name it.
+        A source that hangs costs one such wait, and affects only the requests that name it.
         """
         questions, source = asking.questions, asking.told.source
         if source in self._slow_sources:
@@ -167,7 +181,7 @@ class RemoteLookup:
         self._take_in()
 
     def _take_in(self) -> None:
-        """Let the view know what was answered since the last time."""
+        """Pass what was answered since the last call to the view."""
         while self._answered:
             question = self._answered.popleft()
             self._took_s = question.answered_s - question.asked_s
@@ -189,10 +203,10 @@ class RemoteLookup:
         self.view.tell(asking.told, answers, now_s, min(question.since for question in questions))
 
 
-def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | None) -> Counter[Place]:
+def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -> Counter[Place]:
     """How many leading tokens of a sequence are known, by the fastest tier that has them; for people and routers.
 
-    From any thread: it only looks chunks up, one by one, and asks the remote tier itself.
+    May be called from any thread: it looks chunks up one by one, and asks the remote tier itself.
     """
     found: Counter[Place] = Counter()
     chunks = chunk_refs(hasher, with_tail=False)
@@ -209,12 +223,12 @@ def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup | 
     return found
 
 
-def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup | None) -> list[Place | None]:
+def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup) -> list[Place | None]:
     """Where each chunk is."""
     local = (Place.MEMORY, Place.DISK)
     places = [next((place for place in local if index.holds(ref.prefix_key, place)), None) for ref in refs]
     missing = [ref for ref, place in zip(refs, places, strict=True) if place is None]
-    if remote is None or not missing:
+    if not (remote.is_open and missing):
         return places
     elsewhere = {ref for ref, is_there in zip(missing, remote.ask(missing), strict=True) if is_there}
     return [place or (Place.REMOTE if ref in elsewhere else None) for ref, place in zip(refs, places, strict=True)]

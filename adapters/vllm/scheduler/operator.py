@@ -1,4 +1,4 @@
-"""What an administrator may ask of the scheduler side, from other threads than vLLM's."""
+"""What an operator may ask of the scheduler side, from other threads than vLLM's."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _WAIT_S: Final = 1.0  # a busy engine plans several steps in this time; an idle 
 
 
 class SchedulerControls:
-    """``Controls`` of a scheduler side. The index belongs to vLLM's thread, so what changes it is handed over to that.
+    """``Controls`` of a scheduler side. The index belongs to vLLM's thread, which carries out what changes it.
 
     Args:
-        scheduler: to be administered.
+        scheduler: answers, and carries orders out.
         config: what it was configured with.
         versions: of the software around it.
     """
@@ -79,13 +79,13 @@ class SchedulerControls:
         }
 
     def kv(self, tokens: Sequence[int], extras: KeyExtras) -> Tree:
-        """How many leading tokens are there, whole blocks of them, by the fastest tier that has them."""
+        """How many leading tokens are known, in whole blocks, by the fastest tier that has them."""
         by_place = self._scheduler.find(tokens, extras)
         by_tier = {tier: by_place[Place(tier)] for tier in self._tiers()}
         return {"tokens": len(tokens), "known_tokens": by_place.total(), "tiers": by_tier}
 
     def clear(self) -> int | None:
-        """Forget what is in memory and on disk; a shared remote tier is kept. None while vLLM is idle."""
+        """Forget what is in memory and on disk, but not in a shared remote tier. None while vLLM is idle."""
         return self._order("clear", self._scheduler.clear)
 
     def pins(self) -> Tree:
@@ -102,10 +102,10 @@ class SchedulerControls:
         return self._order("unpin", self._scheduler.unpin_all)
 
     def _order(self, kind: str, action: Callable[[], int]) -> int | None:
-        """Have something done by vLLM's thread. None if it has not been done soon."""
+        """Have vLLM's thread do something. None if it has not been done soon."""
         with self._lock:
             order = self._orders.get(kind)
-            if order is None or order.done():  # or one that waits will do for all
+            if order is None or order.done():  # otherwise the order that waits will do
                 order = self._orders[kind] = Future()
                 self._scheduler.call_soon(partial(self._carry_out, order, action))
         try:

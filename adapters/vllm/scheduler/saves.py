@@ -1,4 +1,4 @@
-"""Plans stores, and follows them until every rank has reported: those of each step, and the writes behind them."""
+"""Plans stores, and follows them until every rank has reported: the stores of each step, and their write-behind."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class _Save:
 
 @dataclass
 class _Write:
-    """A write behind that some ranks have not reported yet."""
+    """A write-behind that some ranks have not reported yet."""
 
     ranks_left: int
     stored: bool = True
-    in_vain: bool = False  # its chunk failed on another rank: until this ends, it cannot be stored anew
-    left_behind: bool = False  # stored by one rank at least
-    size_bytes: int = 0  # on the rank where it takes most
+    in_vain: bool = False  # its chunk failed on another rank, and cannot be stored again until this ends
+    left_behind: bool = False  # stored by at least one rank
+    size_bytes: int = 0  # the most that it takes on any rank
 
 
 class SavePlanner:
@@ -46,7 +46,7 @@ class SavePlanner:
     """
 
     def __init__(self, index: ChunkIndex, num_ranks: int) -> None:
-        self.strays: list[ChunkRef] = []  # chunks on the disks of some ranks only: to be taken and removed there
+        self.strays: list[ChunkRef] = []  # chunks on the disks of some ranks only: to be removed there
         self._index = index
         self._num_ranks = num_ranks
         self._metas: dict[str, ReqMeta] = {}  # for the next plan
@@ -57,7 +57,7 @@ class SavePlanner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is planned or under way."""
+        """Whether nothing is planned or in flight."""
         return not (self._metas or self._coming or self._in_flight or self._storing or self._writes or self.strays)
 
     @property
@@ -74,9 +74,9 @@ class SavePlanner:
         return self._storing[req_id] > 0
 
     def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
-        """Add a request's new chunks to the next plan. How many: 0 if all are known or there is no room.
+        """Add a request's new chunks to the next plan. Returns how many: 0 if all are known or there is no room.
 
-        Chunks whose blocks the request does not have any more, or never had, are left out.
+        Chunks whose blocks the request no longer has, or never had, are left out.
         """
         req_id = tracker.request.request_id
         begins = save.first_blocks()
@@ -100,11 +100,11 @@ class SavePlanner:
         return len(steps)
 
     def end_with(self, req_id: str) -> None:
-        """A request has ended: let the workers tell when the last of its stores is over."""
+        """A request has ended: have the workers report the end of its last store."""
         self._metas.setdefault(req_id, ReqMeta(req_id)).finished = True
 
     def take_step(self, number: int) -> list[ReqMeta]:
-        """The stores of the coming step, which is to have this number."""
+        """The stores of the coming step, which has this number."""
         metas, self._metas = list(self._metas.values()), {}
         if self._coming:
             self._in_flight[number] = self._coming
@@ -121,7 +121,7 @@ class SavePlanner:
             self._end(save)
 
     def complete_write(self, written: Written) -> bool:
-        """Take in one rank's end of a write. Whether its chunk may be offered again now, because it had failed."""
+        """One rank has ended a write. Returns whether its chunk, which had failed, may be offered again now."""
         target, ref, stored, size_bytes = written
         write = self._writes[target, ref.prefix_key]
         write.ranks_left -= 1
@@ -137,7 +137,7 @@ class SavePlanner:
         return write.in_vain
 
     def cancel_coming(self) -> None:
-        """Fail what ended requests were about to store: the workers would do it after they have cleared."""
+        """Fail what ended requests were about to store: the workers would store it after they have cleared."""
         for meta in self._metas.values():
             meta.stores.clear()
         saves, self._coming = self._coming, []
@@ -150,7 +150,7 @@ class SavePlanner:
                     self._index.complete_write(step.ref.prefix_key, target, stored=False)
 
     def take_strays(self) -> list[ChunkRef]:
-        """Chunks that must leave the disks, because not every rank has its part."""
+        """Chunks to remove from disk, because not every rank has its part."""
         strays, self.strays = self.strays, []
         return strays
 
@@ -160,7 +160,7 @@ class SavePlanner:
             del self._storing[save.req_id]
 
     def _note_in_vain(self, steps: Sequence[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
-        """Some ranks still write chunks that failed on another."""
+        """Note the writes, still in flight on some ranks, of chunks that failed on another."""
         for step in steps:
             for target in step.targets if step.ref.prefix_key in failed else ():
                 if write := self._writes.get((target, step.ref.prefix_key)):

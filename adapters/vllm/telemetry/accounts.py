@@ -1,6 +1,6 @@
-"""The scheduler side's books: what each request asked, got and left behind, and the sums of everything.
+"""What each request asked, got and stored, and the sums of everything counted.
 
-Kept by the scheduler's thread; ``totals`` may be read by others.
+Kept by the scheduler's thread; other threads may read ``totals``.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ NO_HIT: Final = HitSplit(0, 0, 0)
 
 
 @dataclass
-class _Account:
-    """One request.
+class Account:
+    """What one request asked, and got.
 
     Attributes:
         num_tokens: of the request, when it asked last.
         num_local_tokens: those that vLLM had itself.
         found_tokens: the end of the longest known prefix.
         offered_tokens: how many vLLM was told could be loaded.
-        asks: whether it may load at all.
-        is_declined: whether computing was found to be faster.
-        is_admitted: whether it has been scheduled, and is counted.
+        asks: it may load at all.
+        is_declined: computing was found to be faster.
+        is_admitted: it has been scheduled, and is counted; later answers concern what it has computed itself.
         hit: what it got then.
         reason: why not more.
         stored_chunks: offered to the workers since.
-        is_verified: it computes its hit all the same.
+        is_verified: it computes its hit, for comparison.
     """
 
     num_tokens: int = 0
@@ -65,20 +65,38 @@ class _Account:
     stored_chunks: int = 0
     is_verified: bool = False
 
+    def asked(self, num_tokens: int, num_local_tokens: int) -> None:
+        """It asks, or asks again; nothing is known of an answer."""
+        if not self.is_admitted:
+            self.num_tokens, self.num_local_tokens = num_tokens, num_local_tokens
+            self.found_tokens, self.offered_tokens = num_local_tokens, 0
+            self.asks = self.is_declined = False
+
+    def answered(self, match: Match, num_external_tokens: int) -> None:
+        """The answer, of which ``num_external_tokens`` are offered to vLLM."""
+        if not self.is_admitted:
+            self.found_tokens = max(self.num_local_tokens, match.num_tokens)
+            self.offered_tokens = num_external_tokens
+            self.asks = True
+
+    def declined(self) -> None:
+        """Nothing is offered after all: computing is faster."""
+        if not self.is_admitted:
+            self.offered_tokens, self.is_declined = 0, True
+
 
 class Accounts:
     """Counts requests and collects everything else.
 
     Args:
-        block_tokens: a hit shorter by less than that is whole.
-        end_tokens: nothing is stored of a prompt behind the last multiple of this.
+        block_tokens: a hit counts as whole if it lacks fewer tokens than this.
+        end_tokens: nothing is stored of a prompt after the last multiple of this.
     """
 
     def __init__(self, block_tokens: int, end_tokens: int) -> None:
         self.totals = Totals()
         self._block_tokens = block_tokens
         self._end_tokens = end_tokens
-        self._requests: dict[str, _Account] = {}
         self._tally = Tally()
         self._meter = Meter()
         self._index_meter = IndexMeter()
@@ -87,44 +105,11 @@ class Accounts:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def open(self, request_id: str) -> None:
-        """A request has come whose KV may be shared."""
-        self._requests[request_id] = _Account()
-
-    def asked(self, request_id: str, num_tokens: int, num_local_tokens: int) -> None:
-        """A request asks, or asks again; nothing is known of an answer."""
-        account = self._requests.get(request_id)
-        if account is not None and not account.is_admitted:
-            account.num_tokens, account.num_local_tokens = num_tokens, num_local_tokens
-            account.found_tokens, account.offered_tokens = num_local_tokens, 0
-            account.asks = account.is_declined = False
-
-    def answered(self, request_id: str, match: Match, num_external_tokens: int) -> None:
-        """The answer, of which ``num_external_tokens`` are offered to vLLM."""
-        account = self._requests.get(request_id)
-        if account is not None and not account.is_admitted:
-            account.found_tokens = max(account.num_local_tokens, match.num_tokens)
-            account.offered_tokens = num_external_tokens
-            account.asks = True
-
-    def declined(self, request_id: str) -> None:
-        """Nothing is offered after all: computing is faster."""
-        account = self._requests.get(request_id)
-        if account is not None and not account.is_admitted:
-            account.offered_tokens, account.is_declined = 0, True
-
-    def verified(self, request_id: str) -> None:
-        """A request computes its hit all the same."""
-        account = self._requests.get(request_id)
-        if account is not None:
-            account.is_verified = True
-
-    def admitted(self, request_id: str, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
+    def admitted(self, account: Account, hit: HitSplit, index: ChunkIndex, hasher: PrefixHasher) -> None:
         """A request is scheduled: what it got counts, the first time. To be told after its load was planned."""
-        account = self._requests.get(request_id)
-        if account is None or account.is_admitted:
+        if account.is_admitted:
             return
-        account.is_admitted, account.hit = True, hit  # later answers concern what it has computed itself
+        account.is_admitted, account.hit = True, hit
         account.reason = self._reason(account, index, hasher)
         self._tally.count(metrics.LOOKUPS.key())
         self._tally.count(metrics.ASKED_TOKENS.key(), account.num_tokens - account.num_local_tokens)
@@ -133,8 +118,8 @@ class Accounts:
         if account.reason is not None:
             self._tally.count(metrics.MISSES.key(account.reason.value))
 
-    def _reason(self, account: _Account, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
-        """Why a request did not get all; None if it did."""
+    def _reason(self, account: Account, index: ChunkIndex, hasher: PrefixHasher) -> MissReason | None:
+        """Why a request did not get everything; None if it did."""
         got_tokens = sum(account.hit)
         end_tokens = account.num_tokens - account.num_tokens % self._end_tokens
         if end_tokens - account.num_local_tokens < self._block_tokens:
@@ -142,7 +127,7 @@ class Accounts:
         if not account.asks:
             return MissReason.SWITCHED_OFF
         if account.is_declined:
-            return MissReason.DEARER
+            return MissReason.RECOMPUTE_FASTER
         if account.is_verified:
             return MissReason.VERIFIED
         if got_tokens < account.offered_tokens:
@@ -151,16 +136,9 @@ class Accounts:
             return MissReason.TOO_SHORT
         return index.why_missing(hasher, account.found_tokens, end_tokens)
 
-    def stored(self, request_id: str, num_chunks: int) -> None:
-        """So many of a request's chunks are to be stored with the next step."""
-        account = self._requests.get(request_id)
-        if account is not None:
-            account.stored_chunks += num_chunks
-
-    def close(self, request_id: str) -> None:
+    def close(self, request_id: str, account: Account) -> None:
         """A request has ended: one line about it."""
-        account = self._requests.pop(request_id, None)
-        if account is not None and account.is_admitted:
+        if account.is_admitted:
             logger.debug(
                 "request %s: %d tokens, %d of them in vLLM's own cache; hit %d (memory %d, disk %d, remote %d); "
                 "%d chunks stored; miss: %s",

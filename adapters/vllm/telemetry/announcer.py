@@ -1,8 +1,8 @@
-"""What KV-aware routers hear: which blocks are in memory and on disk, under the hashes that vLLM itself gives them.
+"""What KV-aware routers hear: which blocks are in memory and on disk, by the hashes that vLLM gives them.
 
-Nothing is queued: once a step, what has changed is compared with what was said. Chunks overlap where one is the tail
-that another has grown from, and listeners may not count, so a block is announced by the first chunk that has it, and
-taken back with the last. No vLLM types.
+Nothing is queued: once a step, what has changed is compared with what was announced. Chunks overlap where one has grown
+from the tail of another, and listeners may not count. So a block is announced with the first chunk that has it, and
+withdrawn with the last. No vLLM types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.keys import PrefixKey
 
 ANNOUNCED = (Place.MEMORY, Place.DISK)
-"""A remote tier is as near to every engine as to this one, and evicts without a word."""
+"""A remote tier is as near to every engine as to this one, and does not tell what it evicts."""
 
 
 class Adapter(Protocol):
@@ -81,7 +81,7 @@ class Removed(NamedTuple):
 
 
 class Announcer:
-    """Knows the blocks of the chunks in the index, and what was said of them. Used by the scheduler's thread.
+    """Knows the blocks of the chunks in the index, and what was announced of them. For the scheduler's thread.
 
     Chunks that a disk held at start are known by their keys alone: they are announced when a request comes with them.
     """
@@ -93,7 +93,7 @@ class Announcer:
         self._shelves = {place: _Shelf() for place in ANNOUNCED}
 
     def describe(self, ref: ChunkRef, first_block: int, request: Described) -> None:
-        """Learn which blocks a chunk of the index has: those of a request, from its ``first_block`` on."""
+        """Learn the blocks of a chunk in the index: a request's, from its ``first_block`` on."""
         end_block = first_block + ref.num_blocks
         if ref.prefix_key in self._known or end_block > len(hashes := request.block_hashes):
             return
@@ -107,7 +107,7 @@ class Announcer:
         self._described.append(ref.prefix_key)
 
     def take(self, index: ChunkIndex) -> list[Stored | Removed]:
-        """What listeners must hear so that they know again where the blocks are."""
+        """The events that bring listeners up to date."""
         changed = [key for key in dict.fromkeys([*index.take_changes(), *self._described]) if key in self._known]
         self._described.clear()
         events: list[Stored | Removed] = []
@@ -145,7 +145,7 @@ class _Shelf:
         return key in self._keys
 
     def add(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> int:
-        """Add a chunk; returns how many of its blocks, from the front, others had announced."""
+        """Add a chunk; returns how many of its first blocks were announced already."""
         counts, said = self._num_chunks, 0
         for name in hashes:
             others = counts.get(name, 0)
@@ -155,7 +155,7 @@ class _Shelf:
         return said
 
     def remove(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> list[bytes]:
-        """Take a chunk away; returns those of its blocks that no other one has."""
+        """Remove a chunk; returns those of its blocks that no other chunk has."""
         counts, gone = self._num_chunks, []
         for name in hashes:
             counts[name] -= 1

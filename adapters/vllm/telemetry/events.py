@@ -1,4 +1,4 @@
-"""What was announced, as the events that vLLM publishes beside its own."""
+"""What was announced, as events that vLLM publishes with its own."""
 
 from __future__ import annotations
 

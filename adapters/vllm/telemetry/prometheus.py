@@ -1,13 +1,13 @@
 """Our numbers in vLLM's log and under its ``/metrics``, through vLLM's own hooks for connectors.
 
-The scheduler side has them all, the workers' included, and hands them over after each step. vLLM carries them to its
-front end, which keeps the metrics.
+The scheduler side has them all, the workers' included, and passes them on after each step. vLLM sends them to its front
+end, which keeps the metrics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -26,19 +26,6 @@ _EXTRAS: Final[dict[Kind, dict[str, Any]]] = {
 }
 
 
-class _Series(Protocol):
-    """One time series of any kind."""
-
-    def inc(self, number: float) -> None:
-        """Of a counter."""
-
-    def set(self, value: float) -> None:
-        """Of a gauge."""
-
-    def observe(self, time_s: float) -> None:
-        """Of a histogram."""
-
-
 @dataclass
 class StoreStats(KVConnectorStats):
     """What happened in one step, as plain dictionaries that vLLM can send: see ``Tally``, whose gauges are folded."""
@@ -53,7 +40,7 @@ class StoreStats(KVConnectorStats):
         return cls({"counters": tally.counters, "samples": tally.samples, "gauges": tally.levels()})
 
     def reset(self) -> None:
-        """Start anew."""
+        """Start over."""
         self.data: dict[str, Any] = {"counters": {}, "samples": {}, "gauges": {}}
 
     def is_empty(self) -> bool:
@@ -103,7 +90,7 @@ class StoreMetrics(KVConnectorPromMetrics):
                 **_EXTRAS.get(metric.kind, {}),
             )
             for engine in per_engine_labelvalues if metric.kind is not Kind.GAUGE else ():
-                for values in metric.values or ((),):  # so that they are there, as 0, before anything happens
+                for values in metric.values or ((),):  # so that they exist, as 0, before anything happens
                     self._series(engine, metric, values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -117,6 +104,5 @@ class StoreMetrics(KVConnectorPromMetrics):
             for time_s in times_s:
                 series.observe(time_s)
 
-    def _series(self, engine: int, metric: Metric, values: tuple[str, ...]) -> _Series:
-        series: _Series = self._families[metric.name].labels(*self.per_engine_labelvalues[engine], *values)
-        return series
+    def _series(self, engine: int, metric: Metric, values: tuple[str, ...]) -> Any:  # noqa: ANN401 - vLLM may wrap it
+        return self._families[metric.name].labels(*self.per_engine_labelvalues[engine], *values)

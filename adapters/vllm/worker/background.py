@@ -1,4 +1,4 @@
-"""Moves beside the model: loads that their requests wait for while others compute, and stores behind a step.
+"""Asynchronous loads and stores: requests wait for their loads while others compute, and stores follow a step.
 
 Two threads, so that a load never queues behind a store. Everything else here is for the model's thread, which starts
 the moves and collects what has ended.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Fetched(NamedTuple):
-    """A load that has ended, and how long it took; what it has ``failed`` to bring includes what was revoked."""
+    """A load that has ended, and how long it took; revoked chunks count as ``failed``."""
 
     fetch: Fetch
     result: LoadResult
@@ -35,7 +35,7 @@ class Fetched(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The stores of a step that have ended, the requests whose last ones these were, and how long it took."""
+    """The stores of a step that have ended, the requests whose last stores these were, and how long it took."""
 
     step: int
     failed: set[PrefixKey]
@@ -43,8 +43,8 @@ class Saved(NamedTuple):
     seconds: float
 
 
-class Courier:
-    """Carries out what needs no step to wait for it.
+class Background:
+    """Carries out what no step waits for.
 
     Args:
         mover: the model's; ``close`` must come before its own.
@@ -73,11 +73,11 @@ class Courier:
         self._saving.append((step, ended, self._stores.submit(self._store, jobs, moment)))
 
     def revoke_fetches(self) -> None:
-        """Let everything fail that is being loaded: it is of no use any more."""
+        """Let all loads in flight fail: what they bring is out of date."""
         self._revoked.update(self._fetching)
 
     def finish_saves(self) -> None:
-        """Wait until no block is read any more. That is a copy in memory, which no tier can hold up."""
+        """Wait until stores have read all their blocks. They copy to memory, so no tier can hold them up."""
         wait_for([saved for _, _, saved in self._saving])
 
     def take_fetched(self) -> list[Fetched]:
@@ -103,13 +103,13 @@ class Courier:
         return ended
 
     def close(self, timeout_s: float) -> None:
-        """End both threads once they are at rest: a read may take until its tier's deadline."""
+        """End both threads once they are idle: a read may take until its tier's deadline."""
         for executor in (self._loads, self._stores):
             executor.shutdown(wait=False, cancel_futures=True)
         under_way: list[Future[Any]] = [loaded for _, loaded in self._fetching.values()]
         under_way += [saved for _, _, saved in self._saving]
         if wait_for([move for move in under_way if not move.cancelled()], timeout_s).not_done:
-            logger.warning("a load has not ended within %s s and is left behind", timeout_s)
+            logger.warning("asynchronous load left behind: it has not ended within %s s", timeout_s)
 
     def _load(self, fetch: Fetch, moment: Moment) -> tuple[LoadResult, float]:
         return _timed("kvstore::load", self._loader, moment, lambda: self._loader.load(fetch.loads))

@@ -1,13 +1,11 @@
-"""A step's loads and stores, advanced by the model's own layers as it comes to them."""
+"""A step's loads and stores layer by layer, as the model comes to its layers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from kvstore.keys import PrefixKey
-from kvstore.transfer.layerwise import LayerLoad, LayerStore
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
+from kvstore.transfer.layerwise import LayerLoad
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover
 
 
 class LayeredLoad:
@@ -29,34 +27,28 @@ class LayeredLoad:
         self.waited_s += time.perf_counter() - begin_s
 
     def finish(self) -> LoadResult:
-        """End it, after the forward pass: if that did not ask for every layer, it computed on what was not there."""
+        """End it, after the forward pass; all of it fails if the model computed without asking for every layer."""
         result = self._load.finish()
         if self._done_layers < self._num_layers:
             return LoadResult({job.step.ref.prefix_key for job in self.jobs}, result.lost)
         return result
 
 
-class LayeredStore:
-    """Stores of what a forward pass computes, layer by layer. For the model's thread."""
+class LayerOrder:
+    """The layers of one forward pass, put into the order of the layout."""
 
-    def __init__(self, mover: Mover, jobs: Sequence[StoreJob]) -> None:
-        self._store = LayerStore(mover, jobs)
-        self._num_layers = mover.paged.layout.num_layers
+    def __init__(self) -> None:
         self._computed: set[int] = set()
         self._done_layers = 0
 
-    def reach(self, layer: int) -> None:
-        """Take what can be taken in order, now that this layer has been computed."""
+    def reach(self, layer: int) -> range:
+        """The layers that can be taken now that this one has been computed."""
+        first_layer = self._done_layers
         self._computed.add(layer)
         while self._done_layers in self._computed:
-            self._move()
+            self._done_layers += 1
+        return range(first_layer, self._done_layers)
 
-    def finish(self, *, trusted: bool) -> set[PrefixKey]:
-        """Take what is left, after the forward pass; all of it fails if it is not to be ``trusted``."""
-        while trusted and self._done_layers < self._num_layers:
-            self._move()
-        return self._store.finish(trusted=trusted)
-
-    def _move(self) -> None:
-        self._store.move(self._done_layers)
-        self._done_layers += 1
+    def rest(self, num_layers: int) -> range:
+        """The layers that are left when all have been computed."""
+        return range(self._done_layers, num_layers)

@@ -1,38 +1,35 @@
-"""The worker side: owns the memory and the folder, and carries out the scheduler's plans. No policy, no vLLM types."""
+"""The worker side: owns the memory and the disk, and carries out the scheduler's plans. No policy, no vLLM types."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
-from kvstore.adapters.vllm.requests.disagg import server_url
-from kvstore.adapters.vllm.worker.background import Courier, Fetched
-from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayeredStore
+from kvstore.adapters.vllm.worker.background import Background, Fetched
+from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
+from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
 from kvstore.assembly import open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
-from kvstore.handover.pusher import PushCounters, Pusher, StepPush
-from kvstore.handover.tcp import open_transport
-from kvstore.handover.transport import Receiver, Transport
 from kvstore.keys import Namespace, PrefixKey
-from kvstore.layout import KVLayout
 from kvstore.ops import metrics
-from kvstore.ops.meters import WorkerMeter, push_totals
-from kvstore.ops.metrics import Meter, Metric
+from kvstore.ops.meters import WorkerMeter
+from kvstore.ops.metrics import Metric
 from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.throttle import Throttle
+from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
@@ -43,40 +40,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a worker goes about it.
+    """How a worker moves KV.
 
     Attributes:
         layer_names: the model's layers, in the order of the layout.
         layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
-        saves_beside: stores go on while the next step runs; else a step ends when they have been gathered.
+        async_save: stores run while the next step computes; otherwise a step ends when they have been gathered.
         push: how KV is handed over to other engines; None if it is not.
     """
 
     layer_names: tuple[str, ...] = ()
     layerwise: bool = False
-    saves_beside: bool = False
+    async_save: bool = False
     push: PushOptions | None = None
 
 
-@dataclass(frozen=True)
-class PushOptions:
-    """How a worker hands KV over.
-
-    Attributes:
-        rank: of this worker, which counts the receivers' ports.
-        buffer_bytes: for what has been gathered and not yet sent.
-        settings: of the connections, as for a cache server: its deadline, its keys.
-        connect: opens the way to a URL.
-    """
-
-    rank: int
-    buffer_bytes: int
-    settings: Mapping[str, object] = field(default_factory=dict)
-    connect: Callable[[str, Namespace, KVLayout, Mapping[str, object]], Transport] = open_transport
-
-
 class StoreWorker:
-    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers go on beside it."""
+    """One per rank. Called by the model runner from one thread; fetches and writes to slower tiers run on others."""
 
     def __init__(
         self,
@@ -98,7 +78,7 @@ class StoreWorker:
         self._engine = engine
         self._server = server
         options = options or WorkerOptions()
-        self._saves_beside = options.saves_beside
+        self._async_save = options.async_save
         self._layerwise = options.layerwise
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
@@ -116,15 +96,15 @@ class StoreWorker:
                 is_passage=not (engine.local_cpu or options.layerwise),
                 copy_threads=copy_threads(),
             )
-            self._courier = Courier(self._mover)  # takes memory on the device, which may have none left
+            self._background = Background(self._mover)  # takes memory on the device, which may have none left
             opened.pop_all()
-        self._counters = partial(_moved, self._mover, self._courier)
+        self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
         self._said_answers = (True, True)
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
-        self._failed_requests: set[str] = set()  # of these, those that have to begin anew
+        self._failed_requests: set[str] = set()  # of these, those that must start over
         self._ended_requests: set[str] = set()
         self._worst_deviation = 0.0
         self._throttle = Throttle(logger)
@@ -132,12 +112,9 @@ class StoreWorker:
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
         self._layered_load: LayeredLoad | None = None
-        self._layered_store: LayeredStore | None = None
-        self._push = options.push
-        self._push_meter = Meter()
-        self._push_namespace = namespace
-        self._pusher: Pusher | None = None  # with the first request that is handed over
-        self._step_push: StepPush | None = None
+        self._layer_store: LayerStore | None = None
+        self._computed = LayerOrder()
+        self._pushes = Pushes(paged, namespace, options.push)
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
@@ -157,33 +134,34 @@ class StoreWorker:
         )
 
     def prepare(self, plan: StepPlan) -> None:
-        """Before blocks are given to others: see that nobody reads those of requests that lose theirs."""
+        """Before blocks are given to other requests: wait for the stores that still read them."""
         if plan.preempts:
-            self._courier.finish_saves()
+            self._background.finish_saves()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Take in a step's plan; forget what it says is gone, and begin its fetches."""
+        """Take in a step's plan: forget what it removes, and begin its fetches."""
         self._plan, self._loads_began, self._loads_ended = plan, False, False
+        self._computed = LayerOrder()
         self._report.computed = plan.number if plan.computes else None
         if plan.epoch:
-            self._courier.revoke_fetches()
-            self._courier.finish_saves()
+            self._background.revoke_fetches()
+            self._background.finish_saves()
             namespace = self._namespace.at_epoch(plan.epoch)
             if self._server is not None:
                 self._server.enter(namespace)
-            self._mover.reset(namespace)  # the slower tiers follow behind, in order with what comes
-            self._enter_pushes(namespace)
+            self._mover.reset(namespace)  # the slower tiers follow later, in order with what comes
+            self._pushes.enter(namespace)
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
         if plan.recalls:
-            self._courier.finish_saves()  # or a write that an earlier step planned would begin after its removal
+            self._background.finish_saves()  # or a write that an earlier step planned would begin after its removal
         self._mover.remove(Place.REMOTE, plan.recalls)
         for fetch in plan.fetches:
-            self._courier.fetch(fetch)
+            self._background.fetch(fetch)
 
     def load(self) -> None:
-        """Begin the loads, and carry them out unless they go layer by layer. A second call in a step does nothing."""
+        """Load, or begin to if loads go layer by layer. A second call in a step does nothing."""
         plan = self._plan
         if plan is None or self._loads_began:
             return
@@ -210,43 +188,24 @@ class StoreWorker:
         plan = self._plan
         if layer is None or plan is None or plan.acked < self._poisoned_step:
             return
-        self._begin_pushes(plan)
-        if self._step_push is not None:
-            self._step_push.reach(layer)
-        if self._layered_store is None and self._layerwise and not self._saves_beside:
+        self._pushes.begin(plan.requests)
+        if self._layer_store is None and self._layerwise and not self._async_save:
             jobs = [job for meta in plan.requests for job in meta.stores]
-            self._layered_store = LayeredStore(self._mover, jobs) if jobs else None
-        if self._layered_store is not None:
-            self._layered_store.reach(layer)
-
-    def _begin_pushes(self, plan: StepPlan) -> None:
-        """Take up what the step hands over to other engines."""
-        metas = [meta for meta in plan.requests if meta.pushes]
-        if self._step_push is not None or not metas or self._push is None:
-            return
-        if self._pusher is None:
-            way = self._way_of_pushes(self._push, self._push_namespace)
-            self._pusher = Pusher(self._paged, self._push.buffer_bytes, way, PushCounters())
-        self._step_push = self._pusher.begin(
-            [(meta.receiver.receiver(self._push.rank), meta.pushes) for meta in metas if meta.receiver]
-        )
-
-    def _way_of_pushes(self, push: PushOptions, namespace: Namespace) -> Callable[[Receiver], Transport]:
-        def connect(receiver: Receiver) -> Transport:
-            url = server_url(receiver.host, receiver.port)
-            return push.connect(url, namespace, self._layout, push.settings)
-
-        return connect
+            self._layer_store = LayerStore(self._mover, jobs) if jobs else None
+        for number in self._computed.reach(layer):
+            self._pushes.reach(number)
+            if self._layer_store is not None:
+                self._layer_store.move(number)
 
     def end_loads(self) -> None:
-        """The forward pass is over: settle what the step had to load, and collect what has ended beside it."""
+        """The forward pass is over: end the step's loads, and collect the asynchronous moves that have ended."""
         plan = self._plan
         if plan is not None and not self._loads_ended:
             self._loads_ended = True
             self._settle_loads(plan)
-        for fetched in self._courier.take_fetched():
+        for fetched in self._background.take_fetched():
             self._note_fetched(fetched)
-        for saved in self._courier.take_saved():
+        for saved in self._background.take_saved():
             self._report.tally.observe(metrics.STORE_SECONDS.key(), [saved.seconds])
             self._note_stores(saved.step, saved.failed, saved.ended)
 
@@ -300,52 +259,36 @@ class StoreWorker:
         plan = self._plan
         if plan is None:
             return
-        self.load()  # should the runner have had no reason to
+        self.load()  # unless the runner has called it
         self.end_loads()
         self._plan = None
         if not plan.requests:
             return
         jobs = [job for meta in plan.requests for job in meta.stores]
         ended = {meta.req_id for meta in plan.requests if meta.finished}
-        # Blocks may hold garbage from a failed load until the scheduler has heard of it and has them computed anew.
+        # Blocks may hold garbage from a failed load until the scheduler knows of it and has them computed again.
         trusted = plan.acked >= self._poisoned_step
         for meta in plan.requests:
             if meta.verifies:
                 self._verify_request(plan, meta, trusted=trusted)
-        self._finish_pushes(plan, trusted=trusted)
-        if self._saves_beside:
+        if trusted:
+            self._pushes.begin(plan.requests)  # in case vLLM named no layer
+        self._pushes.finish(trusted=trusted)
+        if self._async_save:
             self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
-            self._courier.save(plan.number, jobs if trusted else [], ended)
+            self._background.save(plan.number, jobs if trusted else [], ended)
         else:
             self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
 
-    def _finish_pushes(self, plan: StepPlan, *, trusted: bool) -> None:
-        if trusted:
-            self._begin_pushes(plan)  # should no layer have been named
-        push, self._step_push = self._step_push, None
-        if push is not None:
-            with record_function("kvstore::push"):
-                push.finish(trusted=trusted)
-
-    def _enter_pushes(self, namespace: Namespace) -> None:
-        """Hand over under another namespace. What is on its way arrives beside the model, under the former."""
-        self._drop_step_push()
-        self._push_namespace = namespace
-        if self._pusher is not None and self._push is not None:
-            self._pusher.change(self._way_of_pushes(self._push, namespace))
-
-    def _drop_step_push(self) -> None:
-        push, self._step_push = self._step_push, None
-        if push is not None:
-            push.finish(trusted=False)
-
     def _store(self, jobs: list[StoreJob], *, trusted: bool) -> set[PrefixKey]:
-        layered, self._layered_store = self._layered_store, None
+        layer_store, self._layer_store = self._layer_store, None
         if not jobs:
             return set()
         with self._measured("kvstore::store", metrics.STORE_SECONDS):
-            if layered is not None:
-                return layered.finish(trusted=trusted)
+            if layer_store is not None:
+                for number in self._computed.rest(self._layout.num_layers) if trusted else ():
+                    layer_store.move(number)
+                return layer_store.finish(trusted=trusted)
             return self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
 
     def _note_stores(self, step: int, failed: set[PrefixKey], ended: Collection[str]) -> None:
@@ -360,7 +303,7 @@ class StoreWorker:
             unread, lost = self._mover.load([job._replace(block_ids=as_block_ids(())) for job in meta.verifies])
             result.unread |= unread
             result.lost_chunks |= lost
-            for job in meta.verifies if trusted else ():  # or what was computed is what is wrong
+            for job in meta.verifies if trusted else ():  # otherwise what was computed may be wrong
                 found = self._mover.deviation(job)
                 if found is not None:
                     self._note_deviation(job, found, result)
@@ -390,17 +333,17 @@ class StoreWorker:
         return self._report.steps.setdefault(step, StepResult())
 
     def take_fetched_requests(self) -> set[str]:
-        """Requests whose fetch is over; blocks that it failed to bring are among those of ``take_failed_block_ids``."""
+        """Requests whose fetch has ended; ``take_failed_block_ids`` has the blocks that it failed to bring."""
         fetched, self._fetched_requests = self._fetched_requests, set()
         return fetched
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose fetch has failed, and which cannot be computed from a block on, as they lack those before."""
+        """Requests whose fetch failed and that must start over, as they lack blocks before those that failed."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_ended_requests(self) -> set[str]:
-        """Requests whose last store is done, so that vLLM may free their blocks."""
+        """Requests whose last store has ended, so that vLLM may free their blocks."""
         ended, self._ended_requests = self._ended_requests, set()
         return ended
 
@@ -419,31 +362,27 @@ class StoreWorker:
         if not (report.steps or report.fetches or report.writes or changed):
             return None if report.computed is None else report
         self._meter.read(report.tally)
-        if self._pusher is not None:
-            self._push_meter.advance(push_totals(self._pusher.counters), report.tally)
-            report.tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
+        self._pushes.read(report.tally)
         return report
 
     def close(self) -> None:
-        """Let pending writes reach the disk, within the configured bound, and release everything."""
+        """Wait for pending writes, within the configured bound, and release everything."""
         if self._layered_load is not None:
             self._layered_load.finish()
-        self._drop_step_push()
-        if self._pusher is not None:
-            self._pusher.close(self._engine.io_timeout_s)
-        self._courier.close(self._engine.io_timeout_s)
+        self._pushes.close(self._engine.io_timeout_s)
+        self._background.close(self._engine.io_timeout_s)
         if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(
-                "shutting down: the slower tiers did not take all chunks within %s s; those left are lost",
+                "chunks lost at shutdown: the slower tiers did not take all of them within %s s",
                 self._engine.io_timeout_s,
             )
         if self._server is not None:
             self._server.close()
 
 
-def _moved(mover: Mover, courier: Courier) -> MoverCounters:
-    """What was moved within steps and beside them."""
-    return MoverCounters.sum([mover.counters, courier.counters()])
+def _moved(mover: Mover, background: Background) -> MoverCounters:
+    """What was moved, within steps and asynchronously."""
+    return MoverCounters.sum([mover.counters, background.counters()])
 
 
 def _blocks_of(jobs: list[LoadJob], failed: set[PrefixKey]) -> set[int]:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from typer.testing import CliRunner
 
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.config import StoreConfig, load_config
 from kvstore.errors import ConfigError
 from kvstore.keys import NO_EXTRAS, PrefixHasher
@@ -231,9 +233,9 @@ class TestPins:
         assert vllm.index.leases == vllm.index.uses == 0
 
     def test_one_that_waits_for_what_its_request_stored(self, vllm: FakeVllm) -> None:
-        vllm.scheduler._pins["pin x"] = (PrefixHasher(CHUNK, BLOCK), 10**9)
+        vllm.connected.pins._coming["pin x"] = (PrefixHasher(CHUNK, BLOCK), 10**9)
         assert vllm.scheduler.unpin_all() == 1
-        assert not vllm.scheduler._pins
+        assert not vllm.connected.pins._coming
 
     def test_an_idle_engine_does_it_before_the_next_request(
         self, vllm: FakeVllm, client: httpx.Client, monkeypatch: pytest.MonkeyPatch

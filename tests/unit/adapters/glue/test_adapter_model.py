@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_vllm import BLOCK, LAYERS, FakeRequest, FakeVllm, Setup
+from support.fake_parts import BLOCK, LAYERS, FakeRequest, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.schedules import schedules
 
@@ -39,8 +40,8 @@ SETUPS = st.builds(
     drafts=st.sampled_from([0, 0, 3]),
     budget=st.sampled_from([10, 32, 100]),
     defer_stores=st.booleans(),
-    beside=st.sampled_from([None, True, False]),
-    saves_beside=st.booleans(),
+    async_load=st.sampled_from([None, True, False]),
+    async_save=st.booleans(),
     layerwise=st.booleans(),
     seed=st.integers(0, 2**32),
     server=st.sampled_from([False, True]).map(lambda shared: FakeServer() if shared else None),

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
@@ -29,8 +30,8 @@ from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, as_block_ids
 
 PROMPT = list(range(2 * CHUNK + 1))
 TABLE = list(range(1, 10))
-WITHIN = LoadRules(beside=False, only_if_faster=False)
-BESIDE = LoadRules(beside=True, only_if_faster=False)
+WITHIN = LoadRules(async_load=False, only_if_faster=False)
+ASYNC = LoadRules(async_load=True, only_if_faster=False)
 RULES = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
 
 
@@ -71,7 +72,7 @@ def load_within(scheduler: StoreScheduler, name: str) -> StepPlan:
     request = begin(scheduler, name, PROMPT)
     num_tokens = scheduler.num_new_matched_tokens(request, 0)
     assert num_tokens
-    assert not scheduler.loads_beside(name)
+    assert not scheduler.is_async_load(name)
     scheduler.allocated(name, TABLE, num_tokens)
     return plan(scheduler, name, len(PROMPT) - num_tokens)
 
@@ -114,7 +115,7 @@ def test_a_step_that_ended_before_the_failure_keeps_its_stores() -> None:
 def test_a_request_whose_load_failed_does_not_try_again() -> None:
     """Although the chunk is still on the disk, which only did not answer: it would try for ever."""
     (first, *_) = refs_of(PROMPT)
-    scheduler = make(first, rules=BESIDE)
+    scheduler = make(first, rules=ASYNC)
     request = begin(scheduler, "one", PROMPT)
     assert scheduler.num_new_matched_tokens(request, 0) == CHUNK
     scheduler.allocated("one", TABLE, CHUNK)
@@ -142,7 +143,7 @@ def test_a_chunk_that_could_not_be_stored_replaces_no_tail(*, failed: bool) -> N
     assert index.in_memory(tail.prefix_key) is failed
 
 
-@pytest.mark.parametrize("rules", [WITHIN, BESIDE], ids=["within", "beside"])
+@pytest.mark.parametrize("rules", [WITHIN, ASYNC], ids=["within", "async_load"])
 def test_blocks_whose_chunk_went_between_lookup_and_load_are_told(rules: LoadRules) -> None:
     first, second, *_ = refs_of(PROMPT)
     scheduler = make(first, second, rules=rules)
@@ -176,7 +177,7 @@ def test_a_block_that_comes_to_a_request_later_is_spoilt_too() -> None:
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_the_blocks_of_an_ended_request_are_kept_until_its_stores_beside_are_over(*, is_stored: bool) -> None:
-    scheduler = make(saves_beside=True)
+    scheduler = make(async_save=True)
     begin(scheduler, "one", PROMPT)
     step = plan(scheduler, "one", len(PROMPT))
     assert step.requests[0].stores
@@ -204,28 +205,30 @@ class TestWaiting:
     def planner(self, index: ChunkIndex) -> LoadPlanner:
         return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1)
 
-    @pytest.mark.parametrize("beside", [False, True])
-    def test_one_that_comes_beside_the_steps(self, planner: LoadPlanner, refs: list[ChunkRef], *, beside: bool) -> None:
+    @pytest.mark.parametrize("async_load", [False, True])
+    def test_one_that_comes_beside_the_steps(
+        self, planner: LoadPlanner, refs: list[ChunkRef], *, async_load: bool
+    ) -> None:
         """It may fail, and nobody would tell the other request."""
         match, other = Match((refs[0],), CHUNK), Match((refs[1],), CHUNK)
-        tracker = RequestTracker.start(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
-        planner.plan(tracker, LoadSpec(match, 0, CHUNK, beside=True), TABLE, CHUNK)
-        assert planner.must_wait(match, beside=beside)
-        assert not planner.must_wait(other, beside=beside)
+        tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
+        planner.plan(tracker, LoadSpec(match, 0, CHUNK, async_load=True), TABLE, CHUNK)
+        assert planner.must_wait(match, async_load=async_load)
+        assert not planner.must_wait(other, async_load=async_load)
         (fetch,) = planner.take_fetches()
         planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-        assert not planner.must_wait(match, beside=beside)
+        assert not planner.must_wait(match, async_load=async_load)
 
-    @pytest.mark.parametrize("beside", [False, True])
+    @pytest.mark.parametrize("async_load", [False, True])
     def test_one_that_comes_within_a_step(
-        self, planner: LoadPlanner, index: ChunkIndex, refs: list[ChunkRef], *, beside: bool
+        self, planner: LoadPlanner, index: ChunkIndex, refs: list[ChunkRef], *, async_load: bool
     ) -> None:
         """A load beside might be carried out before that step; one within a step comes after it."""
         match = Match((refs[0],), CHUNK)
         steps = index.prepare_load([refs[0]])
-        assert planner.must_wait(match, beside=beside) is beside
+        assert planner.must_wait(match, async_load=async_load) is async_load
         index.complete_load(steps, set(), set())
-        assert not planner.must_wait(match, beside=beside)
+        assert not planner.must_wait(match, async_load=async_load)
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------
@@ -238,7 +241,7 @@ def worker(tmp_path: Path) -> Iterator[StoreWorker]:
     cache = torch.arange(16 * 8, dtype=torch.int64).reshape(16, 1, 4, 2)
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     options = EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, use_odirect=False)
-    worker = StoreWorker(paged, Namespace({"model": "one"}), options, WorkerOptions(saves_beside=True))
+    worker = StoreWorker(paged, Namespace({"model": "one"}), options, WorkerOptions(async_save=True))
     worker.facts()
     yield worker
     worker.close()
@@ -249,7 +252,7 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
     worker: StoreWorker, monkeypatch: pytest.MonkeyPatch, *, preempts: bool
 ) -> None:
     goes_on, stored = threading.Event(), []
-    storer = worker._courier._storer
+    storer = worker._background._storer
     store = storer.store
 
     def slow_store(jobs: Sequence[StoreJob]) -> set[PrefixKey]:
@@ -259,13 +262,13 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
         return failed
 
     monkeypatch.setattr(storer, "store", slow_store)
-    finish_saves = worker._courier.finish_saves
+    finish_saves = worker._background.finish_saves
 
     def wait() -> None:
         goes_on.set()
         finish_saves()
 
-    monkeypatch.setattr(worker._courier, "finish_saves", wait)
+    monkeypatch.setattr(worker._background, "finish_saves", wait)
     job = StoreJob(StoreStep(REF, 0, ()), as_block_ids([1, 2]))
     worker.begin_step(StepPlan(1, 0, [ReqMeta("one", stores=[job])]))
     worker.store()
@@ -282,13 +285,13 @@ def test_a_load_that_a_reset_overtakes_has_failed(worker: StoreWorker, monkeypat
         assert goes_on.wait(30)
         return LoadResult(set(), set())
 
-    monkeypatch.setattr(worker._courier._loader, "load", slow_load)
+    monkeypatch.setattr(worker._background._loader, "load", slow_load)
     job = LoadJob(LoadStep(REF, 0, Place.MEMORY), as_block_ids([7, 5]), 0)
     worker.begin_step(StepPlan(1, 0, fetches=[Fetch(1, "one", [job])]))
     worker.store()
     worker.begin_step(StepPlan(2, 1, epoch="2"))
     goes_on.set()
-    worker._courier._fetching[1][1].result(30)
+    worker._background._fetching[1][1].result(30)
     worker.store()
     told = worker.take_report()
     assert told is not None

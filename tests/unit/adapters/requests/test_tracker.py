@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, SaveSpec
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
@@ -11,7 +11,7 @@ from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 
 def tracker_of(num_tokens: int, *, decode: bool = False, tails: bool = True) -> tuple[FakeRequest, RequestTracker]:
     request = FakeRequest("one", list(range(num_tokens)))
-    return request, RequestTracker.start(request, NO_EXTRAS, SaveRules(BLOCK, CHUNK, decode, tails))
+    return request, RequestTracker(request, NO_EXTRAS, SaveRules(BLOCK, CHUNK, decode, tails))
 
 
 def sizes(save: SaveSpec | None) -> list[int]:
@@ -87,7 +87,7 @@ def test_without_decode_saving_nothing_is_left_at_the_end() -> None:
 def test_the_last_tokens_are_left_out(skip: int, expected: list[int]) -> None:
     request = FakeRequest("one", list(range(CHUNK + BLOCK + 1)))
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True, skip_last_tokens=skip)
-    tracker = RequestTracker.start(request, NO_EXTRAS, rules)
+    tracker = RequestTracker(request, NO_EXTRAS, rules)
     assert sizes(tracker.take_save(CHUNK + BLOCK + 1)) == expected
     assert tracker.is_saved
 
@@ -131,8 +131,8 @@ def test_nothing_is_saved_of_steps_that_ran_ahead_of_what_is_known() -> None:
 def test_tags_are_unknown_to_vllms_own_prefix_cache() -> None:
     request = FakeRequest("one", list(range(CHUNK)))
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
-    tagged = RequestTracker.start(request, KeyExtras(cache_salt="s", tags=(("team", "red"),)), rules)
-    plain = RequestTracker.start(request, KeyExtras(cache_salt="s"), rules)
+    tagged = RequestTracker(request, KeyExtras(cache_salt="s", tags=(("team", "red"),)), rules)
+    plain = RequestTracker(request, KeyExtras(cache_salt="s"), rules)
     for tracker in (tagged, plain):
         tracker.hasher.update(request.all_token_ids)
     assert list(tagged.hasher.chunk_keys()) != list(plain.hasher.chunk_keys())
@@ -144,7 +144,7 @@ def test_vllms_own_prefix_cache_knows_an_adapter_by_its_name() -> None:
     request = FakeRequest("one", list(range(CHUNK)))
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
     lora = [("french", "1234"), ("french", ""), ("german", ""), None]
-    trackers = [RequestTracker.start(request, KeyExtras(lora=named), rules) for named in lora]
+    trackers = [RequestTracker(request, KeyExtras(lora=named), rules) for named in lora]
     told, untold, other, base = (list(tracker.local_hasher().chunk_keys()) for tracker in trackers)
     assert told == untold
     assert untold != other

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm, one_after_the_other
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.scheduler.canary import Canary
@@ -95,7 +96,7 @@ def test_what_is_wrong_is_removed_and_stored_anew(
     assert vllm.scheduler.totals.levels()[metrics.VERIFY_DEVIATION.key()] == 1.0
     assert len([line for line in caplog.messages if "deviates" in line]) == 1
     assert vllm.index.counters.stored == 8
-    monkeypatch.setattr(vllm.scheduler, "_canary", None)
+    monkeypatch.setattr(vllm.scheduler._canary, "_fraction", 0.0)
     assert loaded_again(vllm, "right again") == WHOLE
     vllm.assert_nothing_leaked()
 
@@ -112,7 +113,7 @@ def test_wrong_bytes_leave_the_remote_tier_too(build: Build, monkeypatch: pytest
     vllm.ask("again", PROMPT, max_tokens=4)
     vllm.settle()
     assert verified(vllm) == (0, 4)
-    monkeypatch.setattr(vllm.scheduler, "_canary", None)
+    monkeypatch.setattr(vllm.scheduler._canary, "_fraction", 0.0)
     vllm.index.remove_all()
     assert loaded_again(vllm, "from the server") == WHOLE
     vllm.assert_nothing_leaked()

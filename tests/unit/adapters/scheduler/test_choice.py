@@ -18,15 +18,15 @@ def measured(choice: LoadChoice, *, load_s: float, compute_s: float, place: Plac
     return choice
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_fixed_rule_holds_for_every_load(*, beside: bool) -> None:
-    choice = LoadChoice(LoadRules(beside=beside))
+@pytest.mark.parametrize("async_load", [True, False])
+def test_a_fixed_rule_holds_for_every_load(*, async_load: bool) -> None:
+    choice = LoadChoice(LoadRules(async_load=async_load))
     for tokens in (MEMORY, DISK, REMOTE):
-        assert choice.goes_beside(tokens, others_run=False) is beside
+        assert choice.is_async(tokens, others_run=False) is async_load
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rules", "others_run", "beside"),
+    ("tokens", "rules", "others_run", "async_load"),
     [
         (DISK, LoadRules(), False, True),
         (REMOTE, LoadRules(), True, True),
@@ -39,16 +39,16 @@ def test_a_fixed_rule_holds_for_every_load(*, beside: bool) -> None:
     ],
 )
 def test_what_is_chosen_by_itself(
-    tokens: dict[Place, int], rules: LoadRules, *, others_run: bool, beside: bool
+    tokens: dict[Place, int], rules: LoadRules, *, others_run: bool, async_load: bool
 ) -> None:
-    assert LoadChoice(rules).goes_beside(tokens, others_run=others_run) is beside
+    assert LoadChoice(rules).is_async(tokens, others_run=others_run) is async_load
 
 
 def test_a_long_load_from_memory_does_not_hold_up_others() -> None:
     choice = measured(LoadChoice(LoadRules()), load_s=BRIEF_S, compute_s=1.0, place=Place.MEMORY)
-    assert not choice.goes_beside({Place.MEMORY: 128}, others_run=True)
-    assert choice.goes_beside({Place.MEMORY: 512}, others_run=True)
-    assert not choice.goes_beside({Place.MEMORY: 512}, others_run=False)
+    assert not choice.is_async({Place.MEMORY: 128}, others_run=True)
+    assert choice.is_async({Place.MEMORY: 512}, others_run=True)
+    assert not choice.is_async({Place.MEMORY: 512}, others_run=False)
 
 
 def test_what_is_faster_to_compute_is_computed_but_for_a_try_now_and_then() -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, FakeRequest, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.schedules import schedules
 
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover, Source, parse_handover
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.requests.params import NO_PARAMS, DisaggSpec, Handover, RequestParams, Source, parse_handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
-from kvstore.errors import InvalidCallError, TierError
+from kvstore.errors import TierError
 from kvstore.keys import KeyExtras, PrefixHasher
 from kvstore.ops import metrics
 
@@ -60,7 +60,7 @@ def refs_of(tokens: list[int], salt: str = "") -> list[tuple[ChunkRef, int]]:
 
 def flushed(vllm: FakeVllm) -> None:
     for worker in vllm.workers:
-        assert worker._pusher is None or worker._pusher.flush(10)
+        assert worker._pushes._pusher is None or worker._pushes._pusher.flush(10)
 
 
 def assert_handed_over(vllm: FakeVllm, outbox: FakeServer, tokens: list[int], salt: str = "") -> None:
@@ -155,7 +155,6 @@ class TestProducer:
             vllm.settle()
             flushed(vllm)
             vllm.assert_nothing_leaked()
-            assert vllm.scheduler._handovers is not None
             assert not vllm.scheduler._handovers._sending
             assert [ref for ref, _ in refs_of(PROMPT)[:1]] == list(outbox.all_chunks())
 
@@ -219,7 +218,6 @@ class TestConsumer:
             vllm.scheduler.take_tally()
             assert vllm.scheduler.totals[metrics.HANDOVER_TIMEOUTS.key()] == 1
             assert any("have not come within 0.1 s" in record.message for record in caplog.records)
-            assert vllm.scheduler._handovers is not None
             assert not vllm.scheduler._handovers._waiting
 
     def test_a_part_of_it_is_used(self) -> None:
@@ -239,7 +237,6 @@ class TestConsumer:
             vllm.abort(request)
             vllm.settle()
             vllm.assert_nothing_leaked()
-            assert vllm.scheduler._handovers is not None
             assert not vllm.scheduler._handovers._waiting
 
     def test_other_requests_do_not_wait(self) -> None:
@@ -280,72 +277,6 @@ class TestBothWays:
             assert first.loaded_tokens["two"] == 3 * CHUNK + 2 * BLOCK
 
 
-class TestParsing:
-    def test_a_spec(self) -> None:
-        params = {
-            "disagg_spec": {
-                "req_id": "r",
-                "receiver_host": "decode-1",
-                "receiver_init_port": [7000, 7005],
-                "receiver_alloc_port": 7100,
-                "is_last_prefill": True,
-                "num_transferred_tokens": 12,
-            },
-            "ret_first_tok": True,
-        }
-        handover = parse_handover(params, "id")
-        spec = DisaggSpec("r", "decode-1", (7000, 7005), (7100,), is_last_prefill=True, num_transferred_tokens=12)
-        assert handover == Handover(spec, None, wants_first_token=True)
-        assert spec.receiver_id == "decode-17000"
-        assert [spec.receiver(rank).port for rank in range(3)] == [7000, 7005, 7005]
-        assert [DisaggSpec("r", "h", (7000,)).receiver(rank).port for rank in range(3)] == [7000, 7001, 7002]
-        assert parse_handover({"disagg_spec": spec.as_params()}, "id") == Handover(spec)
-
-    @pytest.mark.parametrize(
-        ("request_id", "host", "port"),
-        [
-            ("cmpl-___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_93f3-0-abc", "10.0.1.3", 22001),
-            ("___prefill_addr_a.b:1___decode_addr_c-d.e:65535_0", "c-d.e", 65535),
-            ("___prefill_addr_[::1]:1___decode_addr_[fe80::1]:7_0", "fe80::1", 7),
-        ],
-    )
-    def test_addresses_in_the_request_id(self, request_id: str, host: str, port: int) -> None:
-        handover = parse_handover(None, request_id)
-        assert handover == Handover(DisaggSpec(request_id, host, (port,)))
-
-    @pytest.mark.parametrize(
-        "request_id", ["chatcmpl-1", "___decode_addr_", "___decode_addr_host:", "___decode_addr_:1"]
-    )
-    def test_nothing_of_the_kind(self, request_id: str) -> None:
-        assert parse_handover({"kvstore.skip_save": True}, request_id) is None
-
-    @pytest.mark.parametrize(
-        "params",
-        [
-            {"disagg_spec": "secret"},
-            {"disagg_spec": {}},
-            {"disagg_spec": {"receiver_host": 3, "receiver_init_port": 1}},
-            {"disagg_spec": {"receiver_host": "", "receiver_init_port": 1}},
-            {"disagg_spec": {"receiver_host": "a\nb", "receiver_init_port": 1}},
-            {"disagg_spec": {"receiver_host": "secret" * 100, "receiver_init_port": 1}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": 0}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": 65536}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": True}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": []}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": ["secret"]}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": 1, "num_transferred_tokens": -1}},
-            {"disagg_spec": {"receiver_host": "h", "receiver_init_port": 1, "req_id": 7}},
-            {"remote_host": "h"},
-            {"remote_host": "h", "remote_port": "secret", "num_tokens": 1},
-            {"remote_host": "h", "remote_port": 1, "num_tokens": 1.5},
-        ],
-    )
-    def test_wrong_fields_are_named_and_not_shown(self, params: dict[str, object]) -> None:
-        with pytest.raises(InvalidCallError, match="must be") as caught:
-            parse_handover(params, "id")
-        assert "secret" not in str(caught.value)
-
-
 SETUPS = st.builds(
     Setup,
     ranks=st.sampled_from([1, 2]),
@@ -356,8 +287,8 @@ SETUPS = st.builds(
     run_ahead=st.sampled_from([0, 1, 2]),
     drafts=st.sampled_from([0, 3]),
     budget=st.sampled_from([10, 32, 100]),
-    beside=st.sampled_from([None, True, False]),
-    saves_beside=st.booleans(),
+    async_load=st.sampled_from([None, True, False]),
+    async_save=st.booleans(),
     layerwise=st.booleans(),
     defer_stores=st.booleans(),
     push_slots=st.sampled_from([1, 3, 30]),

@@ -4,84 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
-from support.fake_vllm import CHUNK, FakeVllm, Setup
-from support.gate import HANG_GUARD_S, Gate
-from support.remote import FakeServer
-from support.rig import FakeTier
+from support.gate import HANG_GUARD_S
+from support.lookups import SOURCE, Remote, World, refs
 
 from kvstore.adapters.vllm.scheduler import lookup as lookups
 from kvstore.adapters.vllm.scheduler.lookup import PASS_BUDGET_S, RemoteLookup
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, TierError
-from kvstore.keys import Namespace
-from kvstore.ops import metrics
-from kvstore.testing.harness import EVEN, MINE, make_ref
 from kvstore.tiers import questions
-from kvstore.tiers.base import Tier
 from kvstore.tiers.directory import RemoteDirectory
-from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.questions import MAX_TOGETHER, Question
-
-SOURCE = "kvs://source:1"
-
-
-class Remote(FakeTier):
-    """Says what it is told to say, and counts the questions."""
-
-    def __init__(self) -> None:
-        super().__init__(capacity_bytes=1 << 30)
-        self.there: set[ChunkRef] = set()
-        self.questions: list[Sequence[ChunkRef]] = []
-        self.before: Callable[[], object] = lambda: None
-
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        self.questions.append(refs)
-        found = [ref in self.there for ref in refs]
-        self.before()
-        return found
-
-
-class World:
-    """A lookup over a tier, as `StoreScheduler` uses it."""
-
-    def __init__(self) -> None:
-        self.remote, self.source = Remote(), Remote()
-        self.tier = PeersTier(self.remote, (), lambda *_: self.source, MINE, EVEN, sources=[SOURCE])
-        self.gates: list[Gate] = []
-        self.lookup = self.new()
-
-    def new(self, *, hold_s: float = 60.0, timeout_s: float = HANG_GUARD_S) -> RemoteLookup:
-        tiers: list[Tier] = [self.tier]
-        self.lookup = RemoteLookup(RemoteDirectory(tiers), RemoteView(hold_s), timeout_s, [SOURCE])
-        return self.lookup
-
-    def hang(self, tier: Remote) -> Gate:
-        gate = Gate()
-        self.gates.append(gate)
-        tier.before = gate
-        return gate
-
-    def ask(self, request_id: str, refs: Sequence[ChunkRef]) -> list[bool]:
-        """As a request that comes back with every pass until it knows."""
-        asked = threading.Event()
-        for _ in range(10_000):
-            if self.lookup.answered(request_id, refs):
-                return self.holds(request_id, refs)
-            self.lookup.end_pass()
-            asked.wait(0.001)
-        raise AssertionError("nobody answers")
-
-    def holds(self, request_id: str, refs: Sequence[ChunkRef]) -> list[bool]:
-        now_s, told = time.monotonic(), self.lookup.told(request_id)
-        return [self.lookup.view.holds(ref, now_s, told) is True for ref in refs]
-
-    def unknown(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """What another request would have to ask about."""
-        return self.lookup.view.unknown(refs, time.monotonic())
 
 
 @pytest.fixture
@@ -91,10 +26,6 @@ def world() -> Iterator[World]:
     for gate in made.gates:
         gate.open()
     made.lookup.close()
-
-
-def refs(*numbers: int) -> list[ChunkRef]:
-    return [make_ref(number) for number in numbers]
 
 
 # How many questions
@@ -326,7 +257,7 @@ def test_after_new_weights_old_answers_count_for_nobody(world: World) -> None:
     world.remote.there = set(refs(1))
     world.lookup.answered("one", refs(1))
     assert gate.reached.wait(HANG_GUARD_S)
-    world.lookup.reset([Namespace({"model": "new"})])
+    world.lookup.reset("new")
     world.remote.there.clear()
     gate.open()
     assert world.ask("one", refs(1)) == [False]
@@ -470,79 +401,3 @@ def test_a_tier_that_does_not_answer_about_every_chunk_has_not_answered(
     assert world.ask("one", refs(1, 2)) == [False, False]
     assert world.unknown(refs(1, 2)) == refs(1, 2)
     assert world.ask("two", refs(3)) == [True], "the thread goes on"
-
-
-# With everything around it
-
-
-PROMPT = list(range(2 * CHUNK + 1))
-
-
-@pytest.fixture
-def build() -> Iterator[Callable[..., FakeVllm]]:
-    """Makes engines over one remote tier, which live until the end of the test."""
-    engines: list[FakeVllm] = []
-
-    def build_(**setup: object) -> FakeVllm:
-        engines.append(FakeVllm(Setup(**setup)))  # type: ignore[arg-type]
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
-
-
-def filled(build: Callable[..., FakeVllm]) -> FakeServer:
-    """A remote tier that has a prompt."""
-    server = FakeServer()
-    vllm = build(server=server, max_write_queue=16)
-    vllm.ask("first", PROMPT)
-    vllm.settle()
-    assert len(server.all_chunks()) == 2
-    server.questions.clear()
-    return server
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("hold_s", [0.0, 60.0])
-def test_an_answer_that_nobody_else_may_use_is_enough_to_load(
-    build: Callable[..., FakeVllm], hold_s: float, *, beside: bool
-) -> None:
-    vllm = build(server=filled(build), hold_s=hold_s, beside=beside)
-    for number in range(2):
-        vllm.forget_local()
-        vllm.scheduler.clear()
-        vllm.ask(f"{number}", PROMPT)
-        assert vllm.loaded_tokens[f"{number}"] == 2 * CHUNK
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-    assert vllm.scheduler._remote is not None
-    assert not vllm.scheduler._remote._requests
-
-
-def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Callable[..., FakeVllm]) -> None:
-    """They share the prompt; that nobody answered the first one says nothing about it."""
-    server, gate = filled(build), Gate()
-    vllm = build(server=server, lookup_timeout_s=HANG_GUARD_S)
-    assert vllm.scheduler._remote is not None
-    vllm.scheduler._remote._timeout_s = 0.02  # of the request, and not of the tier
-    server.before_contains = gate
-    vllm.ask("late", PROMPT, max_tokens=1)
-    assert vllm.loaded_tokens["late"] == 0
-    gate.open()
-    vllm.scheduler._remote._timeout_s = HANG_GUARD_S
-    vllm.forget_local()
-    vllm.settle()
-    vllm.scheduler.clear()
-    vllm.ask("next", PROMPT)
-    assert vllm.loaded_tokens["next"] == 2 * CHUNK
-    vllm.scheduler.take_tally()
-    assert vllm.scheduler.totals[metrics.LOOKUP_TIMEOUTS.key()] == 1
-
-
-def test_every_plan_ends_a_pass(build: Callable[..., FakeVllm]) -> None:
-    vllm = build(server=FakeServer())
-    assert vllm.scheduler._remote is not None
-    vllm.scheduler._remote._left_s = 0.0
-    vllm.scheduler.plan_step({}, lambda _: [])
-    assert vllm.scheduler._remote._left_s == PASS_BUDGET_S

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
@@ -33,7 +34,7 @@ HERE = "127.0.0.1"
 
 def make(**options: object) -> StoreScheduler:
     rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
-    given = SchedulerOptions(rules, load_rules=LoadRules(beside=True, only_if_faster=False), **options)  # type: ignore[arg-type]
+    given = SchedulerOptions(rules, load_rules=LoadRules(async_load=True, only_if_faster=False), **options)  # type: ignore[arg-type]
     scheduler = StoreScheduler(given)
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
     scheduler.connect([WorkerFacts(16, 4096, 0, (0,) * 4, [], Namespace({}), layout)])
@@ -194,7 +195,7 @@ def carry_out(worker: StoreWorker, plan: StepPlan) -> None:
 def test_a_request_with_gaps_begins_anew_when_its_load_fails(worker: StoreWorker, *, has_gaps: bool) -> None:
     missing = LoadJob(LoadStep(REF, 0, Place.DISK), as_block_ids([7, 5]), 0)
     worker.begin_step(StepPlan(1, 0, fetches=[Fetch(1, "one", [missing], [9], has_gaps)]))
-    worker._courier._fetching[1][1].result(10)
+    worker._background._fetching[1][1].result(10)
     worker.store()
     assert worker.take_fetched_requests() == {"one"}
     assert worker.take_failed_requests() == ({"one"} if has_gaps else set())

@@ -8,10 +8,11 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
 from support.redis_server import free_port
 
-from kvstore.adapters.vllm.requests.disagg import Handover, Source
+from kvstore.adapters.vllm.requests.params import Handover, Source
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
@@ -59,10 +60,12 @@ def filled(build: Build, **setup: object) -> FakeVllm:
 
 
 @pytest.mark.parametrize("setup", [{}, {"ranks": 3}, {"ranks": 2, "replicas": True}, {"stages": (2, 40)}])
-@pytest.mark.parametrize("beside", [False, True])
-def test_each_rank_reads_its_part_from_the_same_rank(build: Build, setup: dict[str, object], *, beside: bool) -> None:
+@pytest.mark.parametrize("async_load", [False, True])
+def test_each_rank_reads_its_part_from_the_same_rank(
+    build: Build, setup: dict[str, object], *, async_load: bool
+) -> None:
     engine = filled(build, **setup)
-    reader = build(peers=(url_of(engine),), beside=beside, **setup)
+    reader = build(peers=(url_of(engine),), async_load=async_load, **setup)
     assert loaded(reader, "first") == WHOLE
     for worker in reader.workers:
         assert worker._counters().chunks_loaded_from_remote == 4
@@ -121,11 +124,11 @@ def allowing(*engines: FakeVllm) -> dict[str, object]:
 
 
 class TestNamedByRequests:
-    @pytest.mark.parametrize("beside", [False, True])
+    @pytest.mark.parametrize("async_load", [False, True])
     @pytest.mark.parametrize("layerwise", [False, True])
-    def test_it_is_read_for_the_request_that_names_it(self, build: Build, *, beside: bool, layerwise: bool) -> None:
+    def test_it_is_read_for_the_request_that_names_it(self, build: Build, *, async_load: bool, layerwise: bool) -> None:
         engine = filled(build, ranks=2)
-        reader = build(ranks=2, beside=beside, layerwise=layerwise, **allowing(engine))
+        reader = build(ranks=2, async_load=async_load, layerwise=layerwise, **allowing(engine))
         reader.ask("plain", PROMPT)
         assert reader.loaded_tokens["plain"] == 0, "a request that names nobody"
         reader.settle()
@@ -158,11 +161,10 @@ class TestNamedByRequests:
     def test_what_it_holds_is_not_remembered_for_others(self, build: Build) -> None:
         engine = filled(build)
         reader = build(**allowing(engine))
-        assert reader.scheduler._remote is not None
         reader.ask("names", PROMPT, handover=naming(engine))
-        refs = list(reader.scheduler._remote.view._answers)
+        refs = list(reader.connected.remote.view._answers)
         now_s = time.monotonic()
-        assert not [ref for ref in refs if reader.scheduler._remote.view.holds(ref, now_s)]
+        assert not [ref for ref in refs if reader.connected.remote.view.holds(ref, now_s)]
 
     def test_one_that_is_not_listed_is_never_asked(self, build: Build, caplog: pytest.LogCaptureFixture) -> None:
         engine = filled(build)
@@ -190,8 +192,7 @@ class TestNamedByRequests:
             reader.add(f"names {number}", [*OTHER, number], handover=Handover(None, source))
             reader.add(f"other {number}", prompt)
         reader.run(max_steps=4_000)
-        assert reader.scheduler._remote is not None
-        assert reader.scheduler._remote.timeouts == 0
+        assert reader.connected.remote.timeouts == 0
         assert [reader.loaded_tokens[f"other {number}"] for number in range(len(others))] == [WHOLE] * len(others)
 
     def test_an_engine_that_borrows_from_its_own_server_reads_it(self, build: Build) -> None:
@@ -240,7 +241,7 @@ def test_two_engines_that_read_each_other(build: Build, seed: int) -> None:
     """With pools that hold a part of it only, random prefixes, aborts and a change of weights."""
     random, ports = Random(seed), (free_port(), free_port())
     engines = [
-        build(port=mine, peers=(f"kvs://127.0.0.1:{other}",), slots=8, seed=seed, beside=None, run_ahead=seed)
+        build(port=mine, peers=(f"kvs://127.0.0.1:{other}",), slots=8, seed=seed, async_load=None, run_ahead=seed)
         for mine, other in (ports, ports[::-1])
     ]
     prompts = [[kind] * CHUNK + [kind * 7 + number for number in range(3 * CHUNK)] for kind in range(1, 6)]

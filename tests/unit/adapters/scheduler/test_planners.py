@@ -7,17 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
 from support.gate import HANG_GUARD_S
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepReport, StepResult, WorkerFacts
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
 from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler, _Step
-from kvstore.adapters.vllm.worker.background import Courier
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.adapters.vllm.scheduler.steps import Step
+from kvstore.adapters.vllm.worker.background import Background
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Place
 from kvstore.keys import NO_EXTRAS, Namespace
@@ -51,7 +53,7 @@ class FakeMover:
 
 def fetched_by(mover: Any, *, revoked: bool) -> LoadResult:
     """What a courier says of a load of one chunk that came to its end."""
-    courier = Courier(mover)
+    courier = Background(mover)
     step = LoadStep(make_ref(1), 0, Place.DISK)
     courier.fetch(Fetch(1, "one", [LoadJob(step, as_block_ids([1]), 0)]))
     _, loaded = courier._fetching[1]
@@ -78,18 +80,18 @@ def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
 def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     """It may fail; a load within a step that shares its slot would be told too late."""
     index = ChunkIndex(4, disk_capacity_bytes=1000, stored_bytes=lambda _: 1)
-    tracker = RequestTracker.start(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
+    tracker = RequestTracker(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
     tracker.hasher.update(PROMPT)
     index.adopt([(make_ref(0)._replace(prefix_key=key), 1) for key in tracker.hasher.chunk_keys()])
     planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1)
     match = index.lookup(tracker.hasher)
     assert len(match.refs) == 2
-    assert not planner.must_wait(match, beside=False)
-    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, beside=True), list(range(8)), 2 * CHUNK)
-    assert planner.must_wait(match, beside=False)
+    assert not planner.must_wait(match, async_load=False)
+    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, async_load=True), list(range(8)), 2 * CHUNK)
+    assert planner.must_wait(match, async_load=False)
     (fetch,) = planner.take_fetches()
     planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-    assert not planner.must_wait(match, beside=False)
+    assert not planner.must_wait(match, async_load=False)
     assert planner.is_idle
 
 
@@ -106,7 +108,7 @@ def acked(scheduler: StoreScheduler) -> int:
 def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
     """What a rank fails to load poisons the steps planned before that was known, on every rank."""
     scheduler = scheduler_of(2)
-    scheduler._in_flight[1] = _Step(acked=0)
+    scheduler._steps.in_flight[1] = Step(acked=0)
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
     assert acked(scheduler) == 0
     scheduler.complete(StepReport({1: StepResult(ranks_loaded=1)}))
@@ -121,9 +123,9 @@ def test_what_seems_wrong_is_removed_only_if_it_was_compared_with_what_is_right(
     (store,) = index.prepare_store([make_ref(1)])
     index.complete_store([store], set())
     key = store.ref.prefix_key
-    scheduler._in_flight = {
-        1: _Step(acked=0),
-        2: _Step(acked=0, verifies=index.prepare_load([store.ref])),
+    scheduler._steps.in_flight = {
+        1: Step(acked=0),
+        2: Step(acked=0, verifies=index.prepare_load([store.ref])),
     }
     scheduler.complete(StepReport({1: StepResult(lost_blocks=is_poisoned, ranks_loaded=1, ranks_ended=1)}))
     scheduler.complete(StepReport({2: StepResult(mismatches={key}, ranks_loaded=1, ranks_ended=1)}))
@@ -135,7 +137,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     """A request that was ended early: the receiver must not wait for what nobody sends."""
     handovers = Handovers(HandoverOptions(sends=True, receives=False, allows_host=lambda *_: True), RULES)
     request = FakeRequest("one", PROMPT)
-    tracker = RequestTracker.start(request, NO_EXTRAS, RULES)
+    tracker = RequestTracker(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
     handovers.plan(tracker, computed_tokens, lambda _: list(range(1, 10)))
     request.num_computed_tokens = computed_tokens

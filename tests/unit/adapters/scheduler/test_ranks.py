@@ -10,10 +10,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.catalog.plans import Place
 from kvstore.catalog.sequence import chunk_refs
@@ -167,7 +168,7 @@ def test_nothing_is_handed_over_that_rests_on_what_another_rank_could_not_load(
 ) -> None:
     outbox = FakeServer()
     sends = HandoverOptions(sends=True, receives=False, allows_host=lambda _: True)
-    setup = Setup(ranks=2, folder=tmp_path, local_cpu=False, handover=sends, receiver=outbox, beside=False)
+    setup = Setup(ranks=2, folder=tmp_path, local_cpu=False, handover=sends, receiver=outbox, async_load=False)
     vllm = build(replace(setup, layerwise=layerwise, run_ahead=run_ahead))
     vllm.ask("first", PROMPT[: 2 * CHUNK])
     vllm.settle()
@@ -175,8 +176,8 @@ def test_nothing_is_handed_over_that_rests_on_what_another_rank_could_not_load(
     vllm.ask("again", PROMPT, handover=Handover(DisaggSpec("client", "here", (7000,))))
     vllm.settle()
     for worker in vllm.workers:
-        assert worker._pusher is not None
-        assert worker._pusher.flush(10)
+        assert worker._pushes._pusher is not None
+        assert worker._pushes._pusher.flush(10)
     assert_right(vllm, outbox, PROMPT)
     assert [len(chunks) for chunks in outbox.chunks.values()] == [4, 4]
     vllm.assert_nothing_leaked()
@@ -189,7 +190,7 @@ def test_nothing_is_sent_that_rests_on_what_another_rank_could_not_load(
 ) -> None:
     """It would stay there: who finds a chunk at a shared tier does not send it again."""
     server = FakeServer()
-    setup = Setup(ranks=2, replicas=replicas, folder=tmp_path, local_cpu=False, beside=False, max_write_queue=64)
+    setup = Setup(ranks=2, replicas=replicas, folder=tmp_path, local_cpu=False, async_load=False, max_write_queue=64)
     vllm = build(setup)
     vllm.ask("first", PROMPT[: 2 * CHUNK])
     vllm.settle()
@@ -206,11 +207,11 @@ def test_nothing_is_sent_that_rests_on_what_another_rank_could_not_load(
 def test_the_step_waits_for_a_load_where_nobody_else_can_be_misled(
     build: Build, ranks: int, server: bool, beside: int
 ) -> None:
-    vllm = build(Setup(ranks=ranks, server=FakeServer() if server else None, beside=False, max_write_queue=64))
+    vllm = build(Setup(ranks=ranks, server=FakeServer() if server else None, async_load=False, max_write_queue=64))
     vllm.ask("first", PROMPT)
     vllm.settle()
     assert loaded_again(vllm) == WHOLE
-    assert vllm.workers[0]._courier.counters().chunks_loaded == beside
+    assert vllm.workers[0]._background.counters().chunks_loaded == beside
 
 
 # -- ranks that hold the same -----------------------------------------------------------------------------------------

@@ -3,66 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, FakeRequest, Setup
+from support.situations import OTHER, PROMPT, Build, again
 
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
+from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
-from kvstore.adapters.vllm.scheduler.scheduler import SchedulerOptions, StoreScheduler
-from kvstore.catalog.plans import Place
-from kvstore.chunks import Outcome
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.keys import NO_EXTRAS, Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.policies import Adaptive
 from kvstore.policies.traces import read_trace
-
-PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
-OTHER = [5, *PROMPT]
-PLAIN = Setup()
-
-Build = Callable[..., FakeVllm]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes engines, and ends them one after the other: a new one in the same folder is a restart."""
-    engines: list[FakeVllm] = []
-
-    def build_(setup: Setup = PLAIN, **changes: object) -> FakeVllm:
-        if engines:
-            engines[-1].close()
-        engines.append(FakeVllm(replace(setup, **changes)))  # type: ignore[arg-type] # checked by the dataclass
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Setup:
-    """Chunks pass through memory to the disk, so every hit reads a file."""
-    return Setup(folder=tmp_path, local_cpu=False)
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[4096] ^= 1
-    path.write_bytes(content)
-
-
-def again(vllm: FakeVllm, prompt: list[int] = PROMPT, *, salt: str = "") -> int:
-    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
-    vllm.forget_local()
-    vllm.ask("again", prompt, salt=salt)
-    return vllm.loaded_tokens["again"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -103,7 +61,7 @@ def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
     """vLLM tells nothing of most of them. Taken for steps that compute, they made computing look like no work."""
     computed: list[int] = []
     monkeypatch.setattr(LoadChoice, "computed", lambda _, num_tokens, seconds: computed.append(num_tokens))
-    vllm = build(on_disk, beside=True)
+    vllm = build(on_disk, async_load=True)
     vllm.ask("first", PROMPT)
     vllm.settle()
     assert {again(vllm) for _ in range(20)} == {len(PROMPT) - 1}
@@ -111,8 +69,8 @@ def test_steps_that_only_wait_for_loads_do_not_count_as_computing(
     assert computed == [len(PROMPT), *[1] * 20, len(OTHER)]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.MonkeyPatch, *, beside: bool) -> None:
+@pytest.mark.parametrize("async_load", [True, False])
+def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.MonkeyPatch, *, async_load: bool) -> None:
     """Also if vLLM has it, it is loaded, or others come in between: or policies would see hits that were none."""
     uses: Counter[PrefixKey] = Counter()
     on_touch = Adaptive._on_touch
@@ -122,7 +80,7 @@ def test_a_request_is_one_use_of_each_chunk(build: Build, monkeypatch: pytest.Mo
         on_touch(policy, chain, used)
 
     monkeypatch.setattr(Adaptive, "_on_touch", note)
-    vllm = build(beside=beside, budget=10)
+    vllm = build(async_load=async_load, budget=10)
 
     def uses_by(ask: Callable[[], object]) -> set[int]:
         uses.clear()
@@ -226,139 +184,6 @@ def test_tags_do_not_share(build: Build) -> None:
     assert vllm.loaded_tokens["red"] == len(PROMPT) - 1
 
 
-@pytest.mark.parametrize("params", [WITHOUT_CACHE, RequestParams(tags=(("team", "red"),))], ids=["without", "tagged"])
-@pytest.mark.parametrize("owner_is_tagged", [False, True])
-def test_whoever_shares_vllms_blocks_waits_for_a_load_that_may_fail(
-    build: Build, on_disk: Setup, params: RequestParams, *, owner_is_tagged: bool
-) -> None:
-    owners = RequestParams(tags=(("team", "blue"),)) if owner_is_tagged else NO_PARAMS
-    vllm = build(on_disk, run_ahead=1)
-    vllm.ask("first", PROMPT, params=owners)
-    vllm.settle()
-    for path in vllm.chunk_files():
-        damage(path)
-    vllm.forget_local()
-    vllm.add("owner", PROMPT, params=owners)
-    sharer = vllm.add("sharer", [*PROMPT[: 2 * CHUNK + BLOCK], 7, 7, 7, 7, 7], params=params)
-    vllm.step()
-    assert sharer.state == "waiting"
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
-    vllm = build(folder=tmp_path)
-    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
-    vllm.settle()
-    assert vllm.chunk_files() == [], "it stays in memory"
-    now_s += 59
-    vllm.forget_local()
-    vllm.ask("in time", PROMPT, params=RequestParams(skip_save=True))
-    assert vllm.loaded_tokens["in time"] == len(PROMPT) - 1
-    now_s += 2
-    vllm.forget_local()
-    vllm.ask("late", PROMPT)
-    assert vllm.loaded_tokens["late"] == 0
-    vllm.settle()
-    assert len(vllm.chunk_files()) == 4, "what is computed anew has no time to live"
-    vllm.assert_nothing_leaked()
-
-
-@pytest.mark.parametrize(("ttl_s", "expired"), [(10, True), (1000, False), (None, False)])
-def test_who_stores_it_for_longer_keeps_it(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ttl_s: float | None, *, expired: bool
-) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
-    vllm = build(folder=tmp_path)
-    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
-    vllm.ask("second", PROMPT, params=RequestParams(ttl_s=ttl_s))
-    vllm.settle()
-    assert len(vllm.chunk_files()) == (4 if ttl_s is None else 0)
-    now_s += 61
-    assert again(vllm) == (0 if expired else len(PROMPT) - 1)
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_a_tail_that_stays_is_not_given_up_for_a_chunk_that_goes(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
-    vllm = build()
-    vllm.ask("first", PROMPT)
-    vllm.ask("longer", [*PROMPT, *range(CHUNK)], params=RequestParams(ttl_s=60))
-    now_s += 61
-    assert again(vllm) == len(PROMPT) - 1
-
-
-def test_a_time_to_live_counts_where_nobody_looks_anything_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
-    vllm = build(loads=False)
-    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
-    now_s += 61
-    vllm.ask("other", range(100, 100 + CHUNK))
-    assert vllm.index.counters.expired == 4
-
-
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("pin", [True, None])
-def test_a_pinned_prompt_is_not_evicted(build: Build, run_ahead: int, *, pin: bool | None) -> None:
-    vllm = build(slots=8, run_ahead=run_ahead, gpu_blocks=200, budget=CHUNK)
-    vllm.ask("first", PROMPT, params=RequestParams(pin=pin))
-    vllm.run()
-    for number in range(6):
-        vllm.ask(f"other {number}", [100 + number, *range(3 * CHUNK - 1)])
-    assert again(vllm) == (len(PROMPT) - 1 if pin else 0)
-    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
-    assert vllm.index.leases == 0
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-@pytest.mark.parametrize("save_decode", [False, True])
-def test_a_pin_waits_for_whoever_stores_the_same(build: Build, *, save_decode: bool) -> None:
-    vllm = build(budget=1000, save_decode=save_decode)
-    vllm.add("stores", PROMPT)
-    vllm.add("pins", PROMPT, params=RequestParams(pin=True))
-    vllm.settle()
-    assert sum(chunk.uses for chunk in vllm.index._chunks.values()) == 4
-    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_a_pin_ends_with_its_time_unless_it_is_renewed(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
-    vllm = build(slots=8, gpu_blocks=200)
-    longest_s = SchedulerOptions(vllm.scheduler._rules).pin_max_s
-    vllm.ask("first", PROMPT, params=RequestParams(pin=True))
-    now_s += longest_s - 1
-    vllm.ask("renewed", PROMPT, params=RequestParams(pin=True))
-    now_s += longest_s - 1
-    vllm.ask("other", range(100, 100 + CHUNK))
-    assert vllm.index.leases == 1
-    now_s += 1
-    vllm.ask("another", range(200, 200 + CHUNK))
-    assert vllm.index.leases == 0
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_pins_hold_half_of_the_pool_and_end_with_new_weights(build: Build) -> None:
-    vllm = build(slots=8, gpu_blocks=200)
-    for number in range(3):
-        vllm.ask(f"{number}", [100 + number, *range(3 * CHUNK - 1)], params=RequestParams(pin=True))
-    assert sum(chunk.uses for chunk in vllm.index._chunks.values()) == 4
-    vllm.reset(preempt=True)
-    assert vllm.index.leases == 0
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
 @pytest.mark.parametrize(("loads", "saves"), [(True, False), (False, True)])
 def test_roles(build: Build, tmp_path: Path, *, loads: bool, saves: bool) -> None:
     vllm = build(Setup(folder=tmp_path, loads=loads, saves=saves))
@@ -400,99 +225,6 @@ def test_a_chunk_that_only_one_rank_holds_is_not_known_and_goes(build: Build, tm
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("broken_rank", [0, 1])
-@pytest.mark.parametrize("fault", [Path.unlink, damage])
-def test_failed_load_is_computed_and_stored_anew(
-    build: Build, on_disk: Setup, fault: Callable[[Path], None], broken_rank: int, run_ahead: int
-) -> None:
-    vllm = build(on_disk, ranks=2, run_ahead=run_ahead)
-    vllm.ask("first", PROMPT)
-    vllm.settle()
-    for path in vllm.chunk_files(broken_rank):
-        fault(path)
-    again(vllm)
-    assert vllm.recovered == 1
-    assert vllm.index.counters.failed_loads > 0
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-    assert again(vllm) > 0
-    assert vllm.recovered == 1
-
-
-def test_nothing_is_stored_from_steps_planned_before_a_failure_was_known(build: Build, on_disk: Setup) -> None:
-    vllm = build(on_disk, run_ahead=2, budget=CHUNK)
-    vllm.ask("first", PROMPT)
-    vllm.settle()
-    for path in vllm.chunk_files():
-        damage(path)
-    vllm.forget_local()
-    stored = vllm.index.counters.stored
-    vllm.add("again", [*PROMPT, *range(20, 20 + 2 * CHUNK)])
-    vllm.step()
-    vllm.step()
-    assert [bool(step.failed_blocks) for step in vllm.in_flight] == [True, False]
-    vllm.step()  # the first report
-    assert vllm.index.counters.stored == stored
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_others_wait_for_blocks_whose_load_may_fail(build: Build, on_disk: Setup) -> None:
-    vllm = build(on_disk, run_ahead=1)
-    vllm.ask("first", PROMPT)
-    vllm.settle()
-    for path in vllm.chunk_files():
-        damage(path)
-    vllm.forget_local()
-    vllm.add("owner", PROMPT)
-    sharer = vllm.add("sharer", [*PROMPT[: 2 * CHUNK + BLOCK], 7, 7, 7, 7, 7])
-    stranger = vllm.add("stranger", [9] * CHUNK)
-    vllm.step()
-    assert (sharer.state, stranger.state) == ("waiting", "running")
-    vllm.step()
-    vllm.step()
-    assert sharer.state == "running"
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_blocks_spoilt_by_a_failed_load_are_not_found_after_an_abort(build: Build, on_disk: Setup) -> None:
-    vllm = build(on_disk)
-    vllm.ask("first", PROMPT)
-    vllm.settle()
-    for path in vllm.chunk_files():
-        damage(path)
-    vllm.forget_local()
-    owner = vllm.add("owner", PROMPT)
-    vllm.step()
-    assert owner.state == "running"
-    vllm.abort(owner)
-    vllm.ask("next", PROMPT)
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_abort_before_scheduled(build: Build) -> None:
-    vllm = build(save_decode=True)
-    vllm.abort(vllm.add("gone", PROMPT))
-    vllm.run()
-    assert not vllm.kept
-    vllm.assert_nothing_leaked()
-
-
-@pytest.mark.parametrize("save_decode", [False, True])
-def test_abort_in_the_middle_of_a_prefill(build: Build, *, save_decode: bool) -> None:
-    vllm = build(budget=CHUNK + BLOCK, save_decode=save_decode)
-    request = vllm.add("gone", PROMPT)
-    vllm.step()
-    vllm.abort(request)
-    assert bool(vllm.kept) is save_decode
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-    assert again(vllm) == (CHUNK + BLOCK if save_decode else CHUNK)
-
-
-@pytest.mark.parametrize("run_ahead", [0, 1])
 def test_decode_is_saved_with_its_tail(build: Build, run_ahead: int) -> None:
     vllm = build(save_decode=True, run_ahead=run_ahead, gpu_blocks=40)
     request = vllm.ask("first", PROMPT, max_tokens=20)
@@ -511,28 +243,6 @@ def test_rejected_drafts_are_never_stored(build: Build) -> None:
     vllm.assert_nothing_leaked()
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_preempted_and_resumed(build: Build, run_ahead: int) -> None:
-    vllm = build(run_ahead=run_ahead, save_decode=True, budget=20)
-    request = vllm.add("one", PROMPT, max_tokens=9)
-    for _ in range(5):
-        vllm.step()
-    vllm.preempt(request)
-    vllm.forget_local()
-    vllm.run()
-    assert vllm.loaded_tokens["one"] >= 2 * CHUNK, "it came back by way of the cache"
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-
-
-def test_few_blocks_force_preemption(build: Build) -> None:
-    vllm = build(gpu_blocks=20, save_decode=True)
-    requests = [vllm.add(f"{salt}", PROMPT[:30], max_tokens=30, salt=f"{salt}") for salt in range(3)]
-    vllm.settle()
-    assert all(request.num_outputs == 30 for request in requests)
-    vllm.assert_nothing_leaked()
-
-
 @pytest.mark.parametrize("local_cpu", [True, False])
 def test_a_pool_smaller_than_a_request_keeps_its_front(build: Build, tmp_path: Path, *, local_cpu: bool) -> None:
     vllm = build(slots=2, local_cpu=local_cpu, max_write_queue=2, folder=tmp_path)
@@ -541,51 +251,6 @@ def test_a_pool_smaller_than_a_request_keeps_its_front(build: Build, tmp_path: P
     assert again(vllm) == 2 * CHUNK
     vllm.settle()
     vllm.assert_nothing_leaked()
-
-
-@pytest.mark.parametrize("preempt", [True, False])
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_reset_in_the_middle_forgets_old_weights(
-    build: Build, tmp_path: Path, *, preempt: bool, run_ahead: int
-) -> None:
-    vllm = build(folder=tmp_path, run_ahead=run_ahead, budget=CHUNK, save_decode=True)
-    vllm.add("one", PROMPT, max_tokens=20)
-    vllm.step()
-    vllm.step()
-    vllm.reset(preempt=preempt)
-    vllm.run()
-    vllm.forget_local()
-    vllm.ask("two", PROMPT)
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-    assert vllm.chunk_files(), "the new weights' KV is written, too"
-    assert len(build(folder=tmp_path).index) == 0, "but nobody else may find it"
-
-
-def test_reset_cancels_what_an_ended_request_was_about_to_store(build: Build, tmp_path: Path) -> None:
-    setup = Setup(folder=tmp_path, save_decode=True)
-    vllm = build(setup)
-    request = vllm.add("old", PROMPT, max_tokens=9)
-    while request.num_outputs < 6:
-        vllm.step()
-    vllm.abort(request)
-    assert vllm.kept
-    vllm.reset(preempt=True)
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-    assert vllm.chunk_files() == []
-    assert len(build(setup).index) == 0
-
-
-def test_a_write_that_fails_on_one_rank_leaves_nothing_on_the_other(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm = build(folder=tmp_path, ranks=2)
-    monkeypatch.setattr(vllm.workers[1]._mover._lanes[Place.DISK], "_write", lambda *_: [Outcome.FAILED])
-    vllm.ask("first", PROMPT)
-    vllm.settle()
-    vllm.assert_nothing_leaked()
-    assert vllm.chunk_files(rank=0) == []
 
 
 def test_a_step_is_over_when_every_rank_says_so(build: Build) -> None:
@@ -630,7 +295,7 @@ def test_a_chunk_counts_when_the_slowest_rank_has_it(*, failed: bool) -> None:
     refused = {job.step.ref.prefix_key} if failed else set()
     scheduler.complete(StepReport({plan.number: StepResult(failed_stores=refused, ranks_loaded=1, ranks_ended=1)}))
     assert scheduler.num_new_matched_tokens(later, 0) == (0 if failed else CHUNK)
-    assert not scheduler._in_flight
+    assert not scheduler._steps.in_flight
 
 
 def test_known_chunks_are_not_moved_again(build: Build) -> None:
@@ -642,7 +307,7 @@ def test_known_chunks_are_not_moved_again(build: Build) -> None:
     assert vllm.workers[0]._mover.counters.chunks_stored == 4
     vllm.forget_local()
     vllm.ask("three", PROMPT)
-    assert not vllm.scheduler._in_flight
+    assert not vllm.scheduler._steps.in_flight
     assert vllm.workers[0]._mover.counters.chunks_stored == 4
 
 

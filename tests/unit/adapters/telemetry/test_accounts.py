@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fake_vllm import BLOCK, CHUNK, CHUNK_FILE_BYTES, FakeVllm, Setup
+from support.fake_parts import BLOCK, CHUNK, CHUNK_FILE_BYTES, Setup
+from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 
 from kvstore.adapters.vllm.telemetry.accounts import Accounts

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_vllm import BLOCK, CHUNK, FakeRequest, FakeVllm, Setup, one_after_the_other
+from support.fake_parts import BLOCK, CHUNK, FakeRequest, Setup
+from support.fake_vllm import FakeVllm, one_after_the_other
 
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.telemetry.announcer import Removed, Stored, _Shelf

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_vllm import BLOCK, CHUNK, FakeVllm, Setup, one_after_the_other
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm, one_after_the_other
 from support.gate import HANG_GUARD_S, Gate
 
 from kvstore.adapters.vllm.plan import Fetch
@@ -29,7 +30,7 @@ Build = Callable[..., FakeVllm]
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
     """Makes engines over one folder, whose hits all come from disk and beside the steps."""
-    plain = Setup(folder=tmp_path, local_cpu=False, beside=True, saves_beside=True)
+    plain = Setup(folder=tmp_path, local_cpu=False, async_load=True, async_save=True)
     with one_after_the_other(plain) as build:
         yield build
 
@@ -183,14 +184,14 @@ def test_blocks_of_a_preempted_request_are_read_before_they_are_given_away(
         vllm.preempt(slow)
         (worker,) = vllm.workers
         waits: list[bool] = []
-        original = worker._courier.finish_saves
+        original = worker._background.finish_saves
 
         def finish_saves() -> None:
             waits.append(True)
             gate.open()
             original()
 
-        patch.setattr(worker._courier, "finish_saves", finish_saves)
+        patch.setattr(worker._background, "finish_saves", finish_saves)
         vllm.step()
         assert waits == [True]
     vllm.run()
@@ -217,14 +218,14 @@ def test_an_ended_request_keeps_its_blocks_until_they_are_read(
 
 def test_computing_what_is_dear_to_load(build: Build) -> None:
     vllm = warm(build())
-    choice = vllm.scheduler._choice
+    choice = vllm.connected.choice
     for _ in range(3):
         choice.loaded({Place.DISK: 64}, 60.0)
         choice.computed(64, 0.001)
     vllm.ask("again", PROMPT)
     assert vllm.loaded_tokens["again"] == 0
     vllm.scheduler.take_tally()
-    assert vllm.scheduler.totals[metrics.MISSES.key(MissReason.DEARER.value)] == 1
+    assert vllm.scheduler.totals[metrics.MISSES.key(MissReason.RECOMPUTE_FASTER.value)] == 1
     assert_idle(vllm)
 
 
@@ -236,24 +237,23 @@ def test_a_fault_of_the_program_reaches_vllm(build: Build, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(worker._courier._loader, "load", broken)
-    worker._courier.fetch(Fetch(99, "one"))
-    worker._courier._fetching[99][1].exception()  # wait for it
+    monkeypatch.setattr(worker._background._loader, "load", broken)
+    worker._background.fetch(Fetch(99, "one"))
+    worker._background._fetching[99][1].exception()  # wait for it
     with pytest.raises(ZeroDivisionError):
         worker.end_loads()
-    worker._courier._fetching.clear()
+    worker._background._fetching.clear()
 
 
 def test_those_that_have_ended_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chat, turn after turn: nobody would gain from a load beside the steps, so none goes there."""
     monkeypatch.setattr(choice, "BRIEF_S", 0.0)
-    with one_after_the_other(Setup(gpu_blocks=200, slots=40, beside=None)) as build:
+    with one_after_the_other(Setup(gpu_blocks=200, slots=40, async_load=None)) as build:
         vllm = build()
         prompt = [number % 50 for number in range(8 * CHUNK)]  # long enough to be measured
         for number in range(6):
             vllm.ask(f"turn {number}", prompt)
             vllm.forget_local()
             assert vllm.loaded_tokens[f"turn {number}"] == (len(prompt) - 1 if number else 0)
-        assert vllm.scheduler._choice._load_s({Place.MEMORY: len(prompt)})  # enough is known to choose
-        assert vllm.scheduler._loads is not None
-        assert vllm.scheduler._loads._number == 0
+        assert vllm.connected.choice._load_s({Place.MEMORY: len(prompt)})  # enough is known to choose
+        assert vllm.connected.loads._number == 0

@@ -15,8 +15,9 @@ from support.remote import install as install_remote
 from support.rig import FakeTier, install
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepReport, StepResult, Written
-from kvstore.adapters.vllm.requests.disagg import DisaggSpec
-from kvstore.adapters.vllm.worker.worker import PushOptions, StoreWorker, WorkerOptions
+from kvstore.adapters.vllm.requests.params import DisaggSpec
+from kvstore.adapters.vllm.worker.pushes import PushOptions
+from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
@@ -202,10 +203,10 @@ def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
     handed = ReqMeta("r", receiver=DisaggSpec("r", "127.0.0.1", (7000,)), pushes=[PushJob(REF, as_block_ids([1, 2]))])
     carry_out(worker, StepPlan(1, 0, [handed]))
     assert gate.reached.wait(HANG_GUARD_S)
-    pusher, buffers = worker._pusher, buffer_of(worker)
+    pusher, buffers = worker._pushes._pusher, buffer_of(worker)
     for number in range(2, 6):
         carry_out(worker, StepPlan(number, number - 1, [handed], epoch=f"epoch {number}"))
-    assert (worker._pusher, buffer_of(worker)) == (pusher, buffers), "no memory for each reset"
+    assert (worker._pushes._pusher, buffer_of(worker)) == (pusher, buffers), "no memory for each reset"
     gate.open()
     worker.close()
     assert {space.id for space in connected} == {
@@ -217,8 +218,8 @@ def test_what_is_handed_over_stays_in_its_epoch(cache: torch.Tensor) -> None:
 
 def buffer_of(worker: StoreWorker) -> int:
     """The address of what is handed over."""
-    assert worker._pusher is not None
-    return int(worker._pusher._pool.slot(0).ctypes.data)
+    assert worker._pushes._pusher is not None
+    return int(worker._pushes._pusher._pool.slot(0).ctypes.data)
 
 
 def test_reports_merge_rank_by_rank_and_part_by_part() -> None:
@@ -273,9 +274,9 @@ def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, mo
         paged,
         Namespace({"model": "one"}),
         EngineOptions(4 * 4096, remote=REMOTE),
-        WorkerOptions(saves_beside=True),
+        WorkerOptions(async_save=True),
     )
-    gate, stores, finish_saves = Gate(), worker._courier._storer, worker._courier.finish_saves
+    gate, stores, finish_saves = Gate(), worker._background._storer, worker._background.finish_saves
     monkeypatch.setattr(stores, "store", gate.before(stores.store))
 
     def wait_for_saves() -> None:
@@ -285,7 +286,7 @@ def test_a_recall_takes_what_an_earlier_step_still_sends(cache: torch.Tensor, mo
     sent = StoreJob(StoreStep(REF, 0, (Place.REMOTE,)), as_block_ids([1, 2]))
     carry_out(worker, StepPlan(1, 0, [ReqMeta("store", stores=[sent])]))
     assert gate.reached.wait(HANG_GUARD_S)
-    monkeypatch.setattr(worker._courier, "finish_saves", wait_for_saves)
+    monkeypatch.setattr(worker._background, "finish_saves", wait_for_saves)
     worker.begin_step(StepPlan(2, 1, recalls=[REF]))
     wait_for_saves()
     assert not worker._mover.flush(HANG_GUARD_S).pending
@@ -310,23 +311,23 @@ def test_a_device_without_room_for_the_worker_leaves_the_folder_to_the_next(
     StoreWorker(paged, Namespace({"model": "one"}), options).close()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("slot", [0, 1])
-def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, beside: bool) -> None:
+def test_a_copy_on_the_device_does_not_outlive_its_chunk(cache: torch.Tensor, slot: int, async_save: bool) -> None:
     """The scheduler tells of no removal from memory; the chunk is stored again, into the same slot or another."""
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
     worker = StoreWorker(
         paged,
         Namespace({"model": "one"}),
         EngineOptions(4 * 4096, max_local_gpu_bytes=4 * 4096),
-        WorkerOptions(saves_beside=beside),
+        WorkerOptions(async_save=async_save),
     )
     numbers = count(1)
 
     def step(meta: ReqMeta) -> None:
         number = next(numbers)
         carry_out(worker, StepPlan(number, number - 1, [meta]))
-        worker._courier.finish_saves()
+        worker._background.finish_saves()
 
     step(store(REF, 0, [1, 2]))
     for _ in range(3):

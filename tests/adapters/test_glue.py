@@ -1,8 +1,7 @@
-"""Between vLLM's objects and ours: what is refused at start, and what goes into a request's key."""
+"""Between vLLM's objects and ours: what is refused at start, what is passed on, whose KV it is."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm import PoolingParams, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -22,21 +18,19 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
-from kvstore.adapters.vllm.glue import translate
-from kvstore.adapters.vllm.identity import fingerprint_adapter
-from kvstore.adapters.vllm.requests.adapterfiles import Adapter
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
+from kvstore.adapters.vllm.glue.namespace import namespace_of
+from kvstore.adapters.vllm.glue.options import engine_options, remote_options, scheduler_options, worker_options
+from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
+from kvstore.adapters.vllm.glue.support import ALLOW_UNTESTED, check_supported, frees_blocks
 from kvstore.adapters.vllm.requests.tracker import SaveRules
-from kvstore.config.schema import REQUEST_FIELDS, StoreConfig
+from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError, LayoutError
-from kvstore.keys import Namespace, PrefixHasher
+from kvstore.keys import Namespace
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 16
-PROMPT = list(range(4 * BLOCK))
 CONFIG = StoreConfig(chunk_size=4 * BLOCK)
 
 
@@ -73,52 +67,52 @@ def test_layers_are_followed_if_asked_for_and_there_is_no_draft_model(*, drafts:
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
     config = StoreConfig(chunk_size=4 * BLOCK, use_layerwise=True)
     vllm_config = configured(transfer, drafts=drafts)
-    rules = translate.scheduler_options(vllm_config, cache_config(), config).load_rules
-    assert (rules.beside, rules.runs_ahead, rules.layerwise) == (None, True, not drafts)
-    options = translate.worker_options(vllm_config, cache_config(), config)
+    rules = scheduler_options(vllm_config, cache_config(), config).load_rules
+    assert (rules.async_load, rules.runs_ahead, rules.layerwise) == (None, True, not drafts)
+    options = worker_options(vllm_config, cache_config(), config)
     assert options.layerwise is not drafts
     assert options.layer_names == ("layer.0",)
-    assert options.saves_beside is not vllm.platforms.current_platform.is_cpu()
+    assert options.async_save is not vllm.platforms.current_platform.is_cpu()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_supported_set_up_passes() -> None:
-    translate.check_supported(vllm_config(), cache_config(), CONFIG)
+    check_supported(vllm_config(), cache_config(), CONFIG)
 
 
 def test_fail_policy_is_refused_with_the_flag_to_add() -> None:
     with pytest.raises(ConfigError, match='"kv_load_failure_policy":"recompute"'):
-        translate.check_supported(vllm_config(policy="fail"), cache_config(), CONFIG)
+        check_supported(vllm_config(policy="fail"), cache_config(), CONFIG)
 
 
 def test_a_producer_does_not_load_so_its_policy_does_not_matter() -> None:
-    translate.check_supported(vllm_config(policy="fail", consumer=False), cache_config(), CONFIG)
+    check_supported(vllm_config(policy="fail", consumer=False), cache_config(), CONFIG)
 
 
 @pytest.mark.parametrize(("dcp", "pcp"), [(2, 1), (1, 2)])
 def test_context_parallelism_is_refused(dcp: int, pcp: int) -> None:
     with pytest.raises(ConfigError, match="context-parallel-size"):
-        translate.check_supported(vllm_config(dcp=dcp, pcp=pcp), cache_config(), CONFIG)
+        check_supported(vllm_config(dcp=dcp, pcp=pcp), cache_config(), CONFIG)
 
 
 def test_several_groups_are_refused() -> None:
     groups = [KVCacheGroupSpec([f"layer.{number}"], spec()) for number in range(2)]
     with pytest.raises(LayoutError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
-        translate.check_supported(vllm_config(), cache_config(*groups), CONFIG)
+        check_supported(vllm_config(), cache_config(*groups), CONFIG)
 
 
 def test_state_that_does_not_consist_of_tokens_is_refused() -> None:
     mamba = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
     with pytest.raises(LayoutError, match="MambaSpec"):
-        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba)), CONFIG)
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba)), CONFIG)
 
 
 def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
     ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
     with pytest.raises(LayoutError, match="CircularBufferSpec"):
-        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
 
 
 def windowed() -> KVCacheConfig:
@@ -131,26 +125,26 @@ def windowed() -> KVCacheConfig:
 def test_with_a_window_loads_go_beside_the_steps() -> None:
     """One within a step could not be computed anew where it fails: the blocks before are gone."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
-    for groups, beside in ((windowed(), True), (cache_config(), None)):
-        assert translate.frees_blocks(groups) is (beside is True)
-        assert translate.scheduler_options(configured(transfer), groups, CONFIG).load_rules.beside is beside
-    translate.check_supported(vllm_config(), windowed(), CONFIG)
+    for groups, async_load in ((windowed(), True), (cache_config(), None)):
+        assert frees_blocks(groups) is (async_load is True)
+        assert scheduler_options(configured(transfer), groups, CONFIG).load_rules.async_load is async_load
+    check_supported(vllm_config(), windowed(), CONFIG)
     within = StoreConfig(chunk_size=4 * BLOCK, enable_async_loading=False)
-    translate.check_supported(vllm_config(), cache_config(), within)
-    translate.check_supported(vllm_config(consumer=False), windowed(), within)
+    check_supported(vllm_config(), cache_config(), within)
+    check_supported(vllm_config(consumer=False), windowed(), within)
     with pytest.raises(ConfigError, match="enable_async_loading is false, and the layers of this model attend to a w"):
-        translate.check_supported(vllm_config(), windowed(), within)
+        check_supported(vllm_config(), windowed(), within)
 
 
 def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="chunk_size 64 is not a multiple of vLLM's block size 48"):
-        translate.check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], spec(48))), CONFIG)
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], spec(48))), CONFIG)
 
 
 def test_a_bound_of_loads_below_a_block_is_refused() -> None:
     config = StoreConfig(chunk_size=4 * BLOCK, max_tokens_per_load=BLOCK - 1)
     with pytest.raises(ConfigError, match="max_tokens_per_load 15 is less than vLLM's block size 16"):
-        translate.check_supported(vllm_config(), cache_config(), config)
+        check_supported(vllm_config(), cache_config(), config)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +160,7 @@ def test_a_bound_of_loads_below_a_block_is_refused() -> None:
 def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role=role)
     config = StoreConfig(force_skip_save=skip, discard_partial_chunks=True, skip_last_n_tokens=3, priority_limit=2)
-    options = translate.scheduler_options(configured(transfer), cache_config(), config)
+    options = scheduler_options(configured(transfer), cache_config(), config)
     assert (options.loads, options.saves) == (loads, saves)
     assert not options.announces
     assert options.rules == SaveRules(BLOCK, 256, save_decode=False, save_tails=False, skip_last_tokens=3)
@@ -177,15 +171,15 @@ def test_roles(role: str, *, skip: bool, loads: bool, saves: bool) -> None:
 def test_events_are_made_if_vllm_publishes_them(*, enabled: bool) -> None:
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
     events = KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
-    assert translate.scheduler_options(configured(transfer, events), cache_config(), CONFIG).announces is enabled
+    assert scheduler_options(configured(transfer, events), cache_config(), CONFIG).announces is enabled
 
 
 def test_an_untested_version_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     with pytest.raises(ConfigError, match=r"0\.99\.0.*0\.32.*KVSTORE_ALLOW_UNTESTED_VLLM=1"):
-        translate.check_supported(vllm_config(), cache_config(), CONFIG)
-    monkeypatch.setenv(translate.ALLOW_UNTESTED, "1")
-    translate.check_supported(vllm_config(), cache_config(), CONFIG)
+        check_supported(vllm_config(), cache_config(), CONFIG)
+    monkeypatch.setenv(ALLOW_UNTESTED, "1")
+    check_supported(vllm_config(), cache_config(), CONFIG)
 
 
 # -- namespaces and shards ------------------------------------------------------------------------------------------
@@ -213,7 +207,7 @@ def namespace(config: Any, replicas: int = 1) -> bytes:
     cache = cache_config()
     cache.kv_tp_replicas = replicas
     paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint="0" * 16))
-    return translate.namespace_of(config, cache, StoreConfig(model_id="mine"), paged).id
+    return namespace_of(config, cache, StoreConfig(model_id="mine"), paged).id
 
 
 def one_change_each() -> dict[str, dict[str, Any]]:
@@ -240,7 +234,7 @@ def fields_of(changes: dict[str, Any]) -> Namespace:
     paged: Any = SimpleNamespace(layout=SimpleNamespace(fingerprint=changes.get("fingerprint", "0" * 16)))
     cache = cache_config(KVCacheGroupSpec(changes.get("layers", ["layer.0"]), spec()))
     store = StoreConfig(model_id=changes.get("model_id", "mine"), chunk_size=changes.get("chunk_size", 256))
-    return translate.namespace_of(config, cache, store, paged)
+    return namespace_of(config, cache, store, paged)
 
 
 @pytest.mark.parametrize("field", one_change_each())
@@ -267,7 +261,7 @@ def test_every_worker_has_a_folder_of_its_own() -> None:
         config.parallel_config.data_parallel_rank = replica
         config.parallel_config.data_parallel_size = replicas
         store = CONFIG.model_copy(update={"local_disk": "/cache", "max_local_disk_size": 1.0})
-        return translate.engine_options(config, cache_config(), store).local_disk  # type: ignore[return-value]
+        return engine_options(config, cache_config(), store).local_disk  # type: ignore[return-value]
 
     assert folder(0, 1, 0, 1) == (Path("/cache"),)
     workers = [folder(rank, 2, replica, 2) for replica in range(2) for rank in range(2)]
@@ -282,7 +276,7 @@ def test_ranks_that_hold_the_same_share_a_namespace_and_one_sends(tp: int, repli
     cache = cache_config()
     cache.kv_tp_replicas = replicas
     store = StoreConfig(remote_url="redis://host", local_disk="/disk", max_local_disk_size=1.0)
-    options = [translate.engine_options(config, cache, store) for config in configs]
+    options = [engine_options(config, cache, store) for config in configs]
     assert [options.remote.sends for options in options if options.remote] == (
         [True] + [False] * (replicas - 1)
     ) * shards
@@ -300,124 +294,9 @@ def test_the_draft_model_counts_and_so_do_its_weights(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
-# -- keys -------------------------------------------------------------------------------------------------------------
-
-
-def request(**fields: Any) -> Request:
-    defaults: dict[str, Any] = {
-        "request_id": "one",
-        "prompt_token_ids": list(PROMPT),
-        "sampling_params": SamplingParams(max_tokens=1),
-        "pooling_params": None,
-    }
-    return Request(**{**defaults, **fields})
-
-
-def keys(request: Request) -> list[bytes]:
-    adapter = translate.adapter_of(request)
-    files = fingerprint_adapter(Path(adapter.folder)) if adapter is not None else ""
-    extras = translate.key_extras(request, lora_files=files)
-    hasher = PrefixHasher(4 * BLOCK, BLOCK, extras)
-    hasher.update(request.all_token_ids)
-    return hasher.block_keys(0)
-
-
-def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
-    place = PlaceholderRange(offset=offset, length=BLOCK)
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
-
-
-@pytest.fixture
-def lora(tmp_path: Path) -> LoRARequest:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678")
-    return LoRARequest("style", 1, str(tmp_path))
-
-
-def test_equal_requests_share() -> None:
-    assert keys(request()) == keys(request(request_id="two"))
-
-
-def test_what_a_client_asks_comes_from_both_places_and_transfer_params_count() -> None:
-    extra = {"kvstore.ttl": 5, "kvstore.skip_load": 1, "kv_transfer_params": {"lmcache.tag.team": "red"}}
-    asked = request(sampling_params=SamplingParams(max_tokens=1, extra_args=extra))
-    params = translate.request_params(asked, REQUEST_FIELDS)
-    assert params == RequestParams(skip_load=True, ttl_s=5, tags=(("team", "red"),))
-    assert translate.request_params(request(), REQUEST_FIELDS) == NO_PARAMS
-    pooling = request(sampling_params=None, pooling_params=PoolingParams())
-    assert translate.request_params(pooling, REQUEST_FIELDS) == NO_PARAMS
-    extra["kv_transfer_params"] = {"kvstore.ttl": 6}
-    later = request(sampling_params=SamplingParams(extra_args=extra))
-    assert translate.request_params(later, REQUEST_FIELDS).ttl_s == 6
-    assert translate.request_params(later, ["pin"]) == RequestParams(ignored=("skip_load", "ttl"))
-
-
-def test_tags_keep_apart() -> None:
-    extras = [
-        translate.key_extras(request(), RequestParams(tags=tags))
-        for tags in ((), (("team", "red"),), (("team", "blue"),))
-    ]
-    assert len({found.seed() for found in extras}) == 3
-
-
-def test_salts_keep_apart() -> None:
-    assert len({keys(request(cache_salt=salt))[0] for salt in (None, "a", "b")}) == 3
-
-
-def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> None:
-    plain, cat, dog, moved = (
-        keys(request(mm_features=features))
-        for features in ([], [image("cat", 2 * BLOCK)], [image("dog", 2 * BLOCK)], [image("cat", BLOCK)])
-    )
-    assert plain[:2] == cat[:2] == dog[:2]
-    assert len({plain[2], cat[2], dog[2], moved[2]}) == 4
-    assert len({plain[3], cat[3], dog[3], moved[3]}) == 4
-
-
-def test_lora_keeps_apart_and_a_copy_is_the_same(lora: LoRARequest, tmp_path: Path) -> None:
-    copy, other = tmp_path / "copy", tmp_path / "other"
-    for folder in (copy, other):
-        folder.mkdir()
-        for path in tmp_path.glob("adapter*"):
-            shutil.copyfile(path, folder / path.name)
-    (other / "adapter_model.safetensors").write_bytes(b"12345679")
-    plain, style, same, changed, renamed = (
-        keys(request(lora_request=adapter))[0]
-        for adapter in (
-            None,
-            lora,
-            LoRARequest("style", 2, str(copy)),
-            LoRARequest("style", 2, str(other)),
-            LoRARequest("other", 3, lora.lora_path),
-        )
-    )
-    assert style == same
-    assert len({plain, style, changed, renamed}) == 4
-
-
-def test_lora_loaded_in_place_is_known_as_such(lora: LoRARequest) -> None:
-    lora.load_inplace = True
-    assert translate.adapter_of(request(lora_request=lora)) == Adapter(1, "style", lora.lora_path, in_place=True)
-    assert translate.adapter_of(request()) is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt_token_ids": None, "prompt_embeds": torch.zeros(8, 4)},
-        {"prompt_embeds": torch.zeros(64, 4), "prompt_is_token_ids": [True] * 64},
-        {"sampling_params": None, "pooling_params": PoolingParams()},
-        {"resumable": True},
-    ],
-    ids=["embeddings", "mixed embeddings", "pooling", "session"],
-)
-def test_what_tokens_do_not_tell_is_not_shared(fields: dict[str, Any]) -> None:
-    assert not translate.is_shareable(request(**fields))
-
-
 @pytest.mark.parametrize(("serde", "codec"), [("naive", None), ("kivi", None), ("split", "split")])
 def test_the_codec_of_the_remote_tier_is_passed_on(serde: str, codec: str | None) -> None:
-    options = translate.remote_options(StoreConfig(remote_url="redis://host", remote_serde=serde))
+    options = remote_options(StoreConfig(remote_url="redis://host", remote_serde=serde))
     assert options is not None
     assert options.settings.get("codec") == codec
 
@@ -429,7 +308,7 @@ KEY_FILES: dict[str, Any] = {"remote_key_file": "/k/client.key", "remote_server_
 
 def test_an_engine_that_listens_has_its_own_server_for_a_remote_tier() -> None:
     store = StoreConfig(enable_pd=True, pd_peer_init_port=7300, **KEY_FILES)
-    options = translate.engine_options(worker_config(rank=1, tp=2), cache_config(), store).remote
+    options = engine_options(worker_config(rank=1, tp=2), cache_config(), store).remote
     assert options is not None
     assert (options.url, options.peers, options.rank, options.sends, options.max_queue) == (None, (), 1, True, None)
     assert "client_key_file" not in options.settings, "its own processes come through a private folder"
@@ -438,24 +317,24 @@ def test_an_engine_that_listens_has_its_own_server_for_a_remote_tier() -> None:
 
 
 def test_peers_beside_redis_and_without() -> None:
-    alone = translate.remote_options(StoreConfig(peers=("kvs://a:1",)))
+    alone = remote_options(StoreConfig(peers=("kvs://a:1",)))
     assert alone is not None
     assert (alone.url, alone.peers, alone.max_queue) == (None, ("kvs://a:1",), 0)
-    beside = translate.remote_options(StoreConfig(peers=("kvs://a:1",), remote_url="redis://h", remote_password="p"))
+    beside = remote_options(StoreConfig(peers=("kvs://a:1",), remote_url="redis://h", remote_password="p"))
     assert beside is not None
     assert (beside.url, beside.max_queue) == ("redis://h", None)
     assert "password" in beside.settings
     assert "password" not in beside.peer_settings
-    plain = translate.remote_options(StoreConfig(remote_url="redis://h"))
+    plain = remote_options(StoreConfig(remote_url="redis://h"))
     assert plain is not None
     assert plain.peers is None
-    assert translate.remote_options(StoreConfig()) is None
+    assert remote_options(StoreConfig()) is None
 
 
 def test_milliseconds_of_the_configuration_are_seconds_inside() -> None:
     config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both"))
     store = StoreConfig(enable_pd=True, lookup_timeout_ms=250, pd_timeout_ms=4500, remote_url="redis://h")
-    options = translate.scheduler_options(config, cache_config(), store)
+    options = scheduler_options(config, cache_config(), store)
     assert options.remote is not None
     assert options.remote.lookup_timeout_s == pytest.approx(0.25)
     assert options.handover is not None
@@ -471,7 +350,7 @@ def test_engines_that_requests_may_name() -> None:
         "peers": ("kvs://decode-3:7300",),
     }
     for both_ways, sources in ((True, ("kvs://decode-1:7300",)), (False, ())):
-        options = translate.scheduler_options(config, cache_config(), StoreConfig(**listed, pd_bidirectional=both_ways))
+        options = scheduler_options(config, cache_config(), StoreConfig(**listed, pd_bidirectional=both_ways))
         assert options.remote is not None
         assert options.remote.sources == sources
         assert options.handover is not None
@@ -484,7 +363,7 @@ def test_of_ranks_that_hold_the_same_each_fills_its_own_server() -> None:
     cache = cache_config()
     cache.kv_tp_replicas = 2
     store = StoreConfig(enable_pd=True, pd_peer_init_port=7300)
-    options = [translate.engine_options(worker_config(rank=rank, tp=2), cache, store).remote for rank in range(2)]
+    options = [engine_options(worker_config(rank=rank, tp=2), cache, store).remote for rank in range(2)]
     assert [option.sends for option in options if option] == [True, True]
 
 
@@ -496,14 +375,14 @@ def test_the_port_of_a_worker(given: int | tuple[int, ...], rank: int, replica: 
     config = worker_config(rank=rank, tp=2, pp=2)
     config.parallel_config.data_parallel_rank = replica
     store_config = StoreConfig(enable_pd=True, pd_peer_init_port=given)
-    assert translate._port_of(config, store_config, translate._rank_of(config)) == port
+    assert port_of(config, store_config, rank_of(config)) == port
 
 
 def test_a_worker_without_a_port() -> None:
     config = worker_config(rank=1, tp=2)
     config.parallel_config.data_parallel_rank = 0
     with pytest.raises(ConfigError, match="pd_peer_init_port has 1 ports, and none for worker 1"):
-        translate._port_of(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)), rank=1)
+        port_of(config, StoreConfig(enable_pd=True, pd_peer_init_port=(7300,)), rank=1)
 
 
 @pytest.mark.parametrize(
@@ -512,7 +391,7 @@ def test_a_worker_without_a_port() -> None:
 )
 def test_the_role_is_vllms(pd_role: str | None, kv_role: str, caplog: pytest.LogCaptureFixture, *, warns: bool) -> None:
     config = configured(KVTransferConfig(kv_connector="KVStoreConnector", kv_role=kv_role))
-    translate.scheduler_options(config, cache_config(), StoreConfig(enable_pd=True, pd_role=pd_role))
+    scheduler_options(config, cache_config(), StoreConfig(enable_pd=True, pd_role=pd_role))
     assert ("pd_role" in caplog.text) is warns
 
 
@@ -521,4 +400,4 @@ def test_what_comes_from_elsewhere_is_not_waited_for_while_vllm_runs_ahead(store
     config = vllm_config()
     config.scheduler_config.async_scheduling = True
     with pytest.raises(ConfigError, match=next(iter(store))):
-        translate.check_supported(config, cache_config(), StoreConfig(enable_async_loading=False, **store))
+        check_supported(config, cache_config(), StoreConfig(enable_async_loading=False, **store))

@@ -1,0 +1,194 @@
+"""From vLLM's configuration and ours: how the scheduler side plans, and how a worker moves and keeps KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import vllm
+
+from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
+from kvstore.adapters.vllm.glue.support import block_tokens_of, frees_blocks
+from kvstore.adapters.vllm.requests.params import server_url
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.worker.pushes import PushOptions
+from kvstore.adapters.vllm.worker.worker import WorkerOptions
+from kvstore.config.schema import PD_ROLES
+from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.tiers import READ_ONLY, tier_behind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvstore.config import StoreConfig
+
+logger = logging.getLogger(__name__)
+
+
+def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> SchedulerOptions:
+    """How the scheduler side looks up and plans."""
+    transfer = vllm_config.kv_transfer_config
+    if config.enable_pd and config.pd_role is not None and PD_ROLES[config.pd_role] != transfer.kv_role:
+        logger.warning(
+            "pd_role %s is ignored: vLLM's kv_role, %s, decides which engine stores and which loads",
+            config.pd_role,
+            transfer.kv_role,
+        )
+    return SchedulerOptions(
+        rules=SaveRules(
+            block_tokens=block_tokens_of(kv_cache_config),
+            chunk_tokens=config.chunk_size,
+            save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
+            save_tails=config.saves_tails,
+            skip_last_tokens=config.skip_last_n_tokens,
+        ),
+        loads=transfer.is_kv_consumer or config.goes_both_ways,
+        saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,
+        local_cpu=config.local_cpu,
+        priority_limit=config.priority_limit,
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        min_remote_tokens=config.min_remote_tokens,
+        max_tokens_per_load=config.max_tokens_per_load,
+        max_write_queue=config.max_write_queue,
+        remote=remote_options(config),
+        cache_policy=config.cache_policy,
+        disk_policy=config.disk_cache_policy,
+        record_trace=Path(config.record_trace).expanduser() if config.record_trace else None,
+        load_rules=LoadRules(
+            async_load=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
+            runs_ahead=vllm_config.scheduler_config.async_scheduling,
+            layerwise=_goes_layerwise(vllm_config, config),
+            only_if_faster=config.load_only_if_faster,
+        ),
+        async_save=_async_save(config),
+        verify_fraction=config.verify_fraction,
+        handover=_handover_options(vllm_config, config),
+        pin_max_s=config.pin_max_secs,
+        announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
+    )
+
+
+def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:
+    """How a worker moves KV."""
+    return WorkerOptions(
+        layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names),
+        layerwise=_goes_layerwise(vllm_config, config),
+        async_save=_async_save(config),
+        push=_push_options(vllm_config, config),
+    )
+
+
+def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> EngineOptions:
+    """Where a worker keeps KV; every worker has a folder of its own.
+
+    Of workers that hold the same KV, as all ranks do with MLA, one sends it to a shared tier; each to its own server.
+    """
+    remote = remote_options(config)
+    if remote is not None:
+        sends = config.listens or shard_of(vllm_config, kv_cache_config).replica == 0
+        remote = replace(remote, sends=sends, rank=rank_of(vllm_config))
+    return EngineOptions(
+        max_local_cpu_bytes=config.max_local_cpu_bytes,
+        local_cpu=config.local_cpu,
+        local_disk=tuple(folder_of(vllm_config, Path(folder)) for folder in config.local_disk_folders),
+        max_local_disk_bytes=config.max_local_disk_bytes,
+        save_unfull_chunk=config.saves_tails,
+        use_odirect=config.use_odirect,
+        disk_io_threads=config.disk_io_threads,
+        io_timeout_s=config.blocking_timeout_secs,
+        max_write_queue=config.max_write_queue,
+        remote=remote,
+        disk_codec=config.local_disk_serde,
+        max_local_gpu_bytes=config.max_local_gpu_bytes,
+    )
+
+
+def remote_options(config: StoreConfig) -> RemoteOptions | None:
+    """Where KV of other engines comes from: a tier that they share, or each engine's own; None without any.
+
+    An engine that listens has its own server in the place of a shared tier; each worker names its own.
+    """
+    if not config.has_remote:
+        return None
+    url = config.shared_url
+    of_servers = {"connections": config.remote_connections, "timeout_s": config.blocking_timeout_secs}
+    settings = of_servers | {
+        **_keys(config),
+        "username": config.remote_username,
+        "password": config.remote_password,
+        "ttl_s": config.remote_ttl_secs,
+        "codec": config.remote_codec if config.remote_codec != "none" else None,
+    }
+    is_read_only = tier_behind(url) in READ_ONLY if url is not None else not config.listens
+    return RemoteOptions(
+        url,
+        _given(of_servers if config.listens else settings),
+        required=config.remote_required,
+        io_threads=config.remote_io_threads,
+        lookup_timeout_s=config.lookup_timeout_ms / 1000,
+        hold_s=config.remote_lookup_cache_secs,
+        max_queue=0 if is_read_only else config.max_remote_queue,
+        peers=config.peers if config.peers or config.enable_pd else None,
+        peer_settings=_given(of_servers | _keys(config)),
+        sources=_sources(config),
+    )
+
+
+def _handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverOptions:
+    """Which part this engine plays among those that share requests: none without ``enable_pd``.
+
+    Raises:
+        ConfigError: no port is configured for this replica.
+    """
+    if not config.enable_pd:
+        return HandoverOptions()
+    transfer, sources = vllm_config.kv_transfer_config, config.sources
+    return HandoverOptions(
+        sends=transfer.is_kv_producer,
+        receives=transfer.is_kv_consumer,
+        own=(config.pd_peer_host, port_of(vllm_config, config, rank=0)) if config.listens else None,
+        allows_host=config.allows_host,
+        allows_source=lambda host, port: (host.lower(), port) in sources,
+        timeout_s=config.pd_timeout_ms / 1000,
+        answers=config.pd_bidirectional and transfer.is_kv_consumer,
+    )
+
+
+def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions | None:
+    """How a worker hands KV over; None if this engine computes no prompts for others."""
+    if not config.enable_pd or not vllm_config.kv_transfer_config.is_kv_producer:
+        return None
+    settings = _given({"timeout_s": config.blocking_timeout_secs, **_keys(config)})
+    return PushOptions(rank_of(vllm_config), config.pd_buffer_size, settings)
+
+
+def _goes_layerwise(vllm_config: VllmConfig, config: StoreConfig) -> bool:
+    """A draft model's layers come after vLLM has asked what failed, so with one everything goes in bulk."""
+    return config.use_layerwise and vllm_config.speculative_config is None
+
+
+def _async_save(config: StoreConfig) -> bool:
+    on_device = not vllm.platforms.current_platform.is_cpu()
+    return on_device if config.enable_async_saving is None else config.enable_async_saving
+
+
+def _sources(config: StoreConfig) -> tuple[str, ...]:
+    """The addresses of engines that requests may name, but for those that are read anyway."""
+    peers = {(parts.hostname, parts.port) for parts in map(urlsplit, config.peers)}
+    return tuple(sorted(server_url(host, port) for host, port in config.sources - peers if port is not None))
+
+
+def _keys(config: StoreConfig) -> dict[str, object]:
+    return {"client_key_file": config.remote_key_file, "server_key_file": config.remote_server_key_file}
+
+
+def _given(settings: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,65 @@
+"""Which of an engine's workers this is, and what is its own: its part of the KV, its folder, its ports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvstore.config import StoreConfig
+
+
+class Shard(NamedTuple):
+    """The part of a model's KV that a worker holds, and its number among the workers that hold the same."""
+
+    name: str
+    replica: int
+
+
+def shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shard:
+    """The part of the KV that this worker holds."""
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    pp_rank, tp_rank = divmod(rank_of(vllm_config), tp_size)
+    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    shard, replica = divmod(tp_rank, replicas)
+    return Shard(f"pp {pp_rank}/{pp_size} tp {shard}/{tp_size // replicas}", replica)
+
+
+def rank_of(vllm_config: VllmConfig) -> int:
+    """The number of this worker among those of one replica."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
+
+
+def folder_of(vllm_config: VllmConfig, folder: Path) -> Path:
+    """The part of a disk's folder that belongs to this worker."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        folder /= f"replica-{parallel.data_parallel_rank}"
+    if parallel.world_size > 1:
+        folder /= f"rank-{parallel.rank}-of-{parallel.world_size}"
+    return folder
+
+
+def port_of(vllm_config: VllmConfig, config: StoreConfig, rank: int) -> int:
+    """Where the worker of a rank listens: workers are counted over all replicas of a data-parallel engine.
+
+    Raises:
+        ConfigError: no port is configured for it.
+    """
+    ports = config.pd_peer_init_port
+    parallel = vllm_config.parallel_config
+    workers_before = int(parallel.data_parallel_rank) * parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    number = int(workers_before) + rank
+    if isinstance(ports, tuple):
+        if number >= len(ports):
+            raise ConfigError(f"pd_peer_init_port has {len(ports)} ports, and none for worker {number}: add them")
+        return ports[number]
+    assert ports is not None
+    return ports + number

@@ -1,0 +1,61 @@
+"""What listens in an engine's processes: the admin endpoint of the scheduler side, and a worker's cache server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm
+
+from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
+from kvstore.adapters.vllm.scheduler.operator import SchedulerControls
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.errors import ConfigError
+from kvstore.ops.admin_http import AdminServer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvstore.config import StoreConfig
+    from kvstore.keys import Namespace
+    from kvstore.layout import KVLayout
+    from kvstore.server.embedded import EmbeddedServer
+
+
+def admin_server(vllm_config: VllmConfig, config: StoreConfig, scheduler: StoreScheduler) -> AdminServer | None:
+    """The admin endpoint of the scheduler side; None if it is off.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    if not config.internal_api_server_enabled:
+        return None
+    controls = SchedulerControls(scheduler, config, {"vllm": vllm.__version__})
+    port = config.internal_api_server_port_start
+    replica = int(vllm_config.parallel_config.data_parallel_rank) if port else 0
+    return AdminServer(controls, config.internal_api_server_host, port + replica)
+
+
+def embedded_server(
+    vllm_config: VllmConfig, namespace: Namespace, layout: KVLayout, config: StoreConfig
+) -> EmbeddedServer | None:
+    """The server of this worker, for other engines; None if it does not listen.
+
+    Raises:
+        ConfigError: it cannot be opened as configured.
+    """
+    if not config.listens:
+        return None
+    try:
+        from kvstore.protocol.keyfiles import read_list, read_pair  # noqa: PLC0415 - an extra
+        from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"pd_peer_init_port is set: {error}") from error
+    options = EmbeddedOptions(
+        config.pd_buffer_size,
+        config.pd_peer_host,
+        port_of(vllm_config, config, rank_of(vllm_config)),
+        keys=read_pair(Path(config.server_key_file)) if config.server_key_file else None,
+        listed=read_list(Path(config.server_clients)) if config.server_clients else {},
+    )
+    return EmbeddedServer(namespace, layout, options)

@@ -1,0 +1,142 @@
+"""Refuses, at start, what cannot be served right: versions, flags, parallelism and models."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import vllm
+
+from kvstore.adapters.vllm.glue.versions import TESTED_VLLM
+from kvstore.errors import ConfigError, LayoutError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvstore.config import StoreConfig
+
+ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
+CONNECTOR_FLAG = (
+    "--kv-transfer-config "
+    '\'{"kv_connector":"KVStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+)
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
+    """Refuse, at start, what cannot be served right.
+
+    Raises:
+        ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
+        LayoutError: a KV cache that is not one group of attention layers.
+    """
+    if not vllm.__version__.startswith(TESTED_VLLM) and os.environ.get(ALLOW_UNTESTED) != "1":
+        raise ConfigError(
+            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VLLM}x has: "
+            f"install that, or set {ALLOW_UNTESTED}=1 to try"
+        )
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if config.max_local_gpu_size and (model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)):
+        raise ConfigError(
+            "max_local_gpu_size is set, and vLLM may sleep: it would take the memory away while kvstore uses it. Start "
+            "vLLM without --enable-sleep-mode, or unset max_local_gpu_size"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "context parallelism splits a block over ranks, which is not supported: set "
+            "--decode-context-parallel-size and --prefill-context-parallel-size to 1"
+        )
+    _check_groups(kv_cache_config)
+    if vllm_config.kv_transfer_config.is_kv_consumer:
+        _check_loads(vllm_config, kv_cache_config, config)
+    _check_sizes(block_tokens_of(kv_cache_config), config)
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        RSWASpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise LayoutError(
+            f"this model has {len(groups)} KV cache groups, and only one is supported: start vLLM with "
+            "--disable-hybrid-kv-cache-manager, or without kvstore"
+        )
+    for spec in iter_layer_specs(groups[0].kv_cache_spec):
+        if not isinstance(spec, AttentionSpec):
+            raise LayoutError(f"a layer keeps {type(spec).__name__} state, which has no tokens: not supported")
+        known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+        if not isinstance(spec, known) or isinstance(spec, RSWASpec):
+            raise LayoutError(
+                f"a layer's KV cache is a {type(spec).__name__}, in which equal prefixes need not have equal KV: not "
+                "supported"
+            )
+
+
+def _check_loads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
+    """A load that fails must not end its request, or let vLLM deliver what it computed on garbage."""
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise ConfigError(
+            f'kv_load_failure_policy is "{policy}": a chunk that cannot be loaded would end its request with an error. '
+            f"Start vLLM with {CONNECTOR_FLAG}"
+        )
+    if config.enable_async_loading is not False:
+        return
+    slow = {
+        "local_disk": config.local_disk,
+        "remote_url": config.shared_url,
+        "enable_pd": config.enable_pd,
+        "peers": config.peers,
+    }
+    if any(slow.values()) and vllm_config.scheduler_config.async_scheduling:
+        keys = " and ".join(key for key, value in slow.items() if value)
+        raise ConfigError(
+            f"{keys} is set, enable_async_loading is false, and vLLM schedules asynchronously: vLLM would deliver a "
+            "token that it computed before it learned that a chunk could not be read. Leave enable_async_loading at "
+            "auto, or start vLLM with --no-async-scheduling"
+        )
+    if frees_blocks(kv_cache_config):
+        raise ConfigError(
+            "enable_async_loading is false, and the layers of this model attend to a window: where a load within a "
+            "step fails, vLLM could not compute the rest, as it has freed the blocks before. Leave it at auto"
+        )
+
+
+def _check_sizes(block_tokens: int, config: StoreConfig) -> None:
+    if config.chunk_size % block_tokens:
+        raise ConfigError(
+            f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_tokens}: set chunk_size to "
+            f"a multiple, or vLLM's --block-size to a divisor"
+        )
+    if 0 < config.max_tokens_per_load < block_tokens:
+        raise ConfigError(
+            f"max_tokens_per_load {config.max_tokens_per_load} is less than vLLM's block size {block_tokens}, so "
+            "nothing would be loaded: raise it, or set it to 0 for no limit"
+        )
+
+
+def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM takes blocks from running requests, because they have left their layers' window.
+
+    It puts the null block in their place, also where it finds a prefix in its own cache, or takes it from a connector.
+    """
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
+        ChunkedLocalAttentionSpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
+
+    specs = iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
+
+
+def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens in a block of vLLM's block manager."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)

@@ -1,0 +1,116 @@
+"""What the scheduler side works with from the moment on that the workers have said what they own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.adapters.vllm.plan import WorkerFacts, shards_of
+from kvstore.adapters.vllm.scheduler.canary import Canary
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice
+from kvstore.adapters.vllm.scheduler.handovers import Handovers
+from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
+from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
+from kvstore.adapters.vllm.scheduler.matching import Matching
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.pins import Pins
+from kvstore.adapters.vllm.scheduler.saves import SavePlanner
+from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.assembly import open_directory
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.remote_view import RemoteView
+from kvstore.tiers.directory import RemoteDirectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The catalog and what plans with it.
+
+    Attributes:
+        num_ranks: how many workers report each step.
+        index: where every chunk is.
+        remote: what is known of the remote tier.
+        choice: learns how fast loads and steps are.
+        matching: what requests are offered.
+        loads: plans loads.
+        saves: plans stores.
+        pins: keep prompts from eviction.
+    """
+
+    num_ranks: int
+    index: ChunkIndex
+    remote: RemoteLookup
+    choice: LoadChoice
+    matching: Matching
+    loads: LoadPlanner
+    saves: SavePlanner
+    pins: Pins
+
+    @classmethod
+    def to(
+        cls,
+        facts: Sequence[WorkerFacts],
+        options: SchedulerOptions,
+        handovers: Handovers,
+        canary: Canary,
+        steps: Steps,
+    ) -> Connected:
+        """Connect to the workers. A chunk counts only if every rank holds its part.
+
+        Raises:
+            KVStoreError: the remote tier cannot be opened.
+        """
+        sizes = [dict(rank.survivors) for rank in facts]
+        held = [set(rank) for rank in sizes]
+        complete = set.intersection(*held)
+        remote, num_ranks = _open_remote(facts, options), len(facts)
+        index = _new_index(facts, options, remote)
+        index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
+        choice = LoadChoice(options.load_rules_for(num_ranks))
+        loads = LoadPlanner(index, options.rules, choice, num_ranks)
+        saves = SavePlanner(index, num_ranks)
+        saves.strays = list(set.union(*held) - complete)
+        pool_gib = facts[0].num_slots * facts[0].slot_bytes / 2**30
+        logger.info(
+            "%d chunks known from disk; CPU pool %.2f GiB in all (%.2f GiB x %d workers), disk %.2f GiB in all%s",
+            len(index),
+            num_ranks * pool_gib,
+            pool_gib,
+            num_ranks,
+            num_ranks * facts[0].disk_capacity_bytes / 2**30,
+            "; and a remote tier" if options.remote else "",
+        )
+        matching = Matching(options, index, remote, loads, choice, handovers, canary)
+        pins = Pins(index, steps, options.pin_max_s)
+        return cls(num_ranks, index, remote, choice, matching, loads, saves, pins)
+
+
+def _open_remote(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RemoteLookup:
+    remote = options.remote
+    if remote is None:
+        return RemoteLookup(RemoteDirectory(()), RemoteView(0.0), 0.0)
+    shards = shards_of(facts, remote)
+    namespaces = [shard.namespace for shard in shards]
+    view = RemoteView(remote.hold_s)
+    return RemoteLookup(open_directory(shards), view, remote.lookup_timeout_s, remote.sources, namespaces)
+
+
+def _new_index(facts: Sequence[WorkerFacts], options: SchedulerOptions, remote: RemoteLookup) -> ChunkIndex:
+    def stored_bytes(num_blocks: int) -> int:
+        return max(rank.stored_bytes[num_blocks - 1] for rank in facts)
+
+    return ChunkIndex(
+        min(rank.num_slots for rank in facts),
+        keep_in_memory=options.local_cpu,
+        disk_capacity_bytes=min(rank.disk_capacity_bytes for rank in facts),
+        stored_bytes=stored_bytes,
+        max_writes=options.max_write_queue,
+        remote=remote.view if options.remote else None,
+        max_sends=options.remote.max_queue if options.remote else None,
+        cache_policy=options.cache_policy,
+        disk_policy=options.disk_policy,
+        tracks_changes=options.announces,
+    )

@@ -1,0 +1,128 @@
+"""What a request is offered of the cache: looked up in all tiers, cut to what is worth loading, promised."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker
+from kvstore.adapters.vllm.scheduler.canary import Canary
+from kvstore.adapters.vllm.scheduler.choice import LoadChoice
+from kvstore.adapters.vllm.scheduler.handovers import Handovers
+from kvstore.adapters.vllm.scheduler.loads import LoadPlanner, overlapping
+from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
+from kvstore.catalog.plans import Match, Place
+from kvstore.catalog.sequence import all_refs
+
+
+@dataclass(eq=False)
+class Matching:
+    """One per engine. For the scheduler's thread. Has no effect but on the tracker: vLLM asks several times.
+
+    Attributes:
+        options: what is worth loading.
+        index: where every chunk is.
+        remote: what is known of the remote tier.
+        loads: knows which loads are in flight.
+        choice: how to load, if at all.
+        handovers: what other engines have promised.
+        canary: which hits are computed nevertheless.
+        running: requests of the last step that have not ended.
+    """
+
+    options: SchedulerOptions
+    index: ChunkIndex
+    remote: RemoteLookup
+    loads: LoadPlanner
+    choice: LoadChoice
+    handovers: Handovers
+    canary: Canary
+    running: set[str] = field(default_factory=set)
+
+    def offer(self, tracker: RequestTracker, num_local_tokens: int, *, enabled: bool) -> int | None:
+        """How many tokens beyond vLLM's own ``num_local_tokens`` are promised; None if vLLM must ask again."""
+        request, hasher = tracker.request, tracker.hasher
+        hasher.update(request.all_token_ids)
+        if self.loads.rests_on_unverified(tracker, num_local_tokens):
+            return None
+        if tracker.params.skip_load or tracker.load_failed or not enabled:
+            return 0
+        if self.handovers.asked_just_now(request.request_id):
+            return None
+        match = self._lookup(tracker, num_local_tokens)
+        if match is None or self._waits_for_more(tracker, max(match.num_tokens, num_local_tokens)):
+            return None
+        spec = self._usable(tracker, match, num_local_tokens)
+        if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
+            spec = replace(spec, num_external_tokens=0)
+        tracker.account.answered(match, spec.num_external_tokens)
+        return self._promise(tracker, spec) if spec.num_external_tokens else 0
+
+    def _lookup(self, tracker: RequestTracker, num_local_tokens: int) -> Match | None:
+        """The longest prefix in any tier; None while the remote one has yet to answer."""
+        hasher, request_id = tracker.hasher, tracker.request.request_id
+        for _ in range(QUESTION_ROUNDS):
+            self.index.advance(time.monotonic())
+            told = self.remote.told(request_id)
+            match = self.index.lookup(hasher, num_local_tokens, told)
+            questions = self.index.questions(hasher, match, num_local_tokens, told)
+            if not questions:
+                self.remote.settled(request_id)
+                return match
+            if not self.remote.answered(request_id, questions):
+                return None
+        self.remote.settled(request_id)
+        return self.index.lookup(hasher, num_local_tokens, self.remote.told(request_id))
+
+    def _waits_for_more(self, tracker: RequestTracker, num_known_tokens: int) -> bool:
+        """Whether another engine is still sending KV of a request. What is not there yet is asked for again."""
+        request_id = tracker.request.request_id
+        waits = self.remote.is_open and self.handovers.must_wait(request_id, num_known_tokens)
+        if waits:
+            self.remote.view.forget_missing(all_refs(tracker.hasher))
+            self.remote.told(request_id).forget_missing()
+        return waits
+
+    def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:
+        """What of a match is to be loaded."""
+        last_tokens = max(1, self.options.rules.skip_last_tokens)
+        num_external_tokens = min(match.num_tokens, tracker.request.num_tokens - last_tokens) - num_local_tokens
+        told = self.remote.told(tracker.request.request_id)
+        spec = LoadSpec(match, num_local_tokens, num_external_tokens, told)
+        if num_external_tokens > 0 and self.options.min_remote_tokens and not tracker.is_handed_over:
+            num_external_tokens = self._tokens_worth_fetching(spec)
+        if num_external_tokens <= 0 or num_external_tokens < self.options.min_retrieve_tokens:
+            return replace(spec, num_external_tokens=0)
+        if most_tokens := self.options.max_tokens_per_load:
+            num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self.options.rules.block_tokens)
+        return replace(spec, num_external_tokens=num_external_tokens)
+
+    def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
+        """The tokens of a hit; only those before the remote tier's first chunk if too few would come from there."""
+        num_remote_tokens = self.loads.sources(spec)[Place.REMOTE]
+        if num_remote_tokens >= self.options.min_remote_tokens or not num_remote_tokens:
+            return spec.num_external_tokens
+        return self.loads.first_remote_token(spec) - spec.num_local_tokens
+
+    def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
+        """Whether a request computes its hit, to compare it with what is stored."""
+        chunks = overlapping(match, self.options.rules, 0, match.num_tokens // self.options.rules.block_tokens)
+        takes = self.canary.takes(tracker.request.request_id, chunks, num_local_tokens)
+        tracker.account.is_verified |= takes
+        return takes
+
+    def _promise(self, tracker: RequestTracker, spec: LoadSpec) -> int | None:
+        """Choose how to load, if at all; None while a load for another request brings what is needed."""
+        tokens = self.loads.sources(spec)
+        others_run = not self.running <= {tracker.request.request_id}
+        async_load = self.choice.is_async(tokens, others_run=others_run)
+        if self.loads.must_wait(spec.match, async_load=async_load):
+            return None
+        if self.choice.declines(tokens):
+            tracker.account.declined()
+            return 0
+        tracker.load = replace(spec, async_load=async_load)
+        return spec.num_external_tokens

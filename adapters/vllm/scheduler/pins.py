@@ -1,0 +1,53 @@
+"""Prompts that clients have pinned: a lease keeps their chunks from eviction."""
+
+from __future__ import annotations
+
+from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.catalog.index import ChunkIndex
+from kvstore.keys import PrefixHasher
+
+
+class Pins:
+    """One per engine. For the scheduler's thread.
+
+    A pin begins when the steps that store its chunks have ended, of its request and of others with the same prompt.
+
+    Args:
+        index: the catalog.
+        steps: tells which steps have ended.
+        max_s: how long a pin lasts.
+    """
+
+    def __init__(self, index: ChunkIndex, steps: Steps, max_s: float) -> None:
+        self._index = index
+        self._steps = steps
+        self._max_s = max_s
+        self._coming: dict[str, tuple[PrefixHasher, int]] = {}  # with the last step to wait for
+
+    def add(self, name: str, hasher: PrefixHasher, last_step: int) -> None:
+        """Pin what a request used that has just ended, once ``last_step`` is over."""
+        self._coming[name] = (hasher, last_step)
+        self.hold()
+
+    def hold(self) -> None:
+        """Begin the pins whose steps have ended."""
+        for name, (hasher, last_step) in list(self._coming.items()):
+            if self._steps.is_over(last_step):
+                self._index.lease(name, self._index.lookup(hasher).refs, self._max_s)
+                del self._coming[name]
+
+    def end(self, name: str) -> None:
+        """End a pin, also one that has yet to begin."""
+        self._coming.pop(name, None)
+        self._index.release(name)
+
+    def end_all(self) -> int:
+        """End all pins, and return how many there were."""
+        names = {*self._coming, *(view.name for view in self._index.lease_views())}
+        for name in names:
+            self.end(name)
+        return len(names)
+
+    def cancel_coming(self) -> None:
+        """Forget the pins that have yet to begin."""
+        self._coming.clear()

@@ -1,0 +1,104 @@
+"""This worker's hand-overs: which blocks of a step go to which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch.profiler import record_function
+
+from kvstore.adapters.vllm.plan import ReqMeta
+from kvstore.adapters.vllm.requests.params import server_url
+from kvstore.handover.pusher import PushCounters, Pusher, StepPush
+from kvstore.handover.tcp import open_transport
+from kvstore.handover.transport import Receiver, Transport
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.ops import metrics
+from kvstore.ops.meters import push_totals
+from kvstore.ops.metrics import Meter, Tally
+from kvstore.paged.base import PagedKV
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How a worker hands KV over.
+
+    Attributes:
+        rank: of this worker, which counts the receivers' ports.
+        buffer_bytes: for what has been gathered and not yet sent.
+        settings: of the connections, as for a cache server: its deadline, its keys.
+        connect: opens the way to a URL.
+    """
+
+    rank: int
+    buffer_bytes: int
+    settings: Mapping[str, object] = field(default_factory=dict)
+    connect: Callable[[str, Namespace, KVLayout, Mapping[str, object]], Transport] = open_transport
+
+
+class Pushes:
+    """One per worker. For the model's thread.
+
+    Args:
+        paged: the model's KV cache.
+        namespace: whose chunks are handed over.
+        options: how; None hands nothing over.
+    """
+
+    def __init__(self, paged: PagedKV, namespace: Namespace, options: PushOptions | None) -> None:
+        self._paged = paged
+        self._namespace = namespace
+        self._options = options
+        self._meter = Meter()
+        self._pusher: Pusher | None = None  # with the first request that is handed over
+        self._step: StepPush | None = None
+
+    def begin(self, requests: Sequence[ReqMeta]) -> None:
+        """Take up what a step hands over. A second call in a step does nothing."""
+        options = self._options
+        if options is None or self._step is not None:
+            return
+        pushes = [(meta.receiver, meta.pushes) for meta in requests if meta.receiver and meta.pushes]
+        if not pushes:
+            return
+        if self._pusher is None:
+            connect = partial(self._connect, options, self._namespace)
+            self._pusher = Pusher(self._paged, options.buffer_bytes, connect, PushCounters())
+        self._step = self._pusher.begin([(spec.receiver(options.rank), jobs) for spec, jobs in pushes])
+
+    def reach(self, layer: int) -> None:
+        """The model has computed a layer."""
+        if self._step is not None:
+            self._step.reach(layer)
+
+    def finish(self, *, trusted: bool) -> None:
+        """The step is over; the receivers complete nothing of it unless it is to be ``trusted``."""
+        step, self._step = self._step, None
+        if step is not None:
+            with record_function("kvstore::push"):
+                step.finish(trusted=trusted)
+
+    def enter(self, namespace: Namespace) -> None:
+        """Hand over under another namespace. What is on its way arrives in the background, under the former."""
+        self.finish(trusted=False)
+        self._namespace = namespace
+        if self._pusher is not None and self._options is not None:
+            self._pusher.change(partial(self._connect, self._options, namespace))
+
+    def read(self, tally: Tally) -> None:
+        """Count what has been handed over since the last call."""
+        if self._pusher is not None:
+            self._meter.advance(push_totals(self._pusher.counters), tally)
+            tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is on its way arrive, within the bound, and hang up."""
+        self.finish(trusted=False)
+        if self._pusher is not None:
+            self._pusher.close(timeout_s)
+
+    def _connect(self, options: PushOptions, namespace: Namespace, receiver: Receiver) -> Transport:
+        url = server_url(receiver.host, receiver.port)
+        return options.connect(url, namespace, self._paged.layout, options.settings)

@@ -1,0 +1,195 @@
+"""What a `FakeVllm` is made of: how it is set up, its requests and steps, and a listener to its events."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.adapters.vllm.plan import StepPlan, StepReport
+from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
+from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
+from kvstore.catalog.plans import Place
+from kvstore.options import RemoteOptions
+from support.remote import REMOTE, FakeServer
+
+BLOCK = 4
+CHUNK = 16
+LAYERS = 2
+CHUNK_SLOT_BYTES = 4096
+CHUNK_FILE_BYTES = 8192
+GARBAGE = 0x6B6B6B6B
+SERVER_BYTES = 8 << 20
+VOCABULARY = 50
+
+
+def kv_of(seed: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The KV of every token; ``seed`` is what besides the tokens decides it."""
+    value = zlib.crc32(seed.encode())
+    values = []
+    for token in tokens:
+        value = (value * 6364136223846793005 + token * 2 + 1442695040888963407) % (1 << 62)
+        values.append(value)
+    return np.array(values, np.int64)
+
+
+def sample(tokens: Sequence[int]) -> int:
+    """The token that the model says next."""
+    return zlib.crc32(bytes(tokens)) % VOCABULARY
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """Satisfies `RequestView`."""
+
+    request_id: str
+    all_token_ids: list[int]
+    max_tokens: int = 1
+    salt: str = ""
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    priority: int = 0
+    placeholders: int = 0
+    state: str = "waiting"  # running, preempted, loading, finished
+    loaded: bool = False  # the fetch it waited for is over
+    blocks: list[int] = field(default_factory=list)
+    on_gpu: int = 0  # tokens whose KV the runner has written; drafts rejected are not counted
+    stale: int = 0  # outputs on their way that belong to a time before the last preemption or failed load
+    drop_stale: bool = False
+    in_flight: int = 0
+    mixed: bool = False  # some of its KV belongs to weights that are gone
+    lora_request: Adapter | None = None
+    answer: dict[str, object] | None = None  # what the client hears of its KV
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Of all whole blocks, each with what comes before it."""
+        hasher, hashes = hashlib.sha256(self.salt.encode()), []
+        for end in range(BLOCK, self.num_tokens + 1, BLOCK):
+            hasher.update(bytes(self.all_token_ids[end - BLOCK : end]))
+            hashes.append(hasher.digest())
+        return hashes
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+
+@dataclass
+class Scheduled:
+    """A request's part in a step, as the runner sees it."""
+
+    request: FakeRequest
+    start: int
+    count: int
+    drafts: int
+    blocks: list[int]
+    samples: bool
+
+
+@dataclass
+class Step:
+    """A step on its way."""
+
+    plan: StepPlan
+    work: list[Scheduled]
+    has_loads: bool
+    failed_blocks: set[int] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    fetched: set[str] = field(default_factory=set)
+    report: StepReport | None = None
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+
+
+class Listener:
+    """A router that does not count: it takes each event at its word, and must always be right."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Place, dict[bytes, tuple[int, ...]]] = {place: {} for place in ANNOUNCED}
+
+    def hear(self, events: Iterable[Stored | Removed]) -> None:
+        """Take in what was announced."""
+        for event in events:
+            held = self.blocks[event.place]
+            if isinstance(event, Removed):
+                for name in event.hashes:
+                    del held[name]  # nobody takes back what was not said
+                continue
+            blocks = event.blocks
+            assert len(blocks.token_ids) == BLOCK * len(blocks.hashes)
+            for number, name in enumerate(blocks.hashes):
+                assert name not in held, "said twice"
+                held[name] = tuple(blocks.token_ids[number * BLOCK : (number + 1) * BLOCK])
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to build a `FakeVllm`."""
+
+    folder: Path | None = None
+    ranks: int = 1
+    stages: tuple[int, ...] = ()  # with pipeline parallelism, the layers of each rank
+    replicas: bool = False  # all ranks hold the same KV, as with MLA
+    gpu_blocks: int = 64
+    slots: int = 16
+    disk_chunks: int = 64
+    local_cpu: bool = True
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = False
+    save_tails: bool = True
+    skip_last_tokens: int = 0
+    priority_limit: int | None = None
+    min_retrieve_tokens: int = 0
+    max_tokens_per_load: int = 0
+    max_write_queue: int | None = None
+    verify_fraction: float = 0.0
+    run_ahead: int = 0  # steps planned before the report of the first of them
+    drafts: int = 0
+    budget: int = 64
+    max_running: int = 8
+    defer_stores: bool = False  # a draft model: the report leaves before the stores are done
+    async_load: bool | None = False  # loads; None lets the adapter choose
+    async_save: bool = False
+    layerwise: bool = False
+    seed: int = 0
+    server: FakeServer | None = None  # a remote tier, shared with others
+    handover: HandoverOptions | None = None
+    receiver: FakeServer | None = None  # where requests are handed over
+    push_slots: int = 8
+    port: int | None = None  # of the first rank's own server, for other engines
+    peers: tuple[str, ...] | None = None  # other engines, over real sockets
+    sources: tuple[str, ...] = ()  # other engines that requests may name
+    lookup_timeout_s: float = 5.0
+    hold_s: float | None = None  # how long answers of the remote tier count, if not for long
+    min_remote_tokens: int = 0
+
+
+def remote_of(setup: Setup) -> RemoteOptions | None:
+    """What comes from elsewhere: from a tier in a dictionary, or over real sockets."""
+    if setup.port is not None or setup.peers is not None:
+        num_sends = 0 if setup.port is None else 64
+        peers, timeout_s = setup.peers or (), setup.lookup_timeout_s
+        return RemoteOptions(
+            None, lookup_timeout_s=timeout_s, hold_s=0.2, max_queue=num_sends, peers=peers, sources=setup.sources
+        )
+    if setup.server is None:
+        return None
+    hold_s = REMOTE.hold_s if setup.hold_s is None else setup.hold_s
+    timeout_s = setup.lookup_timeout_s
+    return replace(REMOTE, max_queue=setup.max_write_queue, lookup_timeout_s=timeout_s, hold_s=hold_s)

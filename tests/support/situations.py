@@ -1,0 +1,27 @@
+"""A prompt, and how tests of the scheduler ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm
+
+PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
+OTHER = [5, *PROMPT]
+PLAIN = Setup()
+Build = Callable[..., FakeVllm]
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4096] ^= 1
+    path.write_bytes(content)
+
+
+def again(vllm: FakeVllm, prompt: list[int] = PROMPT, *, salt: str = "") -> int:
+    """Ask with vLLM's own cache empty; how many tokens were loaded?"""
+    vllm.forget_local()
+    vllm.ask("again", prompt, salt=salt)
+    return vllm.loaded_tokens["again"]

@@ -1,0 +1,126 @@
+"""How long chunks stay: times to live, and pins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fake_parts import CHUNK
+from support.situations import PROMPT, Build, again
+
+from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, RequestParams
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+
+
+def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(folder=tmp_path)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    vllm.settle()
+    assert vllm.chunk_files() == [], "it stays in memory"
+    now_s += 59
+    vllm.forget_local()
+    vllm.ask("in time", PROMPT, params=RequestParams(skip_save=True))
+    assert vllm.loaded_tokens["in time"] == len(PROMPT) - 1
+    now_s += 2
+    vllm.forget_local()
+    vllm.ask("late", PROMPT)
+    assert vllm.loaded_tokens["late"] == 0
+    vllm.settle()
+    assert len(vllm.chunk_files()) == 4, "what is computed anew has no time to live"
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("ttl_s", "expired"), [(10, True), (1000, False), (None, False)])
+def test_who_stores_it_for_longer_keeps_it(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ttl_s: float | None, *, expired: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(folder=tmp_path)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    vllm.ask("second", PROMPT, params=RequestParams(ttl_s=ttl_s))
+    vllm.settle()
+    assert len(vllm.chunk_files()) == (4 if ttl_s is None else 0)
+    now_s += 61
+    assert again(vllm) == (0 if expired else len(PROMPT) - 1)
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_a_tail_that_stays_is_not_given_up_for_a_chunk_that_goes(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
+    vllm = build()
+    vllm.ask("first", PROMPT)
+    vllm.ask("longer", [*PROMPT, *range(CHUNK)], params=RequestParams(ttl_s=60))
+    now_s += 61
+    assert again(vllm) == len(PROMPT) - 1
+
+
+def test_a_time_to_live_counts_where_nobody_looks_anything_up(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(loads=False)
+    vllm.ask("first", PROMPT, params=RequestParams(ttl_s=60))
+    now_s += 61
+    vllm.ask("other", range(100, 100 + CHUNK))
+    assert vllm.index.counters.expired == 4
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("pin", [True, None])
+def test_a_pinned_prompt_is_not_evicted(build: Build, run_ahead: int, *, pin: bool | None) -> None:
+    vllm = build(slots=8, run_ahead=run_ahead, gpu_blocks=200, budget=CHUNK)
+    vllm.ask("first", PROMPT, params=RequestParams(pin=pin))
+    vllm.run()
+    for number in range(6):
+        vllm.ask(f"other {number}", [100 + number, *range(3 * CHUNK - 1)])
+    assert again(vllm) == (len(PROMPT) - 1 if pin else 0)
+    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_a_pin_waits_for_whoever_stores_the_same(build: Build, *, save_decode: bool) -> None:
+    vllm = build(budget=1000, save_decode=save_decode)
+    vllm.add("stores", PROMPT)
+    vllm.add("pins", PROMPT, params=RequestParams(pin=True))
+    vllm.settle()
+    assert sum(chunk.uses for chunk in vllm.index._chunks.values()) == 4
+    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_a_pin_ends_with_its_time_unless_it_is_renewed(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvstore.adapters.vllm.scheduler.scheduler.time.monotonic", lambda: now_s)
+    vllm = build(slots=8, gpu_blocks=200)
+    longest_s = SchedulerOptions(vllm.scheduler._rules).pin_max_s
+    vllm.ask("first", PROMPT, params=RequestParams(pin=True))
+    now_s += longest_s - 1
+    vllm.ask("renewed", PROMPT, params=RequestParams(pin=True))
+    now_s += longest_s - 1
+    vllm.ask("other", range(100, 100 + CHUNK))
+    assert vllm.index.leases == 1
+    now_s += 1
+    vllm.ask("another", range(200, 200 + CHUNK))
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_pins_hold_half_of_the_pool_and_end_with_new_weights(build: Build) -> None:
+    vllm = build(slots=8, gpu_blocks=200)
+    for number in range(3):
+        vllm.ask(f"{number}", [100 + number, *range(3 * CHUNK - 1)], params=RequestParams(pin=True))
+    assert sum(chunk.uses for chunk in vllm.index._chunks.values()) == 4
+    vllm.reset(preempt=True)
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
