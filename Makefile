@@ -42,7 +42,7 @@ bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes 
 	@BIN=$(BIN) tools/dev/gpu.sh
 
 soak: venv  ## the long tests
-	@$(BIN)/pytest --soak -m soak
+	@$(BIN)/pytest $(SIDE_BY_SIDE) --soak -m soak
 
 mutate: venv  ## defects on purpose: do the tests notice? ARGS="--only 'disk/*'" tries one area
 	@$(BIN)/python -m kvstore.tools.dev.mutate $(ARGS)

@@ -49,8 +49,8 @@ class Payload:
         parts = self._parts(lease, request.offset_bytes, len(source))
 
         def copied(*, is_sound: bool) -> None:
+            is_sound = is_sound and lease.note_arrived(request.offset_bytes, request.offset_bytes + len(source))
             if is_sound:
-                lease.copied_bytes += len(source)
                 self._note(lease.chunk, (request.offset_bytes, len(source)), request.checksum)
             self._end(session, lease, is_sound=is_sound)
             self._core.send(session.peer, _done(request, Outcome.STORED if is_sound else Outcome.FAILED), ())

@@ -229,7 +229,7 @@ class Service:
         lease = session.leases.get(number)
         if lease is None or not lease.is_write:
             return Outcome.FAILED
-        is_here = bool(session.token) or lease.copied_bytes == lease.chunk.num_bytes
+        is_here = bool(session.token) or lease.is_covered
         outcome = self._core.sessions.give_back(session, lease, is_whole=is_whole and is_here)
         if outcome is Outcome.STORED:
             self._write_behind(lease.chunk)

@@ -11,6 +11,7 @@ server itself copies them to their pages: the leases of such a client also end w
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ SILENCE_S = 30.0  # after which the leases of a client that does not map the poo
 FORGET_S = 600.0  # after which such a client is forgotten; it may say hello again
 MAX_SESSIONS = 4096
 MAX_PIECES = 16  # under way for one client
+_MAX_PARTS = 64  # of one chunk, with gaps between them
 MAX_LATE = 16  # requests for grants, of one client, that are answered later
 
 
@@ -34,7 +36,7 @@ class Lease:
         chunk: the chunk.
         is_write: to write it, and not to read it.
         copies: pieces that the server is copying: the pages are kept until that has ended.
-        copied_bytes: of the pieces that have arrived.
+        arrived: begin and end of what has arrived, in order; pieces that meet are one.
         is_over: it was given back, and waits for ``copies`` to end.
         is_sound: the checksum of every piece so far was right.
     """
@@ -43,9 +45,31 @@ class Lease:
     chunk: Chunk
     is_write: bool
     copies: int = 0
-    copied_bytes: int = 0
+    arrived: list[tuple[int, int]] = field(default_factory=list)
     is_over: bool = False
     is_sound: bool = True
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether every byte of the chunk has arrived in a piece."""
+        return self.arrived == [(0, self.chunk.num_bytes)]
+
+    def note_arrived(self, begin: int, end: int) -> bool:
+        """Note a piece; False if a part of it is there already, or the gaps are too many to remember."""
+        at = bisect(self.arrived, (begin, end))
+        first = last = at
+        if at and self.arrived[at - 1][1] >= begin:
+            if self.arrived[at - 1][1] > begin:
+                return False
+            first, begin = at - 1, self.arrived[at - 1][0]
+        if at < len(self.arrived) and self.arrived[at][0] <= end:
+            if self.arrived[at][0] < end:
+                return False
+            last, end = at + 1, self.arrived[at][1]
+        if len(self.arrived) - (last - first) >= _MAX_PARTS:
+            return False
+        self.arrived[first:last] = [(begin, end)]
+        return True
 
 
 @dataclass

@@ -107,6 +107,23 @@ class TestMalformed:
             link.close()
             context.term()
 
+    def test_a_chunk_of_which_one_half_came_twice(self) -> None:
+        """The other half would be whatever its pages held before: another client's KV."""
+        with serving_tcp() as server:
+            context, link = open_link(server.url)
+            granted = link.ask(messages.Reserve(link.new_serial(), messages.pack_refs([A])), messages.Granted)
+            lease = granted.grants[0].lease
+            payload = make_payload(EVEN, A)
+            half = payload[: len(payload) // 2]
+            for outcome in (Outcome.STORED, Outcome.FAILED):
+                piece = messages.Piece(link.new_serial(), lease, 0, checksum([half]))
+                assert link.ask(piece, messages.Done, [half]).outcomes == messages.pack_outcomes([outcome])
+            done = link.ask(messages.Commit(link.new_serial(), [lease], True), messages.Done)
+            assert done.outcomes == messages.pack_outcomes([Outcome.FAILED])
+            link.close()
+            check_quiet(server)
+            context.term()
+
     def test_another_version(self, server: ServerThread) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = Link(context, parse_server(server.url, {}))

@@ -93,11 +93,12 @@ def single(number: int) -> ChunkRef:
     return ChunkRef(number.to_bytes(16, "little"), CHUNK // BLOCK)
 
 
-def test_times_to_live_take_memory_only_while_their_chunks_are_there() -> None:
+@pytest.mark.parametrize("num_stores", [10_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_times_to_live_take_memory_only_while_their_chunks_are_there(num_stores: int) -> None:
     """A day of stores in a small pool, each with a time that ends long after its chunk has gone."""
     index = make(16)
     most = 0
-    for number in range(100_000):
+    for number in range(num_stores):
         index.complete_store(index.prepare_store([single(number)], ttl_s=86_400), set())
         most = max(most, len(index._chunks.expiries._heap))
     assert len(index) == 16
