@@ -14,16 +14,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
 
 @pytest.mark.parametrize(
-    ("num_prompts", "min_chunks"), [(2, 2), pytest.param(None, 51, marks=pytest.mark.soak)], ids=["a few", "all"]
+    ("first", "min_chunks"), [(-3, 3), pytest.param(0, 51, marks=pytest.mark.soak)], ids=["a few", "all"]
 )
 def test_one_computes_and_the_other_reads_until_the_first_has_gone(
     tiny_model: Path,
     prompts: list[Prompt],
     plain_outputs: list[Completion],
-    num_prompts: int | None,
+    first: int,
     min_chunks: int,
 ) -> None:
-    prompts, plain_outputs = prompts[:num_prompts], plain_outputs[:num_prompts]
+    prompts, plain_outputs = prompts[first:], plain_outputs[first:]
     port = free_port()
     serves = {
         "kvstore.enable_pd": True,

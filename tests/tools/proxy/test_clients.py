@@ -98,7 +98,7 @@ class TestClients:
                     return
             answer = client.post(PATH, json=STREAMED if number % 2 else ASKED)
             if answer.status_code != 200:
-                assert error_of(answer)["code"] in {502, 503}
+                assert error_of(answer)["code"] in {502, 503, 504}  # 504: of one that stops and is slow to
             elif number % 2:
                 assert answer.content.startswith(b"".join(EVENTS)) or b'data: {"error"' in answer.content
                 assert answer.content.endswith(DONE) != (b'data: {"error"' in answer.content)
