@@ -39,19 +39,6 @@ def rig() -> Rig:
     return Rig(num_layers=LAYERS)
 
 
-@pytest.fixture(params=[1, 1 << 20], ids=["a layer a read", "all layers in one read"])
-def read_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    size_bytes: int = request.param
-    monkeypatch.setattr(layerwise, "READ_BYTES", size_bytes)
-    return size_bytes
-
-
-@pytest.fixture
-def layer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of its own for every layer."""
-    monkeypatch.setattr(layerwise, "READ_BYTES", 1)
-
-
 # The same as in one go
 
 

@@ -26,7 +26,6 @@ from support.rig import POISON, Rig, tokens_of
 
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError
-from kvstore.transfer import layerwise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,19 +38,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def rig() -> Rig:
     return Rig(num_layers=LAYERS)
-
-
-@pytest.fixture(params=[1, 1 << 20], ids=["a layer a read", "all layers in one read"])
-def read_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    size_bytes: int = request.param
-    monkeypatch.setattr(layerwise, "READ_BYTES", size_bytes)
-    return size_bytes
-
-
-@pytest.fixture
-def layer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of its own for every layer."""
-    monkeypatch.setattr(layerwise, "READ_BYTES", 1)
 
 
 # Generators given up

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.checks import check_idle
 from support.redis_server import RedisServer, running
+from support.returning import check_return
 from support.rig import Rig, tokens_of
 
 from kvstore import assembly
 from kvstore.errors import TierError
 from kvstore.options import RemoteOptions
-from kvstore.transfer.flushed import Flushed
 
 TOKENS = tokens_of(1, 40)
 WAIT_S = 30.0
@@ -89,16 +87,4 @@ def test_a_start_without_redis_and_its_return(
     """One warning, a cache that works without it, and then with it."""
     monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     server.kill()
-    with caplog.at_level(logging.INFO), rig.open(remote=options_of(server)) as engine:
-        assert "the remote tier cannot be used now" in caplog.text
-        assert rig.store(engine, TOKENS) == 40
-        assert rig.retrieve(engine, TOKENS) == 40
-        assert engine.flush(WAIT_S) == Flushed(failed=3)
-        server.start()
-        deadline_s = time.monotonic() + WAIT_S
-        while not engine.stats().index.sends_done and time.monotonic() < deadline_s:
-            rig.store(engine, tokens_of(2, 16))  # known by now, but not sent
-            engine.flush(WAIT_S)
-            time.sleep(0.1)
-        assert engine.stats().index.sends_done
-        check_idle(engine)
+    check_return(rig, caplog, options_of(server), server.start)

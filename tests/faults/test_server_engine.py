@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +12,7 @@ import pytest
 from support.cache_server import ServerProcess, ServerThread, mapped_pools, serving_ipc, serving_tcp, short_folder
 from support.checks import check_idle
 from support.redis_server import wait_for
+from support.returning import check_return
 from support.rig import CHUNK, Rig, tokens_of
 
 from kvstore import assembly
@@ -22,7 +21,6 @@ from kvstore.errors import ConfigError, TierError
 from kvstore.memory.labelled import LabelledPool
 from kvstore.options import RemoteOptions
 from kvstore.transfer.borrowing import BATCH
-from kvstore.transfer.flushed import Flushed
 
 TOKENS = tokens_of(1, 40)
 LONG = tokens_of(3, 20 * CHUNK)
@@ -202,17 +200,5 @@ def test_a_start_without_it_and_its_return(
     monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     with short_folder() as folder:
         server = ServerProcess(folder)
-        with caplog.at_level(logging.INFO), rig.open(remote=options_of(server.url)) as engine:
-            assert "the remote tier cannot be used now" in caplog.text
-            assert rig.store(engine, TOKENS) == 40
-            assert rig.retrieve(engine, TOKENS) == 40
-            assert engine.flush(WAIT_S) == Flushed(failed=3)
-            server.start()
-            deadline_s = time.monotonic() + WAIT_S
-            while not engine.stats().index.sends_done and time.monotonic() < deadline_s:
-                rig.store(engine, tokens_of(2, 16))  # known by now, but not sent
-                engine.flush(WAIT_S)
-                time.sleep(0.1)
-            assert engine.stats().index.sends_done
-            check_idle(engine)
-            server.kill()
+        check_return(rig, caplog, options_of(server.url), server.start)
+        server.kill()
