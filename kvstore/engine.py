@@ -95,7 +95,8 @@ class CacheEngine:
             kv_caches: the tensor of each layer by name, in the order of the layers, all on one device: blocks in front,
                 ``[num_blocks, ...]``, or K and V, ``[2, num_blocks, ...]``; or a pair (K, V) of tensors.
             model: whose KV this is: a name, or fields like ``{"model": ..., "revision": ...}``. KV is found again only
-                under equal fields, so name everything that changes it: weights, revision, quantization.
+                under equal fields, so name everything that changes it: weights, revision, quantization. The size of
+                a chunk and the layout of the tensors are added.
             num_blocks: blocks in each tensor.
             block_tokens: tokens in a block.
             chunk_tokens: tokens stored and found as one piece; a multiple of ``block_tokens``.
@@ -109,8 +110,9 @@ class CacheEngine:
             ConfigError, FolderOwnedError, TierError: a size is too small, or a tier cannot be opened.
         """
         paged = bind_paged_kv(kv_caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
-        namespace = Namespace({"model": model} if isinstance(model, str) else model)
-        folders = (disk,) if isinstance(disk, str | Path) else tuple(disk)
+        named = {"model": model} if isinstance(model, str) else model
+        namespace = Namespace({**named, "chunk_tokens": chunk_tokens, "layout": paged.layout.fingerprint})
+        folders = tuple(disk or ()) if not isinstance(disk, str | Path) else (disk,) if disk != "" else ()
         options = EngineOptions(
             max_local_cpu_bytes=cpu_bytes, local_disk=folders, max_local_disk_bytes=disk_bytes, remote=remote
         )

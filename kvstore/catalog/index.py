@@ -298,7 +298,7 @@ class ChunkIndex(Lookup):
                 self.counters.stored += 1
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
-            if chunk.tails:
+            if chunk.tails and step.ref.prefix_key not in failed:
                 self._supersede(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:

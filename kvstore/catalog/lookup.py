@@ -158,7 +158,7 @@ class Lookup:
         """A chunk that could be loaded, counted into ``room``."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
-            return chunk.ref if room.takes(chunk) else None
+            return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
         return ref if self._is_remote(ref, told) and room.takes_new() else None
 

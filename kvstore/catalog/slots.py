@@ -42,6 +42,7 @@ class Slots:
 
     def drop(self, chunk: Entry) -> None:
         """Take a chunk's slot away."""
+        assert chunk.memory is not NO_SLOT, "its number may be another chunk's by now"
         self._chunks.note_change(chunk)
         self.num_idle -= chunk.in_memory
         self.order.evict(chunk.ref.prefix_key)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.rig import BLOCK, CHUNK, FILE_BYTES, NAMESPACE, SLOT_BYTES, Rig, tokens_of
 
-from kvstore import CacheEngine, ConfigError, LayoutError, Namespace, RemoteOptions
+from kvstore import CacheEngine, ConfigError, LayoutError, Namespace, RemoteOptions, bind_paged_kv
 from kvstore.config import StoreConfig
 from kvstore.options import EngineOptions
 
@@ -47,16 +47,35 @@ def test_both_ways_lead_to_the_same_chunks(rig: Rig, tmp_path: Path, num_folders
     folders = tuple(tmp_path / str(number) for number in range(num_folders))
     disk = folders[0] if num_folders == 1 else list(folders)
     with open_over(rig, disk=disk, disk_bytes=32 * FILE_BYTES) as engine:
+        namespace = engine._namespace
+        assert namespace.fields == {"model": "rig", "chunk_tokens": CHUNK, "layout": rig.layout.fingerprint}
         assert rig.store(engine, TOKENS) == 40
         assert engine.flush()
     options = EngineOptions(8 * SLOT_BYTES, local_disk=folders, max_local_disk_bytes=32 * FILE_BYTES)
-    with CacheEngine(rig.paged, NAMESPACE, options) as engine:
+    with CacheEngine(rig.paged, namespace, options) as engine:
         assert rig.retrieve(engine, TOKENS) == 40
-    with open_over(rig, disk=disk, disk_bytes=32 * FILE_BYTES, model=NAMESPACE.fields) as engine:
+    with open_over(rig, disk=disk, disk_bytes=32 * FILE_BYTES, model={"model": "rig"}) as engine:
         assert rig.retrieve(engine, TOKENS) == 40
     with open_over(rig, disk=disk, disk_bytes=32 * FILE_BYTES, model={"model": "rig", "revision": 2}) as engine:
         assert engine.lookup(TOKENS) == 0
-        assert engine._namespace == Namespace({"model": "rig", "revision": 2})
+
+
+@pytest.mark.parametrize("namespace", [None, NAMESPACE], ids=["open", "a namespace of one's own"])
+def test_chunks_of_another_size_are_not_found(rig: Rig, tmp_path: Path, namespace: Namespace | None) -> None:
+    """The key of a prefix does not tell how long its last chunk is."""
+
+    def opened(chunk_tokens: int) -> CacheEngine:
+        if namespace is None:
+            return open_over(rig, chunk_tokens=chunk_tokens, disk=tmp_path, disk_bytes=1 << 20)
+        paged = bind_paged_kv(rig.caches, num_blocks=rig.num_blocks, block_tokens=BLOCK, chunk_tokens=chunk_tokens)
+        return CacheEngine(paged, namespace, EngineOptions(1 << 20, local_disk=tmp_path, max_local_disk_bytes=1 << 20))
+
+    tokens = tokens_of(1, 4 * CHUNK)
+    with opened(CHUNK) as engine:
+        assert rig.store(engine, tokens) == 4 * CHUNK
+        assert engine.flush()
+    with opened(2 * CHUNK) as engine:
+        assert rig.retrieve(engine, tokens) == engine.lookup(tokens)
 
 
 def test_defaults_are_those_of_the_configuration() -> None:
@@ -77,3 +96,5 @@ def test_what_cannot_be_opened_is_refused(rig: Rig, tmp_path: Path) -> None:
         open_over(rig, remote=RemoteOptions("nowhere://here"))
     with open_over(rig, disk=str(tmp_path), disk_bytes=32 * FILE_BYTES) as engine:
         assert rig.store(engine, TOKENS) == 40
+    with open_over(rig, disk="", disk_bytes=32 * FILE_BYTES) as engine:
+        assert engine.stats().disk is None

@@ -1,1 +1,1 @@
-"""Where vLLM's types end: nothing outside this folder and the connector knows their fields."""
+"""Where vLLM's types end: only the connector, telemetry and offline import vLLM besides."""

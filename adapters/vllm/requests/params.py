@@ -28,6 +28,7 @@ _MAX_NAME: Final = 512
 _MAX_RANKS: Final = 1024
 _MAX_TOKENS: Final = 1 << 30
 _OURS: Final = "kvstore."
+_MAX_PORT: Final = 65_535
 _LMCACHES: Final = "lmcache."
 _TAG: Final = "tag."  # before a tag's own name
 _TAGS: Final = "tag"
@@ -47,8 +48,14 @@ def _printable(text: str) -> str:
     return text
 
 
-def _listed(ports: object) -> object:
-    return tuple(ports) if isinstance(ports, list | tuple) else (ports,)
+def _ports(given: object) -> tuple[int, ...] | None:
+    """Checked here and not one by one: pydantic makes an error of each, and a client's list may have millions."""
+    if given is None:
+        return None
+    ports = given if isinstance(given, list | tuple) else (given,)
+    if not 0 < len(ports) <= _MAX_RANKS or not all(type(port) is int and 0 < port <= _MAX_PORT for port in ports):
+        raise ValueError
+    return tuple(ports)
 
 
 # What a value may be; the descriptions end the messages about those that are not.
@@ -72,13 +79,14 @@ _Text = Annotated[
     Field(min_length=1, max_length=_MAX_NAME, description=f"text of 1 to {_MAX_NAME} characters"),
     AfterValidator(_printable),
 ]
-_Port = Annotated[int, Field(gt=0, le=65_535, description="a port from 1 to 65535")]
-_FirstPort = Annotated[_Port, BeforeValidator(lambda ports: ports[0] if isinstance(ports, list) and ports else ports)]
-_Ports = Annotated[
-    tuple[_Port, ...],
-    Field(min_length=1, max_length=_MAX_RANKS, description="a port from 1 to 65535, or a list of one for each rank"),
-    BeforeValidator(_listed),
+_FirstPort = Annotated[
+    int,
+    Field(gt=0, le=_MAX_PORT, description="a port from 1 to 65535"),
+    BeforeValidator(lambda ports: ports[0] if isinstance(ports, list) and ports else ports),
 ]
+_PORTS: Final = Field(description="a port from 1 to 65535, or a list of one for each rank")
+_Ports = Annotated[tuple[int, ...], _PORTS, BeforeValidator(_ports)]
+_PortsOrNone = Annotated[tuple[int, ...] | None, _PORTS, BeforeValidator(_ports)]
 _Tokens = Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="a number of tokens")]
 _STRICT = ConfigDict(strict=True)
 _SHOWN: Final = {"ttl_s": "ttl", "tags": f"{_TAG}<name>"}  # what clients call a field
@@ -125,7 +133,7 @@ class DisaggSpec:
     req_id: _Text
     receiver_host: _Text
     receiver_init_port: _Ports
-    receiver_alloc_port: _Ports | None = None
+    receiver_alloc_port: _PortsOrNone = None
     is_last_prefill: Annotated[bool, BeforeValidator(lambda given: given is True)] = False
     num_transferred_tokens: _Tokens = 0
 

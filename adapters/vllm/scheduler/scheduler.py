@@ -293,8 +293,9 @@ class StoreScheduler:
                 if num_tokens := num_scheduled_tokens.get(req_id, 0):
                     verifies += self._plan_verify(connected, req_id, num_tokens, block_ids_of)
             for req_id in self._handovers.sending:
-                if num_tokens := num_scheduled_tokens.get(req_id, 0):
-                    self._handovers.plan(self._trackers[req_id], num_tokens, block_ids_of)
+                tracker = self._trackers.get(req_id)
+                if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
+                    self._handovers.plan(tracker, num_tokens, block_ids_of)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:

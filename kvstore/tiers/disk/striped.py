@@ -371,8 +371,12 @@ class StripedTier(BoundedTier):
             ended: Future[list[Outcome]] = Future()
 
             def end(late: Future[list[Outcome]]) -> None:
-                outcome = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
-                ended.set_result([self._end_put(ref, place, clears, outcome)])
+                outcome = Outcome.FAILED
+                try:
+                    stored = Outcome.FAILED if late.cancelled() or late.exception() else late.result()[0]
+                    outcome = self._end_put(ref, place, clears, stored)
+                finally:  # whoever waits keeps a slot for it
+                    ended.set_result([outcome])
 
             error.pending.add_done_callback(end)
             raise TierTimeoutError(str(error), ended) from error

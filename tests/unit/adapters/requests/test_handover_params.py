@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, parse_handover
 from kvstore.errors import InvalidCallError
@@ -71,3 +72,13 @@ class TestParsing:
         with pytest.raises(InvalidCallError, match="must be") as caught:
             parse_handover(params, "id")
         assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["receiver_init_port", "receiver_alloc_port"])
+def test_a_list_of_wrong_ports_costs_one_error(name: str) -> None:
+    """A client may send millions of them, and they are read on the scheduler's thread."""
+    spec = {"req_id": "a", "receiver_host": "h", "receiver_init_port": 1, name: ["x"] * 1000}
+    with pytest.raises(InvalidCallError, match=rf"{name} must be a port from 1 to 65535, or a list") as caught:
+        parse_handover({"disagg_spec": spec}, "id")
+    assert isinstance(caught.value.__context__, ValidationError)
+    assert caught.value.__context__.error_count() == 1
