@@ -3,8 +3,7 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-# Most tests wait for timeouts, servers and processes, so that more of them than there are processors run side by side;
-# each with one thread, as the libraries' threads would fight for the same cores.
+# Most tests wait for timeouts, servers and processes, so three files run side by side, on two processors, too.
 SIDE_BY_SIDE := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
