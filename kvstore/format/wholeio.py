@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
@@ -19,14 +19,7 @@ def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:
     Raises:
         OSError: the system refused.
     """
-    total = sum(view.nbytes for view in views)
-    done = 0
-    while done < total:
-        count = os.preadv(fd, _rest(views, done), offset_bytes + done)
-        if not count:
-            return False
-        done += count
-    return True
+    return _move(os.preadv, fd, views, offset_bytes)
 
 
 def read_front(fd: int, most_bytes: int, offset_bytes: int = 0) -> bytes:
@@ -50,13 +43,22 @@ def write_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> None
     Raises:
         OSError: the system refused.
     """
+    if not _move(os.pwritev, fd, views, offset_bytes):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int], fd: int, views: Sequence[memoryview], offset_bytes: int
+) -> bool:
+    """Repeat a system call until it has moved all of ``views``; False once it moves nothing."""
     total = sum(view.nbytes for view in views)
     done = 0
     while done < total:
-        count = os.pwritev(fd, _rest(views, done), offset_bytes + done)
+        count = call(fd, _rest(views, done), offset_bytes + done)
         if not count:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return False
         done += count
+    return True
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -206,7 +206,8 @@ def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) ->
             tags.append((name.removeprefix(_TAG), value))
         else:
             asked["ttl_s" if name == "ttl" else name] = value
-    asked.update(tags=tuple(sorted(tags, key=lambda tag: tag[0])), ignored=tuple(sorted(ignored)))
+    few = tags[: MAX_TAGS + 1]  # one too many is enough to refuse all of them
+    asked.update(tags=tuple(sorted(few, key=lambda tag: tag[0])), ignored=tuple(sorted(ignored)))
     return _checked(RequestParams, asked, _OURS)
 
 

@@ -104,16 +104,19 @@ class Links:
                 link.close()
 
     def close(self) -> None:
-        """Let uses under way end for as long as the server may be silent, then hang up. Idempotent."""
+        """Let uses under way end for as long as the server may be silent, then hang up. Idempotent.
+
+        A use that lasts longer goes on, and ends the context when it ends.
+        """
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._in_use += 1  # this call counts as one, so that no other ends the context before it
             self._changed.notify_all()
-            is_quiet = self._changed.wait_for(lambda: not self._in_use, self._target.timeout_s + _CLOSE_WAIT_S)
+            self._changed.wait_for(lambda: self._in_use == 1, self._target.timeout_s + _CLOSE_WAIT_S)
         self._hang_up_idle()
-        if is_quiet:  # or it would wait for sockets that are in use
-            close_context(self._context)
+        self._end_use()
 
     def is_home(self, link: Link) -> bool:
         """Whether a connection belongs to the namespace that is used now, since the last ``move``."""
@@ -152,9 +155,15 @@ class Links:
                 raise ClosedError("the server tier was closed during the call") from error
             raise
         finally:
-            with self._changed:
-                self._in_use -= 1
-                self._changed.notify_all()
+            self._end_use()
+
+    def _end_use(self) -> None:
+        with self._changed:
+            self._in_use -= 1
+            is_last = self._is_closed and not self._in_use
+            self._changed.notify_all()
+        if is_last:  # nobody uses a socket any more
+            close_context(self._context)
 
     def _take(self) -> Link:
         """An idle connection, or a new one."""

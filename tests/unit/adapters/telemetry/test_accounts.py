@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,33 +10,13 @@ import torch
 from support.fake_parts import BLOCK, CHUNK, CHUNK_FILE_BYTES, Setup
 from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
+from support.situations import PROMPT, Build
 
 from kvstore.adapters.vllm.telemetry.accounts import Accounts
 from kvstore.catalog.plans import MissReason
 from kvstore.errors import TierError
 from kvstore.ops import metrics
 from kvstore.ops.metrics import Tally
-
-PROMPT = list(range(3 * CHUNK + 2 * BLOCK + 1))  # three chunks, a tail of two blocks, one token
-PLAIN = Setup()
-
-Build = Callable[..., FakeVllm]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """Makes engines, and ends them one after the other: a new one in the same folder is a restart."""
-    engines: list[FakeVllm] = []
-
-    def build_(setup: Setup = PLAIN, **changes: object) -> FakeVllm:
-        if engines:
-            engines[-1].close()
-        engines.append(FakeVllm(replace(setup, **changes)))  # type: ignore[arg-type] # checked by the dataclass
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
 
 
 def count(vllm: FakeVllm, metric: metrics.Metric, *labels: str) -> int:
