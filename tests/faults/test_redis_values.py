@@ -250,6 +250,18 @@ def test_clear_is_for_everybody(server: RedisServer) -> None:
         tier.close()
 
 
+def test_chunks_of_an_epoch_that_has_ended_are_not_there(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though their keys still are: whoever cleared did not come to delete them."""
+    one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
+    put(one, *REFS)
+    monkeypatch.setattr(two._sweeper, "sweep", lambda _home: None)
+    two.clear()
+    assert values(server)
+    assert not any(one.contains(REFS) + two.contains(REFS))
+    for tier in (one, two):
+        tier.close()
+
+
 def test_a_put_under_way_during_a_clear(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another client: its chunk does not come back, and leaves no bytes."""
     one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))

@@ -64,6 +64,14 @@ def test_a_wrapper_forwards_all_of_the_contract() -> None:
     assert of_tier <= vars(TierWrapper).keys(), "a wrapper would answer these in the tier's place"
 
 
+@pytest.mark.parametrize("options", [GuardOptions(threads=0), GuardOptions(timeout_s=0.0), GuardOptions(failures=0)])
+def test_a_tier_that_cannot_be_guarded_is_closed(options: GuardOptions) -> None:
+    tier = FakeTier()
+    with pytest.raises(InvalidCallError):
+        guarded(tier, options)
+    assert tier.is_closed
+
+
 def test_around_a_tier_without_a_bound_there_is_none() -> None:
     wrapper = TierWrapper(PeersTier(FakeTier(), [], lambda url, namespace: FakeTier(), MINE, EVEN))
     assert wrapper.capacity_bytes == UNBOUNDED_BYTES

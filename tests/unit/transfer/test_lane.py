@@ -166,14 +166,20 @@ def test_a_slot_emptied_since_it_was_claimed_holds_nothing() -> None:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_write_is_not_undone_by_a_removal_before_it(bench: Bench, gate: Gate) -> None:
+def test_a_write_is_not_undone_by_a_removal_before_it(
+    bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.store(1)
     bench.before_forgetting = gate
+    errands = bench.lane._errands
+    waits, wait = threading.Event(), errands.wait
+    monkeypatch.setattr(errands, "wait", lambda *given: (waits.set(), wait(*given))[1])
     bench.lane.remove([ref_of(1)])
     assert gate.reached.wait(HANG_GUARD_S)
     assert bench.read(1) is Outcome.MISS, "though it is still there"
     assert bench.lane.borrow([ref_of(2), ref_of(1)]).result(HANG_GUARD_S).outcomes == [Outcome.FAILED] * 2
     bench.write(1)
+    assert waits.wait(HANG_GUARD_S), "it goes to the tier beside the removal"
     gate.open()
     assert bench.lane.flush(HANG_GUARD_S)
     assert bench.forgotten == [[ref_of(1)]]
