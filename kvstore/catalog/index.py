@@ -318,7 +318,7 @@ class ChunkIndex(Lookup):
         A tail on disk stays until its whole chunk is there too, or a crash in between would lose both. One that is
         leased stays: it goes in its turn, like any other chunk.
         """
-        if chunk.ref.prefix_key not in self:  # its store failed
+        if chunk.ref.prefix_key not in self:  # it was removed meanwhile
             return
         chunk.tails = tuple(key for key in chunk.tails if key in self)
         if chunk.disk is WRITING:

@@ -152,6 +152,16 @@ def test_a_tail_stays_until_its_chunk_can_be_found(stored: bool) -> None:
     assert index.counters.superseded_tails == stored
 
 
+def test_a_chunk_that_was_removed_while_it_was_stored_replaces_no_tail() -> None:
+    index = make(8)
+    store(index, 8)
+    (step,) = index.prepare_store(refs_of(16), hasher=hasher_of(16))
+    index.remove(keys([step]))
+    index.complete_store([step], set())
+    assert known_tokens(index, 16) == 8
+    assert index.counters.superseded_tails == 0
+
+
 # Load
 
 
