@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvstore.engine import CacheEngine
 from kvstore.format import chunkfile
@@ -18,11 +18,7 @@ from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick, alternating, require, timed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.workbench import Workbench
 
 WRITE = Subject("disk write-behind", "O_DIRECT write", "store and flush: gather, xxh3, O_DIRECT, naming the files")
 COLD = Subject("disk cold retrieve", "O_DIRECT read", "O_DIRECT read, xxh3 verified, scatter")

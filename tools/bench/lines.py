@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvstore.tools.bench.floors import Bound, bound_of
-from kvstore.tools.bench.samples import WARM_UP_ROUNDS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvstore.tools.bench.geometry import Geometry
-    from kvstore.tools.bench.samples import Pair
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair
+from kvstore.tools.bench.workbench import Workbench
 
 
 class Subject(NamedTuple):

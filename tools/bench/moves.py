@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
 
 from kvstore.engine import CacheEngine
 from kvstore.options import EngineOptions
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.samples import NAMESPACE, Limit, Pair, Tick, alternating, paired, require
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.workbench import Workbench
 
 T = TypeVar("T")
 

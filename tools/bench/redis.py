@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.tools.bench.limits import prefaulted
@@ -15,12 +15,8 @@ from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_redis import RawRedis
 from kvstore.tools.bench.remote import RemoteChunks
 from kvstore.tools.bench.samples import Pair, Tick, alternating
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.tools.bench.workbench import Workbench
 
 # As docs/redis.md recommends. Otherwise the server returns memory to the system, and takes it again page by page.
 # Debian's redis-server reads the first name, Redis built with its own allocator the second.

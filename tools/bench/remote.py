@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from kvstore.chunks import ChunkRef, Outcome
+from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Limit, Pair, paired, require, timed
-
-if TYPE_CHECKING:
-    from kvstore.layout import KVLayout
-    from kvstore.tiers.base import Tier
 
 LOOKUP_ROUND_TRIPS = 3
 _TIMEOUT_S = 60.0

@@ -12,9 +12,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,12 +24,8 @@ from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_peer import RawPeer
 from kvstore.tools.bench.remote import RemoteChunks
 from kvstore.tools.bench.samples import Pair, Tick, alternating
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import running
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.tools.bench.workbench import Workbench
 
 STORE = Subject("server store", "memcpy", "the tier's put: asking for pages, copy, commit")
 RETRIEVE = Subject("server retrieve", "memcpy", "the tier's get: asking for pages, copy, release")

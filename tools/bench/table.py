@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from kvstore.tools.bench.compare import Change
-    from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.compare import Change
+from kvstore.tools.bench.lines import BenchReport, Line
 
 _STYLES = {"ok": "green", "below goal": "yellow", "BELOW FLOOR": "red"}
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from kvstore.tools.demo.run import DemoResult
+from kvstore.tools.demo.run import DemoResult
 
 _ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 

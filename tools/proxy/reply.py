@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.types import Message, Send
 
 from kvstore.errors import KVStoreError
-
-if TYPE_CHECKING:
-    from starlette.types import Message, Send
 
 
 class Reason(Enum):
