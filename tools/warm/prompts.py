@@ -64,11 +64,15 @@ class Prompt:
     salt: str | None = None
 
 
-class Rejected(NamedTuple):
+@dataclass(frozen=True)
+class Rejected:
     """A prompt that was skipped: where it is, and why."""
 
     where: str
     why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
 
 
 class Tokenizer(Protocol):
