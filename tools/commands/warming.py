@@ -54,7 +54,7 @@ def warm(
             model,
             found,
             config=config,
-            lora=(adapter.name, adapter.folder) if adapter else None,
+            lora=adapter,
             salt=salt,
             engine_args=_engine_args(context.args),
             progress=True,
