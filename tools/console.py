@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, get_type
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from kvstore.errors import ConfigError, KVStoreError, LayoutError, TierError
 
@@ -128,7 +129,7 @@ def some(things: Sequence[object], kind: str) -> list[str]:
     return [f"{kind}: {thing}" for thing in things[:_MAX_SHOWN]] + more
 
 
-def numbers(text: str, option: str, meant: str, *, kind: Callable[[str], float] = float) -> list[float]:
+def parse_numbers(text: str, option: str, meant: str, *, kind: Callable[[str], float] = float) -> list[float]:
     """Positive numbers between commas; messages say that ``option`` must be what is ``meant``.
 
     Raises:
@@ -178,6 +179,11 @@ def chunk_progress(what: str) -> Iterator[Tick]:
             shown.update(task, total=total, advance=1, rate=f"{speed:,.0f}" if speed else "")
 
         yield tick
+
+
+def numbers(*titles: str) -> list[Column]:
+    """Columns of numbers, for a table."""
+    return [Column(title, justify="right") for title in titles]
 
 
 def size(num_bytes: float) -> str:

@@ -23,7 +23,7 @@ from kvstore.layout import KVLayout
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError, Limit, Pair, paired
-from kvstore.tools.bench.table import numbers
+from kvstore.tools.console import numbers
 
 WARM_UP_ROUNDS = 2
 MEASURED = [name for name in CODEC_NAMES if name != "none"]

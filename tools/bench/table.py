@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from kvstore.tools.bench.compare import Change
 from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.console import numbers
 
 _STYLES = {"ok": "green", "below goal": "yellow", "BELOW FLOOR": "red"}
-
-
-def numbers(*titles: str) -> list[Column]:
-    """Columns of numbers."""
-    return [Column(title, justify="right") for title in titles]
 
 
 def bench_table(report: BenchReport) -> Table:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
-from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up, numbers
 
 if TYPE_CHECKING:
     from kvstore.tiers.server.operator import Found, Operator
@@ -254,15 +254,12 @@ def _reason(each: Found, others: list[Found]) -> str:
 def _tables(tree: dict[str, Any]) -> Group:
     """The state of a server as two tables."""
     title = f"kvstore {tree['version']}, {tree['status']}, up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
-    tiers = Table(title=title, title_justify="left")
-    for name in ("tier", "used MiB", "of MiB", "chunks"):
-        tiers.add_column(name, justify="left" if name == "tier" else "right")
+    tiers = Table("tier", *numbers("used MiB", "of MiB", "chunks"), title=title, title_justify="left")
     for name, tier in tree["tiers"].items():
         tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), str(tier["chunks"]))
-    spaces = Table(caption="found, missing: chunks looked up; MiB: of how many, if there is a quota")
     counted = ("found", "missing", "stored", "read", "evicted")
-    for name in ("namespace", "clients", "chunks", "MiB", *counted):
-        spaces.add_column(name, justify="left" if name == "namespace" else "right", no_wrap=name == "namespace")
+    columns = Column("namespace", no_wrap=True), *numbers("clients", "chunks", "MiB", *counted)
+    spaces = Table(*columns, caption="found, missing: chunks looked up; MiB: of how many, if there is a quota")
     for space in tree["namespaces"]:
         quota = f" of {_mib(space['quota_bytes'])}" if space["quota_bytes"] is not None else ""
         row = [space["id"], space["clients"], space["chunks"], _mib(space["used_bytes"]) + quota]

@@ -12,7 +12,7 @@ import typer
 import kvstore
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import ConfigFile
-from kvstore.tools.console import FAILED, Answer, numbers, size
+from kvstore.tools.console import FAILED, Answer, parse_numbers, size
 
 if TYPE_CHECKING:
     from kvstore.tools.calc import Geometry
@@ -79,7 +79,7 @@ def calc(
         chunk_tokens=chunk_size,
         block_tokens=block_size,
         tp_size=tp,
-        memory_gib=numbers(memory, "--memory", "numbers of GiB between commas, such as 20,200"),
+        memory_gib=parse_numbers(memory, "--memory", "numbers of GiB between commas, such as 20,200"),
     )
     geometry = sizes.geometry
     text = [

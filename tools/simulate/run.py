@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.errors import ConfigError
-from kvstore.tools.console import bar, errors, numbers
+from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report
 from kvstore.tools.simulate.cells import (
@@ -55,8 +55,8 @@ class SimulateOptions:
             )
         if disk is not None and disk <= 0:
             raise ConfigError(f"--disk is {disk:g}: it must be greater than 0; leave it out for no disk")
-        sizes = numbers(chunks, "--chunks", _SIZES, kind=int) if chunks else []
-        sizes = numbers(size, "--size", _SIZES) if size else sizes
+        sizes = parse_numbers(chunks, "--chunks", _SIZES, kind=int) if chunks else []
+        sizes = parse_numbers(size, "--size", _SIZES) if size else sizes
         self.sizes, self.disk, self.scale, self.best = sorted({*sizes}), disk, Scale(bytes_per_token), best
         self.policies, self.warnings = parse_policies(policies)
 
