@@ -23,7 +23,7 @@ from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_peer import RawPeer
 from kvstore.tools.bench.remote import RemoteChunks
-from kvstore.tools.bench.samples import Pair, Tick, alternating
+from kvstore.tools.bench.samples import Tick, alternating
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import running
 
@@ -71,7 +71,6 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
             np.copyto(target, source)
 
     pool_bytes = 4 * (workbench.num_chunks + 1) * layout.slot_bytes + (64 << 20)
-    samples: dict[Subject, list[Pair]] = {STORE: [], RETRIEVE: [], TCP_STORE: [], TCP_RETRIEVE: []}
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
         urls = opened.enter_context(private_server(folder, pool_bytes))
@@ -80,12 +79,11 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
 
         payloads = chunks.stored[:, : layout.payload_bytes(layout.blocks_per_chunk)]
         peer = opened.enter_context(closing(RawPeer(folder, payloads, PIECE_BYTES)))
-        for limit_first in alternating("server", rounds, tick):
-            moved = [*chunks.move(near, memcpy, memcpy, limit_first=limit_first)]
-            near.remove(chunks.refs)  # or the next round would not store but replace
-            moved += chunks.move(far, peer.store, peer.retrieve, limit_first=limit_first)
-            far.remove(chunks.refs)
-            for pairs, pair in zip(samples.values(), moved, strict=True):
-                pairs.append(pair)
+        moved = [
+            chunks.move(near, memcpy, memcpy, limit_first=limit_first)
+            + chunks.move(far, peer.store, peer.retrieve, limit_first=limit_first)
+            for limit_first in alternating("server", rounds, tick)
+        ]
         lookups = chunks.look_up(near, peer.ping)
-    return [*move_lines(samples, workbench), LOOKUP.line(workbench.geometry, lookups)]
+    lines = move_lines((STORE, RETRIEVE, TCP_STORE, TCP_RETRIEVE), moved, workbench)
+    return [*lines, LOOKUP.line(workbench.geometry, lookups)]

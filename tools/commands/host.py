@@ -40,20 +40,12 @@ def doctor(
 
     loaded = load_config(path=config, log_warnings=False)
     bytes_per_token = geometry_of(model).bytes_per_token(workers) if model else _LLAMA_8B_BYTES // workers
-    findings = list(
-        diagnose(
-            loaded.config,
-            workers=workers,
-            bytes_per_token=bytes_per_token,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-        )
+    found = diagnose(
+        loaded.config, workers=workers, bytes_per_token=bytes_per_token, prefill_tokens_per_s=prefill_tokens_per_s
     )
-    text = []
-    for finding in findings:
-        text.append(f"{finding.state:<8} {finding.topic}: {finding.found}")
-        text += [f"           {finding.remedy}"] if finding.remedy else []
-    has_failed = any(finding.state == "error" for finding in findings)
-    return Answer({"findings": [asdict(finding) for finding in findings]}, text, FAILED if has_failed else 0)
+    findings = list(found)
+    tree = {"findings": [asdict(finding) for finding in findings]}
+    return Answer(tree, list(map(str, findings)), FAILED if any(one.state == "error" for one in findings) else 0)
 
 
 def calc(

@@ -32,15 +32,8 @@ def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], No
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=stages)
-        begun = 0
-
-        def show(text: str) -> None:
-            nonlocal begun
-            progress.update(task, completed=begun, description=text)
-            begun += 1
-
-        yield show
+        task = progress.add_task("", total=stages, completed=-1, visible=False)
+        yield lambda text: progress.update(task, description=text, advance=1, visible=True)
 
 
 def result_table(result: DemoResult) -> Table:
