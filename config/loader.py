@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from kvstore.config import sources
 from kvstore.config.lmcache import NOT_IMPLEMENTED, OTHER_CODECS, loses_nothing
@@ -15,12 +17,6 @@ from kvstore.config.problems import Entry, Findings
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError
 from kvstore.policies import choose_policy
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from pydantic_core import ErrorDetails
 
 _log = logging.getLogger("kvstore.config")
 

@@ -6,13 +6,12 @@ import difflib
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
+
+from pydantic_core import ErrorDetails
 
 from kvstore.config.lmcache import EXTRA_CONFIG, NOT_IMPLEMENTED
 from kvstore.config.reference import KEYS
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 _SHOWN_CHARACTERS: Final = 80
 _SECRET_NAME: Final = re.compile(r"pass|secret|token|credential|auth|api_?key|access_?key", re.IGNORECASE)

@@ -6,7 +6,8 @@ that cannot be used, or a missing package.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import typer
 
@@ -24,12 +25,9 @@ from kvstore.tools.commands import (
     stored,
     warming,
 )
-from kvstore.tools.console import for_typer
+from kvstore.tools.console import Answer, for_typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_COMMANDS: Final[dict[str, Callable[..., None]]] = {
+_COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore inspect /mnt/nvme/kvstore --json": stored.inspect,
     "kvstore verify /mnt/nvme/kvstore --fix": stored.verify,
     "kvstore doctor --config kvstore.yaml --workers 4": host.doctor,

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, ``--json``, standard error, progress, and how options become objects."""
+"""What all commands share: answers, exit codes, standard error, progress, and how options become objects."""
 
 from __future__ import annotations
 
@@ -6,33 +6,62 @@ import inspect
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from kvstore.errors import ConfigError, KVStoreError, LayoutError, TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from rich.progress import Progress, ProgressColumn
 
-    from rich.progress import Progress
-
-    Tick = Callable[[int, int], None]
-
+Tick = Callable[[int, int], None]
 FAILED = 1
 WRONG_USAGE = 2
 _MAX_SHOWN = 50
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+_AS_JSON = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)
 
 
-def for_typer(command: Callable[..., None]) -> Callable[..., None]:
+class Answer(NamedTuple):
+    """What a command has found.
+
+    Attributes:
+        tree: what ``--json`` prints.
+        text: the lines that are printed otherwise.
+        exit_code: of the command.
+        notes: lines about the text, for standard error.
+    """
+
+    tree: Mapping[str, object]
+    text: Sequence[str]
+    exit_code: int = 0
+    notes: Sequence[str] = ()
+
+    def show(self, *, as_json: bool) -> None:
+        """Print the answer, and exit if the command has failed."""
+        if as_json:
+            print(json.dumps(self.tree))
+        else:
+            for note in self.notes:
+                errors().print(note)
+            for line in self.text:
+                print(line)
+        if self.exit_code:
+            raise typer.Exit(self.exit_code)
+
+
+def for_typer(command: Callable[..., Answer | None]) -> Callable[..., None]:
     """A command as Typer takes it: a parameter whose type is a dataclass becomes one option for each of its fields.
 
-    An error of the library, or a missing package, ends the command with one line and an exit code.
+    A command that returns an answer has an option ``--json``. An error of the library, or a missing package, ends the
+    command with one line and an exit code.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
@@ -42,14 +71,20 @@ def for_typer(command: Callable[..., None]) -> Callable[..., None]:
         parts = inspect.signature(group).parameters if group else {name: parameter}
         types = get_type_hints(group, include_extras=True) if group else hints
         parameters += [part.replace(kind=part.KEYWORD_ONLY, annotation=types[part.name]) for part in parts.values()]
+    answers = hints.get("return") is Answer
+    if answers:
+        parameters.append(_AS_JSON)
 
     def run(**given: Any) -> None:  # noqa: ANN401 - whatever the options are
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        as_json = answers and given.pop(_AS_JSON.name)
         try:
-            command(**given)
+            answer = command(**given)
         except (KVStoreError, ImportError) as error:
             give_up(error)
+        if answer is not None:
+            answer.show(as_json=as_json)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -88,12 +123,25 @@ def print_report(report: Mapping[str, object], *, as_json: bool) -> None:
             print(f"{name.replace('_', ' ')}: {shown}", flush=True)
 
 
-def print_some(lines: Sequence[str], kind: str) -> None:
-    """Print the first of many lines about things of one kind on standard error, and how many more there are."""
-    for line in lines[:_MAX_SHOWN]:
-        errors().print(f"{kind}: {line}")
-    if len(lines) > _MAX_SHOWN:
-        errors().print(f"{kind}: {len(lines) - _MAX_SHOWN} more; --json names all")
+def some(things: Sequence[object], kind: str) -> list[str]:
+    """A line for each of the first of many things of one kind, and how many more there are."""
+    more = [f"{kind}: {len(things) - _MAX_SHOWN} more; --json names all"] if len(things) > _MAX_SHOWN else []
+    return [f"{kind}: {thing}" for thing in things[:_MAX_SHOWN]] + more
+
+
+def parse_numbers(text: str, option: str, meant: str, *, kind: Callable[[str], float] = float) -> list[float]:
+    """Positive numbers between commas; messages say that ``option`` must be what is ``meant``.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    try:
+        found = [float(kind(part)) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: it must be {meant}") from error
+    if not all(0 < number < float("inf") for number in found):
+        raise ConfigError(f"{option} is {text!r}: every number must be greater than 0")
+    return found
 
 
 def log_to_stderr() -> None:
@@ -101,37 +149,41 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
 
-@contextmanager
-def progress(unit: str) -> Iterator[Progress]:
-    """A bar on standard error with the rate in ``unit`` per second and the time left; nothing if it is no terminal.
+def bar(*columns: ProgressColumn) -> Progress:
+    """A bar on standard error; nothing if it is no terminal."""
+    from rich.progress import Progress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def progress(unit: str) -> Progress:
+    """A bar with the rate in ``unit`` per second and the time left.
 
     A task has a field ``rate``, which ``update`` sets.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}" + f" {unit}/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield bar
+    rate = TextColumn("{task.fields[rate]}" + f" {unit}/s")
+    return bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
 
 
 @contextmanager
 def chunk_progress(what: str) -> Iterator[Tick]:
     """A bar that counts chunks: call it after each one, with their total number and the bytes of this one."""
-    with progress("chunks") as bar:
-        task = bar.add_task(what, total=None, rate="")
+    with progress("chunks") as shown:
+        task = shown.add_task(what, total=None, rate="")
 
         def tick(total: int, _size_bytes: int) -> None:
-            speed = bar.tasks[0].speed
-            bar.update(task, total=total, advance=1, rate=f"{speed:,.0f}" if speed else "")
+            speed = shown.tasks[0].speed
+            shown.update(task, total=total, advance=1, rate=f"{speed:,.0f}" if speed else "")
 
         yield tick
+
+
+def numbers(*titles: str) -> list[Column]:
+    """Columns of numbers, for a table."""
+    return [Column(title, justify="right") for title in titles]
 
 
 def size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ def require_plotting() -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    _figure_class()
+    new_figure(1.0, 1.0)
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN401 - matplotlib's, which may not be installed
@@ -23,7 +23,11 @@ def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN40
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    return _figure_class()(figsize=(width_inches, height_inches), layout="constrained")
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'vllm-kvstore[plot]'") from error
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
 def save_figure(figure: Any, file: Path) -> None:  # noqa: ANN401 - see new_figure
@@ -36,12 +40,3 @@ def save_figure(figure: Any, file: Path) -> None:  # noqa: ANN401 - see new_figu
         figure.savefig(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {file}: {error}") from error
-
-
-def _figure_class() -> type[Any]:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'vllm-kvstore[plot]'") from error
-    found: type[Any] = Figure
-    return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,7 +202,7 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
         for number, shard, folder in places:
             source = PackTier(pack, shard.namespace, shard.layout, UNBOUNDED_BYTES)
             try:
-                with _open_target(target, shard, folder, pack.extents[number]) as tier:
+                with closing(_open_target(target, shard, folder, pack.extents[number])) as tier:
                     slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
                     for ref in pack.extents[number]:
                         tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
@@ -276,26 +276,21 @@ def _import_one(source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, 
     return size_bytes
 
 
-@contextmanager
-def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[ChunkRef]) -> Iterator[Tier]:
+def _open_target(target: Target, shard: Shard, folder: str, refs: Iterable[ChunkRef]) -> Tier:
     if target.url is not None:
         if not leads_to(target.url, "redis"):
             raise ConfigError("a pack is imported into a folder or a Redis")
         options = {**target.options, "url": target.url}
         if target.codec != "none":
             options["codec"] = target.codec
-        tier = open_tier("redis", TierSetup(shard.namespace, shard.layout, UNBOUNDED_BYTES, options))
-    else:
-        folders = [base / folder for base in target.folders]
-        most = target.max_bytes
-        if most is None:
-            held = sum(held_bytes(path) for path in folders if path.is_dir())
-            coming = sum(chunkfile.file_bytes(shard.layout, ref.num_blocks, "any") for ref in refs)
-            share = chunkfile.file_bytes(shard.layout, shard.layout.blocks_per_chunk, "any") * _ROOM_CHUNKS
-            most = held + coming + len(folders) * share
-        tier = open_folders(folders, shard.namespace, shard.layout, most, codec=target.codec)
-        tier.scan()
-    try:
-        yield tier
-    finally:
-        tier.close()
+        return open_tier("redis", TierSetup(shard.namespace, shard.layout, UNBOUNDED_BYTES, options))
+    folders = [base / folder for base in target.folders]
+    most = target.max_bytes
+    if most is None:
+        held = sum(held_bytes(path) for path in folders if path.is_dir())
+        coming = sum(chunkfile.file_bytes(shard.layout, ref.num_blocks, "any") for ref in refs)
+        share = chunkfile.file_bytes(shard.layout, shard.layout.blocks_per_chunk, "any") * _ROOM_CHUNKS
+        most = held + coming + len(folders) * share
+    tier = open_folders(folders, shard.namespace, shard.layout, most, codec=target.codec)
+    tier.scan()
+    return tier

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -32,6 +34,17 @@ def running(command: Sequence[str | Path], **options: Any) -> Iterator[subproces
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle signals in this way until the end of the block."""
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float, *, every_s: float) -> bool:

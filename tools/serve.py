@@ -6,7 +6,7 @@ import ctypes
 import resource
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
 
@@ -128,18 +128,15 @@ def _open_pages(hub: Hub, port: int) -> PageServer:
     from kvstore.ops.admin_http import PageServer  # noqa: PLC0415
     from kvstore.server.reports import exposition  # noqa: PLC0415
 
-    def metrics() -> tuple[int, str]:
+    def page(shown: Callable[[dict[str, Any]], tuple[int, str]]) -> tuple[int, str]:
         try:
-            return 200, exposition(hub.snapshot(_SNAPSHOT_TIMEOUT_S))
+            return shown(hub.snapshot(_SNAPSHOT_TIMEOUT_S))
         except TimeoutError:
             return 503, "the server does not answer\n"
 
-    def health() -> tuple[int, str]:
-        try:
-            status = str(hub.snapshot(_SNAPSHOT_TIMEOUT_S)["status"])
-        except TimeoutError:
-            status = "the server does not answer"
-        return (200 if status == "ok" else 503), f"{status}\n"
-
+    pages = {
+        "/metrics": lambda: page(lambda tree: (200, exposition(tree))),
+        "/healthz": lambda: page(lambda tree: (200 if tree["status"] == "ok" else 503, f"{tree['status']}\n")),
+    }
     remedy = "choose another server_http_port, or leave it out"
-    return PageServer({"/metrics": metrics, "/healthz": health}, port, name="the server's HTTP endpoint", remedy=remedy)
+    return PageServer(pages, port, name="the server's HTTP endpoint", remedy=remedy)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
@@ -27,12 +27,16 @@ QUARANTINE = ".quarantine"
 NOT_A_NAME = "not a chunk's name"
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True)
+class Fault:
     """Something unusable: where it is, what is wrong with it, and whether it was set aside or removed."""
 
     place: str
     damage: str
     fixed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.damage}"
 
 
 @dataclass

@@ -85,14 +85,6 @@ def _kv(controls: Controls, body: bytes) -> Reply:
         return Reply(HTTPStatus.BAD_REQUEST, {"error": str(error)})
 
 
-def _clear(controls: Controls, _: bytes) -> Reply:
-    return _done(controls.clear(), "cleared", "chunks")
-
-
-def _unpin(controls: Controls, _: bytes) -> Reply:
-    return _done(controls.unpin(), "unpinned", "pins")
-
-
 def _done(count: int | None, status: str, things: str) -> Reply:
     if count is None:
         return Reply(HTTPStatus.ACCEPTED, {"status": "accepted: it is done when the next request comes"})
@@ -117,8 +109,8 @@ _ACTIONS: Final[Mapping[tuple[str, str], Callable[[Controls, bytes], Reply]]] = 
     ("GET", "/healthz"): _probe,
     ("GET", "/pins"): lambda controls, _: Reply(HTTPStatus.OK, controls.pins()),
     ("POST", "/kv"): _kv,
-    ("POST", "/clear"): _clear,
-    ("POST", "/unpin"): _unpin,
+    ("POST", "/clear"): lambda controls, _: _done(controls.clear(), "cleared", "chunks"),
+    ("POST", "/unpin"): lambda controls, _: _done(controls.unpin(), "unpinned", "pins"),
     ("POST", "/disable"): lambda controls, _: _switch(controls, enabled=False),
     ("POST", "/enable"): lambda controls, _: _switch(controls, enabled=True),
 }

@@ -155,15 +155,9 @@ def listen(host: str, port: int, name: str, remedy: str) -> socket.socket:
         ConfigError: it cannot be bound; ``remedy`` says what to do.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen()  # now: clients that connect before the serving thread runs wait
-        except OSError:
-            listener.close()
-            raise
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, dualstack_ipv6=both)  # clients wait from now on
     except OSError as error:
-        raise ConfigError(f"{name} cannot listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
-    return listener
+        reason = str(error.strerror or error).partition(" (while")[0]  # the library adds the address
+        raise ConfigError(f"{name} cannot listen on {host} port {port}: {reason}; {remedy}") from error

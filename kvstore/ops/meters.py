@@ -31,15 +31,11 @@ class IndexMeter:
 
     def __init__(self) -> None:
         self._meter = Meter()
-        self._levels: dict[str, float] = {}
 
     def read(self, index: ChunkIndex, tally: Tally) -> None:
         """Add what happened since the last time, and the gauges that changed."""
         self._meter.advance(_index_totals(index), tally)
-        for key, value in _index_levels(index).items():
-            if self._levels.get(key) != value:
-                self._levels[key] = value
-                tally.show(key, value)
+        self._meter.show(_index_levels(index), tally)
 
 
 def _index_totals(index: ChunkIndex) -> dict[str, float]:
@@ -93,9 +89,7 @@ class WorkerMeter:
         self._moved = moved
         self._disk = tiers.disk
         self._tiers = {place: _Observed(tier) for place, tier in ((_DISK, tiers.disk), (_REMOTE, tiers.remote)) if tier}
-        self._source = secrets.token_hex(8)  # distinguishes this worker's gauges from others'
-        self._meter = Meter()
-        self._levels: dict[str, float] = {}
+        self._meter = Meter(source=secrets.token_hex(8))  # distinguishes this worker's gauges from others'
 
     def read(self, tally: Tally) -> None:
         """Add what happened since the last time, and the gauges that changed."""
@@ -109,10 +103,7 @@ class WorkerMeter:
             levels[metrics.DISK_USED_BYTES.key()] = self._disk.used_bytes
             levels[metrics.DISK_CAPACITY_BYTES.key()] = self._disk.usable_bytes
         self._meter.advance(totals, tally)
-        for key, value in levels.items():
-            if self._levels.get(key) != value:
-                self._levels[key] = value
-                tally.show(key, value, self._source)
+        self._meter.show(levels, tally)
 
     def _read_tier(self, place: str, observed: _Observed, totals: dict[str, float], tally: Tally) -> None:
         moved = metrics.MOVED_BYTES

@@ -214,10 +214,16 @@ class Tally:
 
 
 class Meter:
-    """Turns totals that only grow into what was added since the last time."""
+    """Turns totals that only grow into what was added since the last time, and gauges into those that changed.
 
-    def __init__(self) -> None:
+    Args:
+        source: whose gauges these are.
+    """
+
+    def __init__(self, source: str = "") -> None:
+        self._source = source
         self._last: dict[str, float] = {}
+        self._levels: dict[str, float] = {}
 
     def advance(self, totals: Mapping[str, float], tally: Tally) -> None:
         """Count what came since the last call."""
@@ -226,6 +232,13 @@ class Meter:
             if total > last:  # a total that is a difference of two others, read one after the other, may shrink briefly
                 tally.count(key, total - last)
                 self._last[key] = total
+
+    def show(self, levels: Mapping[str, float], tally: Tally) -> None:
+        """Set the gauges that differ from the last call's."""
+        for key, value in levels.items():
+            if self._levels.get(key) != value:
+                self._levels[key] = value
+                tally.show(key, value, self._source)
 
 
 class Totals:

@@ -15,28 +15,15 @@ Needs pytest and hypothesis: ``pip install 'vllm-kvstore[testing]'``. ``docs/tie
 
 from __future__ import annotations
 
+from pkgutil import iter_modules
+
 try:
     import hypothesis  # noqa: F401 - imported here, so that the error says what to install
     import pytest
 except ImportError as error:
     raise ImportError(f"kvstore.testing needs {error.name}: pip install 'vllm-kvstore[testing]'") from error
 
-_PARTS = (
-    "bounds",
-    "buffers",
-    "contents",
-    "damage",
-    "ending",
-    "harness",
-    "layers",
-    "lending",
-    "machine",
-    "policies",
-    "policy_machine",
-    "restart",
-    "threads",
-)
-pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
+pytest.register_assert_rewrite(*(f"{__name__}.{part.name}" for part in iter_modules(__path__)))
 
 # Below the line above, or a failed assertion would not show its values.
 from kvstore.testing.conformance import BoundedTierConformance, TierConformance  # noqa: E402

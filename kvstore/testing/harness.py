@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,10 +17,6 @@ from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.keys import Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup, Transfer
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-    from pathlib import Path
 
 MINE = Namespace({"model": "conformance"})
 OTHER = Namespace({"model": "another"})

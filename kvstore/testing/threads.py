@@ -10,14 +10,7 @@ from functools import partial
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError
 from kvstore.keys import Namespace
-from kvstore.testing.harness import (
-    EVEN,
-    TierHarness,
-    make_buffer,
-    make_payload,
-    make_ref,
-    make_transfer,
-)
+from kvstore.testing.harness import EVEN, TierHarness, make_buffer, make_payload, make_ref, make_transfer
 from kvstore.tiers.base import Transfer
 
 A = make_ref(1)

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvstore.errors import ConfigError, InvalidCallError, LayoutError, TierError
-from kvstore.tools.console import FAILED, WRONG_USAGE, for_typer
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, for_typer, parse_numbers, some
 
 
 @dataclass(frozen=True)
@@ -61,3 +61,30 @@ def test_other_errors_are_not_hidden() -> None:
         raise KeyError("a mistake of ours")
 
     assert isinstance(invoke(fail).exception, KeyError)
+
+
+def test_an_answer_is_text_or_json() -> None:
+    """Notes are about the text, and the exit code is that of both."""
+
+    def look(name: str) -> Answer:
+        """Look at something."""
+        return Answer({"name": name}, [name, "more"], FAILED, ["a note"])
+
+    shown, told = invoke(look, "x"), invoke(look, "x", "--json")
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (FAILED, "x\nmore\n", "a note\n")
+    assert (told.exit_code, told.stdout, told.stderr) == (FAILED, '{"name": "x"}\n', "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("1,x", "it must be numbers of GiB"), ("1.5", "it must be"), ("0", "every number"), ("1,inf", "it must be")],
+)
+def test_numbers_between_commas(text: str, message: str) -> None:
+    assert parse_numbers("2,1", "--memory", "numbers of GiB", kind=int) == [2.0, 1.0]
+    with pytest.raises(ConfigError, match=f"--memory is '{text}': {message}"):
+        parse_numbers(text, "--memory", "numbers of GiB", kind=int)
+
+
+def test_some_of_many() -> None:
+    assert some([1, 2], "skipped") == ["skipped: 1", "skipped: 2"]
+    assert some(range(51), "skipped")[-2:] == ["skipped: 49", "skipped: 1 more; --json names all"]

@@ -71,7 +71,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def test_what_is_stored_is_not_computed() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     prompts = [prompt(n, 300) for n in range(4)]
     first = warm_with(engine, prompts[:2], Sharing())
     assert (first.prompts, first.chunks_stored, first.tokens_computed) == (2, 4, 600)
@@ -85,13 +85,13 @@ def test_what_is_stored_is_not_computed() -> None:
 
 def test_batches_keep_to_what_may_be_on_its_way() -> None:
     """8 chunks at once: 4 prompts of 2 chunks; one that has more goes alone."""
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     warm_with(engine, [*(prompt(n, 300) for n in range(9)), prompt(77, 1999)], Sharing())
     assert engine.batches == [4, 4, 1, 1]
 
 
 def test_a_chunk_for_which_there_was_no_room_is_offered_again() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     tokens = prompt(1, 600)
     engine.lost, engine.losses = {engine.refs(tokens)[1]}, 1
     engine.held.add(ChunkRef(bytes(16), 8))
@@ -103,7 +103,7 @@ def test_a_chunk_for_which_there_was_no_room_is_offered_again() -> None:
 
 def test_a_chunk_that_cannot_be_stored() -> None:
     """Is given up after a few rounds; the other prompts count."""
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     tokens = prompt(1, 600)
     engine.lost, engine.losses = {engine.refs(tokens)[1]}, 100
     report = warm_with(engine, [tokens, prompt(2, 600)], Sharing())
@@ -113,7 +113,7 @@ def test_a_chunk_that_cannot_be_stored() -> None:
 
 
 def test_shared_chunks_count_once() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     head = prompt(5, 512)
     report = warm_with(engine, [head + prompt(n, 256) for n in range(3)], Sharing())
     assert report.chunks_stored == 2 + 3
@@ -121,7 +121,7 @@ def test_shared_chunks_count_once() -> None:
 
 
 def test_tails_that_longer_prompts_replaced_are_restored() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     engine.supersedes = True
     longer = prompt(1, 700)
     report = warm_with(engine, [longer[:300], longer], Sharing())
@@ -131,7 +131,7 @@ def test_tails_that_longer_prompts_replaced_are_restored() -> None:
 
 
 def test_salts_of_prompts_and_of_the_run() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     values: list[object] = [{"prompt_token_ids": prompt(1, 256), "cache_salt": "own"}, prompt(1, 256)]
     warm_with(engine, values, Sharing(salt="common"))
     for salt in ("own", "common"):
@@ -141,7 +141,8 @@ def test_salts_of_prompts_and_of_the_run() -> None:
 def test_paths_among_prompts(tmp_path: Path) -> None:
     """Their files are read as on the command line."""
     (tmp_path / "a.jsonl").write_text(f"{prompt(1, 256)}\n{prompt(2, 256)}\n[-1]\n", encoding="utf-8")
-    report = warm_with(FakeEngine(), [tmp_path / "a.jsonl", prompt(3, 256)], Sharing())
+    engine: Any = FakeEngine()
+    report = warm_with(engine, [tmp_path / "a.jsonl", prompt(3, 256)], Sharing())
     assert (report.prompts, [item.where for item in report.skipped]) == (3, [f"{tmp_path}/a.jsonl, line 3"])
 
 
@@ -161,7 +162,7 @@ def test_the_first_signal_stops_after_the_batch(request: pytest.FixtureRequest) 
 
 
 def test_stopped_between_batches() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     asked = iter([False, True])
     report = warm_with(engine, [prompt(n, 300) for n in range(9)], Sharing(), should_stop=lambda: next(asked))
     assert (report.interrupted, report.prompts, report.is_complete) == (True, 4, False)
@@ -169,7 +170,7 @@ def test_stopped_between_batches() -> None:
 
 
 def test_prompts_that_are_passed_by_and_told() -> None:
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     seen: list[WarmReport] = []
     report = warm_with(engine, [[], [1, 1000], prompt(1, 2001), prompt(1, 10)], Sharing(), tick=seen.append)
     assert [item.where for item in report.skipped] == ["prompt 1", "prompt 2", "prompt 3"]

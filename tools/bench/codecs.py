@@ -8,27 +8,22 @@ compared after a round trip through a lossless codec.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import ConfigError
-from kvstore.format.codecs import CODEC_NAMES, open_codec
+from kvstore.format.codecs import CODEC_NAMES, Codec, open_codec
 from kvstore.layout import KVLayout
+from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError, Limit, Pair, paired
-from kvstore.tools.bench.table import numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvstore.chunks import ByteArray
-    from kvstore.format.codecs import Codec
-    from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.console import numbers
 
 WARM_UP_ROUNDS = 2
 MEASURED = [name for name in CODEC_NAMES if name != "none"]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.compare import compare, read_fractions
+from kvstore.tools.bench.lines import BenchReport
 from kvstore.tools.bench.plot import plot_report
 from kvstore.tools.bench.run import BenchOptions, run_bench
 from kvstore.tools.bench.table import bench_table, change_table, failure, timed_table
 from kvstore.tools.bench.turns import measure_turns, parse_connectors, turns_table
+from kvstore.tools.console import bar
 from kvstore.tools.figures import require_plotting
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvstore.tools.bench.lines import BenchReport
 
 _WIDTH = 160  # where the output is no terminal
 
@@ -39,7 +36,7 @@ def measure_and_print(
     if plot is not None:
         require_plotting()
     console = Console(stderr=True)
-    report = _run_shown(options, console)
+    report = _run_shown(options)
     codecs = measure_codecs(options.geometry, options.rounds)
     if plot is not None:
         plot_report(report, plot)
@@ -69,14 +66,10 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(turns_table(found))
 
 
-def _run_shown(options: BenchOptions, console: Console) -> BenchReport:
+def _run_shown(options: BenchOptions) -> BenchReport:
     """Run the bench, on a terminal with a progress bar."""
     columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar(*columns) as progress:
         task = progress.add_task("memory", total=options.total_ticks)
 
-        def tick(what: str) -> None:
-            progress.update(task, description=what)
-            progress.advance(task)
-
-        return run_bench(options, tick)
+        return run_bench(options, lambda what: progress.update(task, description=what, advance=1))

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvstore.tools.bench.lines import BenchReport
+from kvstore.tools.bench.lines import BenchReport
 
 NOISE = 0.10  # fractions of an unchanged tree vary by as much
 

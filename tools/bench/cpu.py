@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.lines import Line, Subject
-
-if TYPE_CHECKING:
-    from kvstore.tools.bench.samples import Tick
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.samples import Tick
+from kvstore.tools.bench.workbench import Workbench
 
 _CALL = "keys of the token list, slot check, index"
 SUBJECTS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvstore.engine import CacheEngine
 from kvstore.format import chunkfile
@@ -18,11 +18,7 @@ from kvstore.tools.bench import moves
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.samples import NAMESPACE, WARM_UP_ROUNDS, Pair, Tick, alternating, require, timed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.workbench import Workbench
 
 WRITE = Subject("disk write-behind", "O_DIRECT write", "store and flush: gather, xxh3, O_DIRECT, naming the files")
 COLD = Subject("disk cold retrieve", "O_DIRECT read", "O_DIRECT read, xxh3 verified, scatter")
@@ -39,23 +35,25 @@ def measure_disk(workbench: Workbench, folder: Path, rounds: int, tick: Tick) ->
         BenchError: a path lost or changed a byte, or did not read from the disk.
         ConfigError: the folder has no room, or no direct I/O, without which there is no limit.
     """
-    samples: dict[Subject, list[Pair]] = {WRITE: [], COLD: [], LAYERS: [], WARM: []}
+    direct = []
     layout, chunks = workbench.paged.layout, workbench.num_chunks
     with _opened(workbench, folder / "direct", use_odirect=True, batches=WARM_UP_ROUNDS + rounds) as engine:
         read_threads = EngineOptions(0).disk_io_threads
         with closing(RawDisk(folder / "raw", layout, chunks, read_threads)) as raw:
             for limit_first in alternating("disk", rounds, tick):
-                samples[WRITE].append(moves.store_and_flush(engine, workbench, raw.write, limit_first=limit_first))
-                samples[COLD].append(moves.retrieve(engine, workbench, raw.read, limit_first=limit_first))
-                samples[LAYERS].append(_retrieve_while_computing(engine, workbench))
+                written = moves.store_and_flush(engine, workbench, raw.write, limit_first=limit_first)
+                read = moves.retrieve(engine, workbench, raw.read, limit_first=limit_first)
+                direct.append((written, read, _retrieve_while_computing(engine, workbench)))
                 engine.clear(workbench.tokens)  # by tokens: their files are recycled by the next round
         _require_loads(engine, _LOADS_PER_ROUND * (WARM_UP_ROUNDS + rounds) * chunks)
     with _opened(workbench, folder / "buffered", use_odirect=False, batches=1) as engine:
         moves.store_and_flush(engine, workbench, workbench.memcpy, limit_first=True)
-        for limit_first in alternating("disk", rounds, tick):
-            samples[WARM].append(moves.retrieve(engine, workbench, workbench.memcpy_and_sum, limit_first=limit_first))
+        buffered = [
+            [moves.retrieve(engine, workbench, workbench.memcpy_and_sum, limit_first=limit_first)]
+            for limit_first in alternating("disk", rounds, tick)
+        ]
         _require_loads(engine, (WARM_UP_ROUNDS + rounds) * chunks)
-    return move_lines(samples, workbench)
+    return move_lines((WRITE, COLD, LAYERS), direct, workbench) + move_lines((WARM,), buffered, workbench)
 
 
 @contextmanager

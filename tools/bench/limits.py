@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from kvstore.chunks import ByteArray
 from kvstore.format import chunkfile
-from kvstore.layout import round_up
+from kvstore.layout import KVLayout, round_up
 from kvstore.memory.slabs import SlabPool
 from kvstore.tools.bench.samples import BenchError
 from kvstore.transfer.lane import WRITE_THREADS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from kvstore.chunks import ByteArray
-    from kvstore.layout import KVLayout
-
-    _Call = Callable[[int, list[memoryview], int], int]
-
+_Call = Callable[[int, list[memoryview], int], int]
 MEMCPY_PIECE_BYTES = 32 << 20
 _POPULATE_TIMEOUT_S = 300.0
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvstore.tools.bench.floors import Bound, bound_of
-from kvstore.tools.bench.samples import WARM_UP_ROUNDS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvstore.tools.bench.geometry import Geometry
-    from kvstore.tools.bench.samples import Pair
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair
+from kvstore.tools.bench.workbench import Workbench
 
 
 class Subject(NamedTuple):
@@ -105,11 +101,11 @@ class Line:
         }
 
 
-def move_lines(samples: Mapping[Subject, Sequence[Pair]], workbench: Workbench) -> list[Line]:
-    """The lines of paths that move a batch, without the warm-up rounds."""
+def move_lines(subjects: Iterable[Subject], rounds: Iterable[Sequence[Pair]], workbench: Workbench) -> list[Line]:
+    """The lines of paths that move a batch, each of which is sampled once a round; without the warm-up rounds."""
     return [
         subject.line(workbench.geometry, pairs[WARM_UP_ROUNDS:], workbench.batch_bytes)
-        for subject, pairs in samples.items()
+        for subject, pairs in zip(subjects, zip(*rounds, strict=True), strict=True)
     ]
 
 

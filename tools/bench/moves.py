@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
 
 from kvstore.engine import CacheEngine
 from kvstore.options import EngineOptions
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.samples import NAMESPACE, Limit, Pair, Tick, alternating, paired, require
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.workbench import Workbench
 
 T = TypeVar("T")
 
@@ -35,12 +31,12 @@ def measure_moves(
     Raises:
         BenchError: a path lost or changed a byte.
     """
-    samples: dict[Subject, list[Pair]] = {subject: [] for subject in moves}
     with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(2 * workbench.pool_bytes)) as engine:
-        for limit_first in alternating(name, rounds, tick):
-            for subject, (move, limit) in moves.items():
-                samples[subject].append(move(engine, workbench, limit, limit_first=limit_first))
-    return move_lines(samples, workbench)
+        sampled = [
+            [move(engine, workbench, limit, limit_first=limit_first) for move, limit in moves.values()]
+            for limit_first in alternating(name, rounds, tick)
+        ]
+    return move_lines(moves, sampled, workbench)
 
 
 def store(engine: CacheEngine, workbench: Workbench, limit: Limit, *, limit_first: bool) -> Pair:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from kvstore.tools.bench.lines import BenchReport
 from kvstore.tools.figures import new_figure, save_figure
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvstore.tools.bench.lines import BenchReport
 
 _COLOURS = {"ok": "tab:green", "below goal": "tab:orange", "BELOW FLOOR": "tab:red"}
 _WIDEST = 1.5  # longer bars are cut: how far a path is beyond the limit matters little

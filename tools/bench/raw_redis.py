@@ -7,13 +7,10 @@ checksums, no keys to compute. It uses none of the library's code.
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
+from kvstore.chunks import ByteArray
 from kvstore.tools.bench.raw_peer import in_pieces
 from kvstore.tools.bench.samples import BenchError
-
-if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
 
 _TIMEOUT_S = 60.0
 _WINDOW = 3  # values requested ahead, as the tier does

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_redis import RawRedis
 from kvstore.tools.bench.remote import RemoteChunks
-from kvstore.tools.bench.samples import Pair, Tick, alternating
+from kvstore.tools.bench.samples import Tick, alternating
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import free_port, is_listening, running, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.tools.bench.workbench import Workbench
 
 # As docs/redis.md recommends. Otherwise the server returns memory to the system, and takes it again page by page.
 # Debian's redis-server reads the first name, Redis built with its own allocator the second.
@@ -60,7 +56,7 @@ def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) 
         ConfigError: redis-py is not installed, or the server does not start.
     """
     chunks = RemoteChunks(workbench.paged.layout, workbench.num_chunks)
-    samples: dict[Subject, list[Pair]] = {STORE: [], RETRIEVE: []}
+    moved = []
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder,
         private_server(program, Path(folder)) as port,
@@ -71,10 +67,7 @@ def measure_redis(workbench: Workbench, program: Path, rounds: int, tick: Tick) 
         payloads = prefaulted(workbench.batch_bytes).reshape(workbench.num_chunks, -1)
         with closing(RawRedis(port, payloads, PART_BYTES)) as raw:
             for limit_first in alternating("redis", rounds, tick):
-                moved = chunks.move(tier, raw.store, raw.retrieve, limit_first=limit_first)
-                for pairs, pair in zip(samples.values(), moved, strict=True):
-                    pairs.append(pair)
+                moved.append(chunks.move(tier, raw.store, raw.retrieve, limit_first=limit_first))
                 raw.remove()  # or the next round would not store but replace
-                tier.remove(chunks.refs)
             lookups = chunks.look_up(tier, raw.ping, slack_s=_LOOKUP_SLACK_S)
-    return [*move_lines(samples, workbench), LOOKUP.line(workbench.geometry, lookups)]
+    return [*move_lines((STORE, RETRIEVE), moved, workbench), LOOKUP.line(workbench.geometry, lookups)]

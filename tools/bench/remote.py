@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from kvstore.chunks import ChunkRef, Outcome
+from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
-from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup, Transfer
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Limit, Pair, paired, require, timed
-
-if TYPE_CHECKING:
-    from kvstore.layout import KVLayout
-    from kvstore.tiers.base import Tier
 
 LOOKUP_ROUND_TRIPS = 3
 _TIMEOUT_S = 60.0
@@ -45,8 +40,8 @@ class RemoteChunks:
         options = {"url": url, "timeout_s": _TIMEOUT_S}
         return open_tier(name, TierSetup(NAMESPACE, self._layout, UNBOUNDED_BYTES, options))
 
-    def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, *, limit_first: bool) -> tuple[Pair, Pair]:
-        """Store all chunks, with other bytes than before, and load them again; the times of each.
+    def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, *, limit_first: bool) -> tuple[Pair, ...]:
+        """Store all chunks, with other bytes than before, load them again, and remove them; the times of the first two.
 
         Raises:
             BenchError: the tier lost or changed a byte.
@@ -58,6 +53,7 @@ class RemoteChunks:
         loaded, outcomes = paired(get_limit, lambda: tier.get(self._gets), limit_first=limit_first)
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
+        tier.remove(self.refs)  # or the next round would not store but replace
         return stored, loaded
 
     def look_up(self, tier: Tier, ping: Limit, *, slack_s: float = 0.0) -> list[Pair]:

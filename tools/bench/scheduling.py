@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -98,24 +99,18 @@ def _events() -> list[float]:
 def _longest_pass() -> float:
     """How long the scheduler was held up at most until all of a burst of requests know what is there."""
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=256)
-    with TemporaryDirectory() as folder:
-        tier = _Far(open_tier("disk", TierSetup(NAMESPACE, layout, 1 << 20, {"folder": folder})))
-        return _longest_pass_over(RemoteLookup(RemoteDirectory([tier]), RemoteView(3.0), _TIMEOUT_S))
-
-
-def _longest_pass_over(lookup: RemoteLookup) -> float:
     waiting = {f"{number}": [ChunkRef(os.urandom(16), 16) for _ in range(8)] for number in range(LOOKUP_REQUESTS)}
     longest_s = 0.0
-    try:
-        while waiting:
-            begin_s = time.perf_counter()
-            waiting = {name: refs for name, refs in waiting.items() if not lookup.answered(name, refs)}
-            lookup.end_pass()
-            longest_s = max(longest_s, time.perf_counter() - begin_s)
-            time.sleep(_STEP_S)
-        require(not lookup.timeouts, f"{lookup.timeouts} of {LOOKUP_REQUESTS} requests were not answered in time")
-    finally:
-        lookup.close()
+    with TemporaryDirectory() as folder:
+        tier = _Far(open_tier("disk", TierSetup(NAMESPACE, layout, 1 << 20, {"folder": folder})))
+        with closing(RemoteLookup(RemoteDirectory([tier]), RemoteView(3.0), _TIMEOUT_S)) as lookup:
+            while waiting:
+                begin_s = time.perf_counter()
+                waiting = {name: refs for name, refs in waiting.items() if not lookup.answered(name, refs)}
+                lookup.end_pass()
+                longest_s = max(longest_s, time.perf_counter() - begin_s)
+                time.sleep(_STEP_S)
+            require(not lookup.timeouts, f"{lookup.timeouts} of {LOOKUP_REQUESTS} requests were not answered in time")
     return longest_s
 
 

@@ -12,9 +12,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,13 +23,9 @@ from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.lines import Line, Subject, move_lines
 from kvstore.tools.bench.raw_peer import RawPeer
 from kvstore.tools.bench.remote import RemoteChunks
-from kvstore.tools.bench.samples import Pair, Tick, alternating
+from kvstore.tools.bench.samples import Tick, alternating
+from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import running
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.tools.bench.workbench import Workbench
 
 STORE = Subject("server store", "memcpy", "the tier's put: asking for pages, copy, commit")
 RETRIEVE = Subject("server retrieve", "memcpy", "the tier's get: asking for pages, copy, release")
@@ -75,7 +71,6 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
             np.copyto(target, source)
 
     pool_bytes = 4 * (workbench.num_chunks + 1) * layout.slot_bytes + (64 << 20)
-    samples: dict[Subject, list[Pair]] = {STORE: [], RETRIEVE: [], TCP_STORE: [], TCP_RETRIEVE: []}
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
         urls = opened.enter_context(private_server(folder, pool_bytes))
@@ -84,12 +79,11 @@ def measure_server(workbench: Workbench, rounds: int, tick: Tick) -> list[Line]:
 
         payloads = chunks.stored[:, : layout.payload_bytes(layout.blocks_per_chunk)]
         peer = opened.enter_context(closing(RawPeer(folder, payloads, PIECE_BYTES)))
-        for limit_first in alternating("server", rounds, tick):
-            moved = [*chunks.move(near, memcpy, memcpy, limit_first=limit_first)]
-            near.remove(chunks.refs)  # or the next round would not store but replace
-            moved += chunks.move(far, peer.store, peer.retrieve, limit_first=limit_first)
-            far.remove(chunks.refs)
-            for pairs, pair in zip(samples.values(), moved, strict=True):
-                pairs.append(pair)
+        moved = [
+            chunks.move(near, memcpy, memcpy, limit_first=limit_first)
+            + chunks.move(far, peer.store, peer.retrieve, limit_first=limit_first)
+            for limit_first in alternating("server", rounds, tick)
+        ]
         lookups = chunks.look_up(near, peer.ping)
-    return [*move_lines(samples, workbench), LOOKUP.line(workbench.geometry, lookups)]
+    lines = move_lines((STORE, RETRIEVE, TCP_STORE, TCP_RETRIEVE), moved, workbench)
+    return [*lines, LOOKUP.line(workbench.geometry, lookups)]

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rich.table import Table
 
-from rich.table import Column, Table
-
-if TYPE_CHECKING:
-    from kvstore.tools.bench.compare import Change
-    from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.compare import Change
+from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.console import numbers
 
 _STYLES = {"ok": "green", "below goal": "yellow", "BELOW FLOOR": "red"}
-
-
-def numbers(*titles: str) -> list[Column]:
-    """Columns of numbers."""
-    return [Column(title, justify="right") for title in titles]
 
 
 def bench_table(report: BenchReport) -> Table:

@@ -26,8 +26,8 @@ from rich.table import Table
 from kvstore.errors import ConfigError
 from kvstore.tools.bench import redis, server
 from kvstore.tools.bench.samples import BenchError
-from kvstore.tools.bench.table import numbers
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
+from kvstore.tools.console import numbers
 from kvstore.tools.models import DEMO, build_llama
 from kvstore.tools.processes import running
 

@@ -8,16 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvstore.errors import ConfigError
+from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import BenchError, Pair
 from kvstore.tools.bench.server import private_server
 from kvstore.tools.models import DEMO, build_llama
-
-if TYPE_CHECKING:
-    from kvstore.tools.bench.geometry import Geometry
 
 _MODULE: Final = "kvstore.adapters.vllm.offline.measuring"
 _HANDOVER_MODULE: Final = "kvstore.adapters.vllm.offline.measuring_handover"

@@ -6,18 +6,14 @@ are measured cannot vouch for themselves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.tools.bench import limits
+from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.limits import prefaulted
 from kvstore.tools.bench.samples import BenchError
-
-if TYPE_CHECKING:
-    from kvstore.tools.bench.geometry import Geometry
 
 _POISON = 0x5A5A
 _HOST = torch.device("cpu")

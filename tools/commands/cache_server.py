@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
-from kvstore.tools.console import FAILED, WRONG_USAGE, AsJson, give_up
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up, numbers
 
 if TYPE_CHECKING:
     from kvstore.tiers.server.operator import Found, Operator
@@ -109,18 +109,11 @@ class Prompt:
         return list(Reader.from_file(str(self.tokenizer)).encode(self.text.read_text(encoding="utf-8")).ids)
 
 
-def ping(
-    server: Server,
-    *,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait.", min=0.01)] = 2.0,
-    as_json: AsJson = False,
-) -> None:
+def ping(server: Server, *, timeout: Annotated[float, typer.Option(help="Seconds to wait.", min=0.01)] = 2.0) -> Answer:
     """Ask whether a cache server answers, as a readiness probe does. Exits with 1 if it does not."""
     with server.operator(timeout) as operator:
         status = operator.ping()
-    print(json.dumps({"status": status}) if as_json else status)
-    if status != "ok":
-        raise typer.Exit(FAILED)
+    return Answer({"status": status}, [status], 0 if status == "ok" else FAILED)
 
 
 def stats(
@@ -145,33 +138,27 @@ def stats(
                     return
 
 
-def lookup(server: Server, prompt: Prompt, *, as_json: AsJson = False) -> None:
+def lookup(server: Server, prompt: Prompt) -> Answer:
     """Show how much of a prompt the server holds. Exits with 1 if it holds nothing."""
     with server.operator() as operator:
         num_tokens, found = prompt.find(operator)
-    if as_json:
-        print(json.dumps({"tokens": num_tokens, "found": {each.space_id: each.num_tokens for each in found}}))
-    else:
-        for each in found:
-            print(f"{each.space_id}: {each.num_tokens} of {num_tokens} tokens ({each.fields.get('model', '')})")
-    if not any(each.num_tokens for each in found):
-        raise typer.Exit(FAILED)
+    tree = {"tokens": num_tokens, "found": {each.space_id: each.num_tokens for each in found}}
+    text = [f"{each.space_id}: {each.num_tokens} of {num_tokens} tokens ({_model(each)})" for each in found]
+    return Answer(tree, text, 0 if any(each.num_tokens for each in found) else FAILED)
 
 
-def explain(server: Server, prompt: Prompt, *, as_json: AsJson = False) -> None:
+def explain(server: Server, prompt: Prompt) -> Answer:
     """Show whether the server holds a prompt, and if not, why."""
     with server.operator() as operator:
         num_tokens, found = prompt.find(operator)
     reasons = {each.space_id: _reason(each, found) for each in found}
-    if as_json:
-        chunks = {each.space_id: each.chunks for each in found}
-        print(json.dumps({"tokens": num_tokens, "reasons": reasons, "chunks": chunks}))
-        return
-    if not found:
-        print("there is no such namespace: no engine with this model has connected since the server was started")
+    tree = {"tokens": num_tokens, "reasons": reasons, "chunks": {each.space_id: each.chunks for each in found}}
+    text = []
     for each in found:
-        print(f"{each.space_id} ({each.fields.get('model', '')}): {each.num_tokens} of {num_tokens} tokens")
-        print(f"  {reasons[each.space_id]}")
+        text.append(f"{each.space_id} ({_model(each)}): {each.num_tokens} of {num_tokens} tokens")
+        text.append(f"  {reasons[each.space_id]}")
+    nothing = "there is no such namespace: no engine with this model has connected since the server was started"
+    return Answer(tree, text or [nothing])
 
 
 def pin(
@@ -181,29 +168,25 @@ def pin(
     seconds: Annotated[
         int | None, typer.Option("--for", help="Seconds to keep it; at most the server's pin_max_secs.", min=1)
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Keep from eviction what the server holds of a prompt, for a time or until it is unpinned or removed."""
     with server.operator() as operator:
         _, found = prompt.find(operator)
         changed = sum(operator.pin(each, is_wanted=True, seconds=seconds or 0) for each in found)
-    _print_changed("pinned", changed, as_json=as_json)
+    return _changed("pinned", changed)
 
 
-def pins(server: Server, *, as_json: AsJson = False) -> None:
+def pins(server: Server) -> Answer:
     """List what is pinned at a cache server: the chunks of each namespace, and for how long."""
     with server.operator() as operator:
         tree = operator.pins()
-    if as_json:
-        print(json.dumps(tree))
-        return
+    text = []
     for each in tree["pins"]:
         size = f"{each['chunks']} chunks, {_mib(each['bytes'])} MiB"
-        print(f"{each['namespace']}: {size}, for {each['ends_in_s']} s")
+        text.append(f"{each['namespace']}: {size}, for {each['ends_in_s']} s")
     if tree["left_out"]:
-        print(f"and {tree['left_out']} more")
-    if not tree["pins"]:
-        print("nothing is pinned")
+        text.append(f"and {tree['left_out']} more")
+    return Answer(tree, text or ["nothing is pinned"])
 
 
 def unpin(
@@ -211,8 +194,7 @@ def unpin(
     prompt: Prompt,
     *,
     everything: Annotated[bool, typer.Option("--all", help="Unpin everything, instead of a prompt.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Let what was pinned of a prompt, or everything that was pinned, be evicted again."""
     with server.operator() as operator:
         if everything:
@@ -220,7 +202,7 @@ def unpin(
         else:
             _, found = prompt.find(operator)
             changed = sum(operator.pin(each, is_wanted=False) for each in found)
-    _print_changed("unpinned", changed, as_json=as_json)
+    return _changed("unpinned", changed)
 
 
 def clear(
@@ -228,8 +210,7 @@ def clear(
     *,
     namespace: Annotated[str, typer.Option(help="Id of the namespace to clear, as kvstore stats shows it.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Forget the chunks of a namespace, or of all namespaces."""
     with server.operator() as operator:
         if bool(namespace) == everything:
@@ -237,13 +218,15 @@ def clear(
         if namespace and not _is_known(namespace, operator.stats()):
             raise ConfigError(f"there is no namespace {namespace!r}: kvstore stats lists them")
         forgotten = operator.clear(namespace)
-    print(json.dumps({"forgotten": forgotten}) if as_json else f"{forgotten} chunks forgotten")
+    return Answer({"forgotten": forgotten}, [f"{forgotten} chunks forgotten"])
 
 
-def _print_changed(done: str, changed: int, *, as_json: bool) -> None:
-    print(json.dumps({done: changed}) if as_json else f"{changed} chunks {done}")
-    if not changed:
-        raise typer.Exit(FAILED)
+def _changed(done: str, changed: int) -> Answer:
+    return Answer({done: changed}, [f"{changed} chunks {done}"], 0 if changed else FAILED)
+
+
+def _model(each: Found) -> str:
+    return str(each.fields.get("model", ""))
 
 
 def _is_known(namespace: str, tree: dict[str, Any]) -> bool:
@@ -271,15 +254,12 @@ def _reason(each: Found, others: list[Found]) -> str:
 def _tables(tree: dict[str, Any]) -> Group:
     """The state of a server as two tables."""
     title = f"kvstore {tree['version']}, {tree['status']}, up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
-    tiers = Table(title=title, title_justify="left")
-    for name in ("tier", "used MiB", "of MiB", "chunks"):
-        tiers.add_column(name, justify="left" if name == "tier" else "right")
+    tiers = Table("tier", *numbers("used MiB", "of MiB", "chunks"), title=title, title_justify="left")
     for name, tier in tree["tiers"].items():
         tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), str(tier["chunks"]))
-    spaces = Table(caption="found, missing: chunks looked up; MiB: of how many, if there is a quota")
     counted = ("found", "missing", "stored", "read", "evicted")
-    for name in ("namespace", "clients", "chunks", "MiB", *counted):
-        spaces.add_column(name, justify="left" if name == "namespace" else "right", no_wrap=name == "namespace")
+    columns = Column("namespace", no_wrap=True), *numbers("clients", "chunks", "MiB", *counted)
+    spaces = Table(*columns, caption="found, missing: chunks looked up; MiB: of how many, if there is a quota")
     for space in tree["namespaces"]:
         quota = f" of {_mib(space['quota_bytes'])}" if space["quota_bytes"] is not None else ""
         row = [space["id"], space["clients"], space["chunks"], _mib(space["used_bytes"]) + quota]

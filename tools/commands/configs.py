@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore.errors import ConfigError
-from kvstore.tools.console import AsJson, errors
+from kvstore.tools.console import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvstore.config import LoadedConfig
+
 FILE_MODE = 0o600  # a password may stand in it
 
 
-def check(
-    file: Annotated[Path, typer.Argument(help="YAML file, as KVSTORE_CONFIG_FILE names it.")],
-    as_json: AsJson = False,
-) -> None:
+def check(file: Annotated[Path, typer.Argument(help="YAML file, as KVSTORE_CONFIG_FILE names it.")]) -> Answer:
     """Check a configuration file as vLLM's start would, and show the settings that result.
 
     Exits with 2 if the file cannot be used.
@@ -30,12 +29,9 @@ def check(
 
     loaded = load_config(path=file, log_warnings=False)
     values = loaded.config.shown()
-    if as_json:
-        print(json.dumps({"config": values, "origins": dict(loaded.origins), "warnings": list(loaded.warnings)}))
-        return
-    for warning in loaded.warnings:
-        print(f"warning: {warning}")
-    _print_values(values, {key: origin.removeprefix(f"file {file}, ") for key, origin in loaded.origins.items()})
+    tree = {"config": values, "origins": dict(loaded.origins), "warnings": list(loaded.warnings)}
+    origins = {key: origin.removeprefix(f"file {file}, ") for key, origin in loaded.origins.items()}
+    return Answer(tree, [*_warnings(loaded), *_lines(values, origins)])
 
 
 def show(
@@ -44,8 +40,7 @@ def show(
     ] = None,
     *,
     changed: Annotated[bool, typer.Option(help="Show only values that are set somewhere, not defaults.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show the values in effect here, including the environment, and where each one came from.
 
     Passwords are not shown. Exits with 2 if the configuration cannot be used.
@@ -56,13 +51,9 @@ def show(
     values = {
         key: value for key, value in loaded.config.shown().items() if not changed or loaded.origins[key] != "default"
     }
-    if as_json:
-        rows = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()}
-        print(json.dumps({"config": rows, "warnings": list(loaded.warnings)}))
-        return
-    _print_values(values, loaded.origins)
-    for warning in loaded.warnings:
-        errors().print(f"warning: {warning}")
+    rows = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()}
+    tree = {"config": rows, "warnings": list(loaded.warnings)}
+    return Answer(tree, _lines(values, loaded.origins), notes=_warnings(loaded))
 
 
 def from_lmcache(
@@ -72,8 +63,7 @@ def from_lmcache(
         Path | None, typer.Option("--output", "-o", help="File to write; by default the result is printed.")
     ] = None,
     force: Annotated[bool, typer.Option(help="Replace the output file if it exists.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Convert a configuration of LMCache's, and list what has no equivalent.
 
     Exits with 2 if the file cannot be used, or if the output file exists.
@@ -83,18 +73,17 @@ def from_lmcache(
     converted = convert(file)
     if output is not None:
         _write(output, converted.text, force=force)
-    if as_json:
-        print(json.dumps({"yaml": converted.text, "without_equivalent": list(converted.without_equivalent)}))
-        return
-    if output is None:
-        print(converted.text, end="")
-    for line in converted.without_equivalent:
-        errors().print(f"no equivalent: {line}")
+    tree = {"yaml": converted.text, "without_equivalent": list(converted.without_equivalent)}
+    text = [converted.text.removesuffix("\n")] if output is None else []
+    return Answer(tree, text, notes=[f"no equivalent: {line}" for line in converted.without_equivalent])
 
 
-def _print_values(values: Mapping[str, object], origins: Mapping[str, str]) -> None:
-    for key, value in values.items():
-        print(f"{key}: {json.dumps(value)}  # {origins[key]}")
+def _lines(values: Mapping[str, object], origins: Mapping[str, str]) -> list[str]:
+    return [f"{key}: {json.dumps(value)}  # {origins[key]}" for key, value in values.items()]
+
+
+def _warnings(loaded: LoadedConfig) -> list[str]:
+    return [f"warning: {warning}" for warning in loaded.warnings]
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.errors import ConfigError, TierError
-from kvstore.tools.console import AsJson
+from kvstore.tools.console import Answer
 
 _TIMEOUT_S = 10.0
 
@@ -18,7 +18,7 @@ Admin = Annotated[str, typer.Option(help="The admin endpoint of an engine on thi
 _ADMIN = "http://127.0.0.1:6999"
 
 
-def pins(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
+def pins(*, admin: Admin = _ADMIN) -> Answer:
     """Show which prompts clients of an engine have pinned.
 
     The engine needs internal_api_server_enabled. Exits with 2 if it does not answer.
@@ -27,17 +27,16 @@ def pins(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
     found = tree.get("pins", [])
     lines = [f"{pin['name']}: {pin['chunks']:,} chunks, ends in {pin['ends_in_s']:,.0f} s" for pin in found]
     ignored = [] if tree.get("counts") else ["pins of requests are ignored: request_fields does not list pin"]
-    print(json.dumps(tree) if as_json else "\n".join([*lines, f"{len(found):,} pins", *ignored]))
+    return Answer(tree, [*lines, f"{len(found):,} pins", *ignored])
 
 
-def unpin(*, admin: Admin = _ADMIN, as_json: AsJson = False) -> None:
+def unpin(*, admin: Admin = _ADMIN) -> Answer:
     """End all pins of an engine's clients.
 
     The engine needs internal_api_server_enabled. Exits with 2 if it does not answer.
     """
     tree = _ask(admin, "/unpin", "POST")
-    text = f"{tree['pins']:,} pins ended" if "pins" in tree else str(tree.get("status"))
-    print(json.dumps(tree) if as_json else text)
+    return Answer(tree, [f"{tree['pins']:,} pins ended" if "pins" in tree else str(tree.get("status"))])
 
 
 def _ask(admin: str, path: str, method: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 import kvstore
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import ConfigFile
-from kvstore.tools.console import FAILED, AsJson, size
+from kvstore.tools.console import FAILED, Answer, parse_numbers, size
 
 if TYPE_CHECKING:
     from kvstore.tools.calc import Geometry
@@ -29,8 +28,7 @@ def doctor(
     model: ModelPath = None,
     workers: Annotated[int, typer.Option(min=1, help="GPUs of the engine; each has a memory pool and a folder.")] = 1,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="How fast the model computes a prompt.")] = 5000.0,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Check whether this machine can do what the configuration asks: memory, disks, Redis, vLLM.
 
     Each disk is measured with a file of 64 MiB in its folder. Exits with 1 if there is an error, with 0 if there are
@@ -42,22 +40,12 @@ def doctor(
 
     loaded = load_config(path=config, log_warnings=False)
     bytes_per_token = geometry_of(model).bytes_per_token(workers) if model else _LLAMA_8B_BYTES // workers
-    findings = list(
-        diagnose(
-            loaded.config,
-            workers=workers,
-            bytes_per_token=bytes_per_token,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-        )
+    found = diagnose(
+        loaded.config, workers=workers, bytes_per_token=bytes_per_token, prefill_tokens_per_s=prefill_tokens_per_s
     )
-    if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
-    else:
-        for finding in findings:
-            remedy = f"\n           {finding.remedy}" if finding.remedy else ""
-            print(f"{finding.state:<8} {finding.topic}: {finding.found}{remedy}")
-    if any(finding.state == "error" for finding in findings):
-        raise typer.Exit(FAILED)
+    findings = list(found)
+    tree = {"findings": [asdict(finding) for finding in findings]}
+    return Answer(tree, list(map(str, findings)), FAILED if any(one.state == "error" for one in findings) else 0)
 
 
 def calc(
@@ -71,8 +59,7 @@ def calc(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a vLLM block.")] = 16,
     tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel workers.")] = 1,
     memory: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,200.")] = "20,200",
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show how many bytes of KV a token and a chunk take, and how many tokens fit in memory; all for one worker.
 
     Exits with 2 if the model does not say enough.
@@ -84,23 +71,22 @@ def calc(
         chunk_tokens=chunk_size,
         block_tokens=block_size,
         tp_size=tp,
-        memory_gib=_numbers(memory),
+        memory_gib=parse_numbers(memory, "--memory", "numbers of GiB between commas, such as 20,200"),
     )
-    if as_json:
-        print(json.dumps(asdict(sizes)))
-        return
     geometry = sizes.geometry
-    print(
-        f"{geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_elements} numbers, "
-        f"{geometry.dtype}, {tp} worker(s)"
-    )
-    print(f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})")
-    print(f"a chunk of {chunk_size} tokens takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}")
-    for gib, tokens in sizes.holds_tokens.items():
-        print(f"{gib} GiB hold {tokens:,} tokens")
+    text = [
+        (
+            f"{geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_elements} numbers, "
+            f"{geometry.dtype}, {tp} worker(s)"
+        ),
+        f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})",
+        f"a chunk of {chunk_size} tokens takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}",
+        *(f"{gib} GiB hold {tokens:,} tokens" for gib, tokens in sizes.holds_tokens.items()),
+    ]
+    return Answer(asdict(sizes), text)
 
 
-def version(as_json: AsJson = False) -> None:
+def version() -> Answer:
     """Show the versions of kvstore, vLLM and torch."""
     versions: dict[str, str | None] = {"kvstore": kvstore.__version__}
     for name in ("vllm", "torch"):
@@ -108,11 +94,7 @@ def version(as_json: AsJson = False) -> None:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    if as_json:
-        print(json.dumps(versions))
-        return
-    for name, found in versions.items():
-        print(f"{name} {found or 'not installed'}")
+    return Answer(versions, [f"{name} {found or 'not installed'}" for name, found in versions.items()])
 
 
 def _geometry(
@@ -127,13 +109,3 @@ def _geometry(
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     check_dtype(dtype)
     return Geometry(layers, kv_heads, 2 * head_size, dtype)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--memory is {text!r}: it must be numbers of GiB between commas, such as 20,200") from error
-    if not all(0 < number < float("inf") for number in found):
-        raise ConfigError(f"--memory is {text!r}: every number must be greater than 0")
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import Lora, Password, PromptFormat, Salt
-from kvstore.tools.console import FAILED, AsJson, chunk_progress, errors, size
+from kvstore.tools.console import FAILED, Answer, chunk_progress, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +37,7 @@ def export_pack(
     lora: Lora = None,
     salt: Salt = None,
     namespace: Annotated[str | None, typer.Option(help="First digits of an id, if the folder has several.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Write stored chunks to one file, with its own index and checksums, for use on another machine.
 
     The engine may be running. Exits with 1 if chunks are damaged, if chunks of a prompt are not stored, or if a prompt
@@ -57,7 +55,7 @@ def export_pack(
         refs, rejected = _refs(source, read_prompts(prompts, format_=check_format(prompt_format)), model, sharing)
     with chunk_progress("exporting") as tick:
         report = export(source, output, refs=refs, tick=tick)
-    _print_report(report, rejected, as_json=as_json, verb="exported")
+    return _answer(report, rejected, "exported")
 
 
 def import_pack(
@@ -70,8 +68,7 @@ def import_pack(
     codec: Annotated[str | None, typer.Option(help="Codec to store with; by default the configuration's.")] = None,
     model: Annotated[Path | None, typer.Option(help="Refuse a pack that is not of the model in this folder.")] = None,
     anyway: Annotated[bool, typer.Option(help="Import even beside chunks of another model or settings.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Put a pack's chunks where an engine finds them. No engine may use the folder; a Redis may be in use.
 
     A pack made for another model, revision, dtype or layout than the chunks in the folder is refused, naming the fields
@@ -92,7 +89,7 @@ def import_pack(
             refuse_other_model(opened, identity)
     with chunk_progress("importing") as tick:
         report = run(pack, target, anyway=anyway, tick=tick)
-    _print_report(report, [], as_json=as_json, verb="imported")
+    return _answer(report, [], "imported")
 
 
 def _one_folder(config: Path | None, folder: Path | None) -> Path:
@@ -148,19 +145,12 @@ def _target(
     return Target(folders, loaded.max_local_disk_bytes, codec or loaded.local_disk_serde), identity
 
 
-def _print_report(report: PackReport, rejected: list[Rejected], *, as_json: bool, verb: str) -> None:
-    if as_json:
-        tree = asdict(report) | {"faults": [fault._asdict() for fault in report.faults]}
-        print(json.dumps(tree | {"rejected": [item._asdict() for item in rejected]}))
-    else:
-        for item in rejected:
-            errors().print(f"{item.where}: {item.why}")
-        for fault in report.faults:
-            errors().print(f"{fault.place}: {fault.damage}")
-        if report.broke:
-            errors().print(f"ended in the middle: {report.broke}; start it again to go on")
-        rest = {"there already": report.present, "not stored": report.missing, "without room": report.refused}
-        beside = "".join(f", {count:,} {what}" for what, count in rest.items() if count)
-        print(f"{report.path}: {report.chunks:,} chunks {verb}, {size(report.size_bytes)}{beside}")
-    if rejected or not report.is_complete:
-        raise typer.Exit(FAILED)
+def _answer(report: PackReport, rejected: list[Rejected], verb: str) -> Answer:
+    notes = [*map(str, rejected), *map(str, report.faults)]
+    if report.broke:
+        notes.append(f"ended in the middle: {report.broke}; start it again to go on")
+    rest = {"there already": report.present, "not stored": report.missing, "without room": report.refused}
+    beside = "".join(f", {count:,} {what}" for what, count in rest.items() if count)
+    text = f"{report.path}: {report.chunks:,} chunks {verb}, {size(report.size_bytes)}{beside}"
+    tree = asdict(report) | {"rejected": [asdict(item) for item in rejected]}
+    return Answer(tree, [text], FAILED if rejected or not report.is_complete else 0, notes)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvstore.tools.console import FAILED, AsJson, errors, log_to_stderr, print_report
-from kvstore.tools.proxy.options import ProxyOptions, Receiver, read_key
+from kvstore.tools.proxy.options import Limits, ProxyOptions, Receiver, read_key
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,6 @@ class Entrance:
     ] = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much, and how long."""
-
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 32.0
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 256
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two bytes of an answer.")] = 600.0
-    connect_timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to connect to an engine.")] = 5.0
-    prefill_timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for a prefill; after that the decode engine computes.")
-    ] = 300.0
-    health_interval_s: Annotated[float, typer.Option(min=0.05, help="Seconds between two health checks.")] = 3.0
-    drain_s: Annotated[float, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30.0
-
-
 def proxy(
     *,
     engines: Engines,
@@ -68,7 +53,6 @@ def proxy(
     options cannot be used, and with 1 if an answer was cut off at the end.
     """
     log_to_stderr()
-    times = asdict(limits)
     options = ProxyOptions(
         prefill=tuple(engines.prefill),
         decode=tuple(engines.decode),
@@ -78,8 +62,7 @@ def proxy(
         port=entrance.port,
         api_key=_key(entrance.api_key_file),
         engine_api_key=_key(entrance.engine_api_key_file),
-        max_body_bytes=int(times.pop("max_body_mb") * (1 << 20)),
-        **times,
+        **asdict(limits),
     )
     options.check()
     if check:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvstore.tools.console import FAILED, AsJson, log_to_stderr, print_report
+from kvstore.tools.console import FAILED, Answer, log_to_stderr, print_report
 
 
 def serve(
@@ -47,13 +46,10 @@ def keygen(
     name: Annotated[str, typer.Argument(help="Name of the files: server, or a client's name.")],
     *,
     folder: Annotated[Path, typer.Option(help="Folder for <name>.key and <name>.pub.")] = Path(),
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Make a pair of keys, for a server that other hosts reach, or for one of its clients."""
     from kvstore.protocol.keyfiles import make_keys  # noqa: PLC0415 - an extra
 
     public, secret = make_keys(folder, name)
-    if as_json:
-        print(json.dumps({"secret": str(secret), "public": str(public)}))
-    else:
-        print(f"{secret}: secret, for nobody else\n{public}: public, for the other side")
+    text = [f"{secret}: secret, for nobody else", f"{public}: public, for the other side"]
+    return Answer({"secret": str(secret), "public": str(public)}, text)

@@ -32,7 +32,7 @@ def simulate(
     """
     from kvstore.tools.simulate.run import SimulateOptions, simulate_and_print  # noqa: PLC0415
 
-    options = SimulateOptions.parse(
+    options = SimulateOptions(
         chunks=chunks, size=size, disk=disk, bytes_per_token=bytes_per_token, policies=policy or [], best=best
     )
     simulate_and_print(traces, options, plot_file=plot, as_json=as_json)

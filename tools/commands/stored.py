@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvstore.tools.commands.options import Password
-from kvstore.tools.console import FAILED, AsJson, chunk_progress, size
+from kvstore.tools.console import FAILED, Answer, chunk_progress, size
 
 _MAX_SHOWN = 50
 
@@ -19,8 +18,7 @@ def inspect(
     target: Annotated[str, typer.Argument(help="A chunk file, a folder of chunks, a pack, or a chunk's key in hex.")],
     *,
     folder: Annotated[Path | None, typer.Option(help="Folder to search for the key.", file_okay=False)] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show what a chunk, a folder or a pack holds: namespace, tokens, codec, sizes.
 
     A chunk in its folder is also checked. Exits with 1 if it is damaged, and with 2 if the target does not exist.
@@ -28,9 +26,7 @@ def inspect(
     from kvstore.tools.inspection import inspect_target, lines  # noqa: PLC0415
 
     tree = inspect_target(target, folder=folder)
-    print(json.dumps(tree) if as_json else "\n".join(lines(tree)))
-    if tree.get("sound") is False:
-        raise typer.Exit(FAILED)
+    return Answer(tree, lines(tree), FAILED if tree.get("sound") is False else 0)
 
 
 def verify(
@@ -39,8 +35,7 @@ def verify(
     fix: Annotated[bool, typer.Option(help="Move damaged files to .quarantine; in Redis, delete them.")] = False,
     remove: Annotated[bool, typer.Option(help="With --fix: delete damaged files instead of moving them.")] = False,
     password: Password = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Read every chunk and check its key, namespace, length, format version and checksums.
 
     --fix touches only files of chunks that were read twice and are damaged, and lists each of them. An engine may be
@@ -52,23 +47,15 @@ def verify(
     with chunk_progress("verifying") as tick:
         options = {"password": password} if password else {}
         report = run(target, fix=fix, remove=remove, options=options, tick=tick)
-    if as_json:
-        faults = [fault._asdict() for fault in report.faults]
-        print(json.dumps({**asdict(report), "faults": faults, "fixed": report.fixed}))
-    else:
-        left = [fault for fault in report.faults if not fault.fixed]
-        for fault in report.faults:
-            if fault.fixed:
-                print(f"{fault.place}: {fault.damage}")
-        for fault in left[:_MAX_SHOWN]:
-            print(f"{fault.place}: {fault.damage}{', left as it is' if fix else ''}")
-        if len(left) > _MAX_SHOWN:
-            print(f"... and {len(left) - _MAX_SHOWN} more: --json names all")
-        for home in report.left:
-            print(f"{home}: nothing changed: no chunk is sound, so the note on their geometry may be what is wrong")
-        fixed = f", {report.fixed} {'removed' if remove else 'set aside'}" if fix else ""
-        print(f"{report.chunks:,} chunks, {size(report.size_bytes)} sound, {len(report.faults):,} damaged{fixed}")
-        if report.faults:
-            print("damaged chunks are never served: an engine finds them when it reads them, and computes instead")
+    left = [fault for fault in report.faults if not fault.fixed]
+    text = [str(fault) for fault in report.faults if fault.fixed]
+    text += [f"{fault}{', left as it is' if fix else ''}" for fault in left[:_MAX_SHOWN]]
+    if len(left) > _MAX_SHOWN:
+        text.append(f"... and {len(left) - _MAX_SHOWN} more: --json names all")
+    for home in report.left:
+        text.append(f"{home}: nothing changed: no chunk is sound, so the note on their geometry may be what is wrong")
+    fixed = f", {report.fixed} {'removed' if remove else 'set aside'}" if fix else ""
+    text.append(f"{report.chunks:,} chunks, {size(report.size_bytes)} sound, {len(report.faults):,} damaged{fixed}")
     if report.faults:
-        raise typer.Exit(FAILED)
+        text.append("damaged chunks are never served: an engine finds them when it reads them, and computes instead")
+    return Answer(asdict(report) | {"fixed": report.fixed}, text, FAILED if report.faults else 0)

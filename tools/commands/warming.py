@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import ConfigFile, Lora, PromptFiles, PromptFormat, Salt
-from kvstore.tools.console import FAILED, AsJson, errors, print_some, progress, size
+from kvstore.tools.console import FAILED, Answer, errors, progress, size, some
+from kvstore.tools.processes import handled
+
+if TYPE_CHECKING:
+    from kvstore.tools.prefetch import PrefetchReport
+    from kvstore.tools.warm.warming import WarmReport
 
 _INTERRUPTED = 130
 
@@ -30,8 +34,7 @@ def warm(
     prompt_format: PromptFormat = "auto",
     lora: Lora = None,
     salt: Salt = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Compute the KV of prompts with vLLM, without a server, and store it on disk or in Redis.
 
     What is already stored is skipped before it is computed: start an interrupted run again to complete it. Put the
@@ -51,28 +54,26 @@ def warm(
             model,
             found,
             config=config,
-            lora=(adapter.name, adapter.folder) if adapter else None,
+            lora=adapter,
             salt=salt,
             engine_args=_engine_args(context.args),
             progress=True,
             total=count_prompts(prompts, format_=format_),
             should_stop=is_stopped.is_set,
         )
-    print_some([f"{item.where}: {item.why}" for item in report.skipped], "skipped")
-    if as_json:
-        print(json.dumps({**asdict(report), "skipped": [item._asdict() for item in report.skipped]}))
-    else:
-        print(f"{report.prompts:,} prompts stored, {report.prompts_present:,} of them before; {report.tokens:,} tokens")
-        print(
+    for line in some(report.skipped, "skipped"):
+        errors().print(line)
+    if report.interrupted:
+        errors().print("interrupted: start it again to go on")
+    text = [
+        f"{report.prompts:,} prompts stored, {report.prompts_present:,} of them before; {report.tokens:,} tokens",
+        (
             f"{report.chunks_stored:,} chunks stored ({size(report.bytes_stored)}), {report.chunks_present:,} there "
             f"already, {report.chunks_failed:,} failed; {report.tokens_computed:,} tokens computed in "
             f"{report.seconds:.1f} s"
-        )
-    if report.interrupted:
-        errors().print("interrupted: start it again to go on")
-        raise typer.Exit(_INTERRUPTED)
-    if not report.is_complete:
-        raise typer.Exit(FAILED)
+        ),
+    ]
+    return Answer(asdict(report), text, _exit_code(report))
 
 
 def prefetch(
@@ -85,8 +86,7 @@ def prefetch(
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="API key, if the server needs one.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Make a running vLLM load prompts from disk or Redis into memory, before users ask for them.
 
     Each prompt is sent to the server for one token; the server computes what is not stored. Exits with 1 if a prompt
@@ -108,18 +108,15 @@ def prefetch(
             tick=lambda so_far: bar.update(task, advance=1, rate=f"{so_far.tokens / so_far.seconds:,.0f}"),
             should_stop=is_stopped.is_set,
         )
-    if as_json:
-        print(json.dumps({**asdict(report), "refused": [item._asdict() for item in report.refused]}))
-    else:
-        print_some([f"{item.where}: {item.why}" for item in report.refused], "refused")
-        print(
-            f"{report.prompts:,} prompts of {report.tokens:,} tokens; {report.tokens_loaded:,} tokens loaded in "
-            f"{report.seconds:.1f} s"
-        )
-    if report.interrupted:
-        raise typer.Exit(_INTERRUPTED)
-    if not report.is_complete:
-        raise typer.Exit(FAILED)
+    text = (
+        f"{report.prompts:,} prompts of {report.tokens:,} tokens; {report.tokens_loaded:,} tokens loaded in "
+        f"{report.seconds:.1f} s"
+    )
+    return Answer(asdict(report), [text], _exit_code(report), some(report.refused, "refused"))
+
+
+def _exit_code(report: WarmReport | PrefetchReport) -> int:
+    return _INTERRUPTED if report.interrupted else 0 if report.is_complete else FAILED
 
 
 def _engine_args(arguments: list[str]) -> dict[str, object]:
@@ -153,20 +150,11 @@ def _stdout_aside() -> Iterator[None]:
 def _stopped_by_signals() -> Iterator[threading.Event]:
     """Let the first SIGINT or SIGTERM end the run after the current batch; a second one acts as usual."""
     is_stopped = threading.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
+    with ExitStack() as handlers:
 
-    def stop(_number: int, _frame: object) -> None:
-        is_stopped.set()
-        restore()
+        def stop(_number: int, _frame: object) -> None:
+            is_stopped.set()
+            handlers.close()
 
-    def restore() -> None:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
+        handlers.enter_context(handled((signal.SIGINT, signal.SIGTERM), stop))
         yield is_stopped
-    finally:
-        restore()

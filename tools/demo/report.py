@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from kvstore.tools.demo.run import DemoResult
+from kvstore.tools.demo.run import DemoResult
 
 _ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
@@ -36,15 +32,8 @@ def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], No
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=stages)
-        begun = 0
-
-        def show(text: str) -> None:
-            nonlocal begun
-            progress.update(task, completed=begun, description=text)
-            begun += 1
-
-        yield show
+        task = progress.add_task("", total=stages, completed=-1, visible=False)
+        yield lambda text: progress.update(task, description=text, advance=1, visible=True)
 
 
 def result_table(result: DemoResult) -> Table:

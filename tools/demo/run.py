@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 
 from kvstore.tools.demo.client import TOKENS_LOADED, Completion, complete, read_counter
 from kvstore.tools.demo.server import DemoError, VllmServer, find_vllm
 from kvstore.tools.models import DEMO, as_text, build_llama, random_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+from kvstore.tools.processes import handled
 
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 3000
@@ -95,7 +92,8 @@ def run_demo(folder: Path, *, prompt_tokens: int = PROMPT_TOKENS, report: Callab
     config.write_text(_CONFIG.format(chunk_size=CHUNK_TOKENS, local_disk=json.dumps(str(cache))), encoding="utf-8")
     prompt = as_text(random_tokens(prompt_tokens, vocab=DEMO.vocab, seed=1))
 
-    with _signals_as_exit():
+    # The stack unwinds, so that the servers end with this process.
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda caught, _frame: sys.exit(128 + caught)):
         report("starting vLLM with an empty cache")
         cold, _ = _ask(VllmServer(model, config, folder / "cold.log"), prompt, "computing the prompt", report)
         report("dropping the page cache")
@@ -143,15 +141,3 @@ def _ask(server: VllmServer, prompt: str, stage: str, report: Callable[[str], No
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-@contextlib.contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP unwind the stack, so that the servers end with this process."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, lambda caught, _frame: sys.exit(128 + caught)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

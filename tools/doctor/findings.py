@@ -16,3 +16,7 @@ class Finding:
     state: State
     found: str
     remedy: str = ""
+
+    def __str__(self) -> str:
+        below = f"\n           {self.remedy}" if self.remedy else ""
+        return f"{self.state:<8} {self.topic}: {self.found}{below}"

@@ -137,7 +137,7 @@ class Gate:
         await self._while_wanted(answer(call, reply), request.receive, reply)
 
     async def _body(self, request: Request) -> bytearray:
-        most = self._options.max_body_bytes
+        most = int(self._options.max_body_mb * (1 << 20))
         content = bytearray()
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvstore.tools.proxy.engines import Engine
 
-_PREFIX = "kvstore_proxy"
+_NAME = "kvstore_proxy"
 _BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -17,22 +18,16 @@ class ProxyMeters:
 
     def __init__(self) -> None:
         all_ = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            f"{_PREFIX}_requests", "Requests answered, by path and status.", ("path", "status"), registry=all_
-        )
-        self.fallbacks = Counter(
-            f"{_PREFIX}_fallbacks", "Requests that took another way than planned, and why.", ("reason",), registry=all_
-        )
-        self.errors = Counter(
-            f"{_PREFIX}_errors", "Requests that the proxy ended with an error, and why.", ("reason",), registry=all_
-        )
+        counter = partial(Counter, namespace=_NAME, registry=all_)
+        self.requests = counter("requests", "Requests answered, by path and status.", ("path", "status"))
+        self.fallbacks = counter("fallbacks", "Requests that took another way than planned, and why.", ("reason",))
+        self.errors = counter("errors", "Requests that the proxy ended with an error, and why.", ("reason",))
         self.prefill_seconds = Histogram(
-            f"{_PREFIX}_prefill_seconds", "Time of a prefill that was answered.", buckets=_BUCKETS_S, registry=all_
+            f"{_NAME}_prefill_seconds", "Time of a prefill that was answered.", buckets=_BUCKETS_S, registry=all_
         )
-        self.in_flight = Gauge(f"{_PREFIX}_in_flight", "Requests under way.", registry=all_)
-        self._healthy = Gauge(
-            f"{_PREFIX}_engine_healthy", "Whether an engine answers.", ("role", "engine"), registry=all_
-        )
+        gauge = partial(Gauge, namespace=_NAME, registry=all_)
+        self.in_flight = gauge("in_flight", "Requests under way.")
+        self._healthy = gauge("engine_healthy", "Whether an engine answers.", ("role", "engine"))
 
     def exposition(self, engines: Iterable[Engine]) -> bytes:
         """All metrics in Prometheus's text format."""

@@ -6,8 +6,10 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Annotated, Final, NamedTuple, Self
 from urllib.parse import urlsplit
+
+import typer
 
 from kvstore.errors import ConfigError
 from kvstore.protocol.loopback import is_loopback
@@ -43,8 +45,23 @@ class Receiver(NamedTuple):
         return cls(host, port)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much, and how long: each is an option of the command. A client may leave a piece unread for ``timeout_s``."""
+
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 32.0
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 256
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two bytes of an answer.")] = 600.0
+    connect_timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to connect to an engine.")] = 5.0
+    prefill_timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a prefill; after that the decode engine computes.")
+    ] = 300.0
+    health_interval_s: Annotated[float, typer.Option(min=0.05, help="Seconds between two health checks.")] = 3.0
+    drain_s: Annotated[float, typer.Option(min=0, help="Seconds that running answers get at the end.")] = 30.0
+
+
 @dataclass(frozen=True)
-class ProxyOptions:
+class ProxyOptions(Limits):
     """The options of a proxy.
 
     Attributes:
@@ -56,13 +73,6 @@ class ProxyOptions:
         port: 0 for any free one.
         api_key: what clients must present.
         engine_api_key: what the proxy presents to engines; None passes on the client's.
-        max_body_bytes: of a request.
-        max_requests: at the same time.
-        connect_timeout_s: for a connection to an engine.
-        prefill_timeout_s: for a whole prefill; after that the decode engine computes.
-        timeout_s: between two bytes of an engine's answer, and for a client to read a piece of its own.
-        health_interval_s: between two health checks of an engine.
-        drain_s: for running answers when the proxy ends.
     """
 
     prefill: tuple[str, ...]
@@ -73,13 +83,6 @@ class ProxyOptions:
     port: int = 0
     api_key: str | None = None
     engine_api_key: str | None = None
-    max_body_bytes: int = 32 << 20
-    max_requests: int = 256
-    connect_timeout_s: float = 5.0
-    prefill_timeout_s: float = 300.0
-    timeout_s: float = 600.0
-    health_interval_s: float = 3.0
-    drain_s: float = 30.0
 
     def check(self) -> None:
         """Check the options, each and together.

@@ -97,10 +97,9 @@ class Proxy:
 
     async def _health(self, _request: Request) -> Response:
         well = {"prefill": self._router.prefill.num_well, "decode": self._router.decode.num_well}
-        if well["decode"]:
-            return JSONResponse({"status": "ok", "engines": well})
-        tree = {"status": "no decode engine answers", "engines": well}
-        return JSONResponse(tree, HTTPStatus.SERVICE_UNAVAILABLE)
+        status = "ok" if well["decode"] else "no decode engine answers"
+        code = HTTPStatus.OK if well["decode"] else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse({"status": status, "engines": well}, code)
 
     async def _show(self, _request: Request) -> Response:
         return Response(self._meters.exposition(self._router.engines), media_type="text/plain; version=0.0.4")

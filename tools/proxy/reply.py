@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.types import Message, Send
 
 from kvstore.errors import KVStoreError
-
-if TYPE_CHECKING:
-    from starlette.types import Message, Send
 
 
 class Reason(Enum):
@@ -89,13 +88,16 @@ class Reply:
 
     async def whole(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
         """Send the whole answer."""
-        await self._begin(status, {**headers, "content-length": str(len(content))})
+        await self.begin(status, {**headers, "content-length": str(len(content))})
         self.has_ended = True
         await self._send({"type": "http.response.body", "body": content})
 
-    async def begin_stream(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the head of a stream of events."""
-        await self._begin(status, headers)
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of an answer."""
+        self.status = status
+        named = {**headers, "x-request-id": self.request_id}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def piece(self, data: bytes) -> None:
         """Send whole events of a stream."""
@@ -118,12 +120,6 @@ class Reply:
         else:
             await self.piece(event_of(tree))
             await self.end_stream()
-
-    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status = status
-        named = {**headers, "x-request-id": self.request_id}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _send(self, message: Message) -> None:
         try:

@@ -164,7 +164,7 @@ async def _relay(engine: Engine, answer: httpx.Response, handover: Handover | No
             await answer.aread()
         await _pass_on(answer, reply)
         return
-    await reply.begin_stream(answer.status_code, _passed_headers(answer))
+    await reply.begin(answer.status_code, _passed_headers(answer))
     cutter = EventCutter()
     is_complete = False
     try:

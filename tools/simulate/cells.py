@@ -142,21 +142,6 @@ def default_sizes(trace: Trace, scale: Scale) -> list[float]:
     return sorted({*sizes})
 
 
-def parse_sizes(text: str, option: str, *, whole: bool) -> list[float]:
-    """Positive numbers separated by commas, in ascending order.
-
-    Raises:
-        ConfigError: there is something else.
-    """
-    try:
-        sizes = sorted({float(int(part)) if whole else float(part) for part in text.split(",")})
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}: it must be numbers separated by commas, such as 1000,5000") from error
-    if not all(0 < size < float("inf") for size in sizes):
-        raise ConfigError(f"{option} is {text!r}: every size must be greater than 0")
-    return sizes
-
-
 def parse_policies(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The policies of these names, or all policies if there are no names, and warnings.
 

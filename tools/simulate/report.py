@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.table import Table
 
+from kvstore.tools.console import numbers
 from kvstore.tools.figures import new_figure, save_figure
 from kvstore.tools.simulate.cells import BEST, Cell, Scale
 
@@ -17,7 +18,7 @@ def table(cells: Sequence[Cell], scale: Scale) -> Table:
     first = cells[0]
     unit = "chunks" if scale.bytes_per_token is None else "memory"
     below = "" if first.disk is None else f", disk of {scale.label(first.disk)}{_unit(scale)} below"
-    sizes = (Column(scale.label(size), justify="right") for size in _sizes(cells))
+    sizes = numbers(*(scale.label(size) for size in dict.fromkeys(cell.size for cell in cells)))
     found = Table(unit, *sizes, caption=f"Hit rates by size{below}.", caption_justify="left")
     for policy in _policies(cells):
         row = [cell for cell in cells if cell.policy == policy]
@@ -67,10 +68,6 @@ def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
     save_figure(figure, file)
-
-
-def _sizes(cells: Sequence[Cell]) -> list[float]:
-    return list(dict.fromkeys(cell.size for cell in cells))
 
 
 def _policies(cells: Sequence[Cell]) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.errors import ConfigError
+from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report
 from kvstore.tools.simulate.cells import (
@@ -22,25 +24,21 @@ from kvstore.tools.simulate.cells import (
     default_sizes,
     load,
     parse_policies,
-    parse_sizes,
     replay,
 )
 
+_SIZES = "numbers separated by commas, such as 1000,5000"
 
-@dataclass(frozen=True)
+
 class SimulateOptions:
-    """What to simulate. Without sizes, each trace has its default sizes."""
+    """What to simulate. Without sizes, each trace has its default sizes.
 
-    sizes: tuple[float, ...]
-    disk: float | None
-    scale: Scale
-    policies: tuple[str, ...]
-    best: bool
-    warnings: tuple[str, ...] = ()
+    Raises:
+        ConfigError: an option is wrong, or two of them exclude each other.
+    """
 
-    @classmethod
-    def parse(
-        cls,
+    def __init__(
+        self,
         *,
         chunks: str,
         size: str,
@@ -48,12 +46,7 @@ class SimulateOptions:
         bytes_per_token: int | None,
         policies: Sequence[str],
         best: bool,
-    ) -> SimulateOptions:
-        """Parse the options of the command line.
-
-        Raises:
-            ConfigError: an option is wrong, or two of them exclude each other.
-        """
+    ) -> None:
         if size and bytes_per_token is None:
             raise ConfigError("--size needs --bytes-per-token: 2 x layers x KV heads x head size x bytes a number")
         if chunks and bytes_per_token is not None:
@@ -62,10 +55,10 @@ class SimulateOptions:
             )
         if disk is not None and disk <= 0:
             raise ConfigError(f"--disk is {disk:g}: it must be greater than 0; leave it out for no disk")
-        sizes = parse_sizes(chunks, "--chunks", whole=True) if chunks else []
-        sizes = parse_sizes(size, "--size", whole=False) if size else sizes
-        names, warnings = parse_policies(policies)
-        return cls(tuple(sizes), disk, Scale(bytes_per_token), tuple(names), best, tuple(warnings))
+        sizes = parse_numbers(chunks, "--chunks", _SIZES, kind=int) if chunks else []
+        sizes = parse_numbers(size, "--size", _SIZES) if size else sizes
+        self.sizes, self.disk, self.scale, self.best = sorted({*sizes}), disk, Scale(bytes_per_token), best
+        self.policies, self.warnings = parse_policies(policies)
 
 
 def simulate_and_print(
@@ -76,13 +69,12 @@ def simulate_and_print(
     Raises:
         ConfigError: a trace cannot be read, or the plot cannot be drawn.
     """
-    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     for warning in options.warnings:
-        errors.print(f"warning: {warning}")
+        errors().print(f"warning: {warning}")
     if plot_file is not None:
         require_plotting()
     traces = [load(path, options.scale) for path in paths]
-    cells = [cell for trace in traces for cell in _with_progress(trace, options, errors)]
+    cells = [cell for trace in traces for cell in _with_progress(trace, options)]
     if plot_file is not None:
         simulate_report.plot(cells, options.scale, plot_file)
     if as_json:
@@ -98,17 +90,12 @@ def simulate_and_print(
             console.print(line, soft_wrap=True, highlight=False)
 
 
-def _with_progress(trace: Trace, options: SimulateOptions, errors: Console) -> list[Cell]:
+def _with_progress(trace: Trace, options: SimulateOptions) -> list[Cell]:
     sizes = options.sizes or default_sizes(trace, options.scale)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with bar(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
         total = len(trace.chains) * len(sizes) * (len(options.policies) + options.best)
         task = progress.add_task(trace.name, total=total)
-
-        def tick(requests: int) -> None:
-            progress.advance(task, requests)
-
-        return simulate(trace, sizes, options, tick)
+        return simulate(trace, sizes, options, partial(progress.advance, task))
 
 
 def simulate(trace: Trace, sizes: Sequence[float], options: SimulateOptions, tick: Tick) -> list[Cell]:

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +64,15 @@ class Prompt:
     salt: str | None = None
 
 
-class Rejected(NamedTuple):
+@dataclass(frozen=True)
+class Rejected:
     """A prompt that was skipped: where it is, and why."""
 
     where: str
     why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
 
 
 class Tokenizer(Protocol):
@@ -173,30 +177,25 @@ def count_prompts(path: Path, *, format_: Format = "auto") -> int:
     return total
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: nobody takes more prompts
-    pass
-
-
 def _read_ahead(paths: Sequence[Path], format_: Format) -> Iterator[Prompt | Rejected]:
     ready: queue.Queue[Prompt | Rejected | None] = queue.Queue(_READ_AHEAD)
     is_stopped = threading.Event()
 
-    def give(item: Prompt | Rejected | None) -> None:
+    def give(item: Prompt | Rejected | None) -> bool:
+        """Whether anybody still takes prompts."""
         while not is_stopped.is_set():
-            try:
-                return ready.put(item, timeout=_WAIT_S)
-            except queue.Full:
-                continue
-        raise _Stopped
+            with suppress(queue.Full):
+                ready.put(item, timeout=_WAIT_S)
+                return True
+        return False
 
-    def run() -> None:
-        try:
-            asyncio.run(_read_all(paths, format_, give))
-            give(None)
-        except _Stopped:
-            return
+    async def run() -> None:
+        async for item in _read_all(paths, format_):
+            if not give(item):
+                return
+        give(None)
 
-    reader = threading.Thread(target=run, name="kvstore-prompts", daemon=True)
+    reader = threading.Thread(target=lambda: asyncio.run(run()), name="kvstore-prompts", daemon=True)
     reader.start()
     try:
         while (item := ready.get()) is not None:
@@ -206,21 +205,21 @@ def _read_ahead(paths: Sequence[Path], format_: Format) -> Iterator[Prompt | Rej
         reader.join()
 
 
-async def _read_all(paths: Iterable[Path], format_: Format, give: Callable[[Prompt | Rejected], None]) -> None:
+async def _read_all(paths: Iterable[Path], format_: Format) -> AsyncIterator[Prompt | Rejected]:
     for path in paths:
         kind = _kind(path, format_)
         try:
             if kind == "text":
-                give(await _whole_file(path))
+                yield await _whole_file(path)
                 continue
             async for number, line in _lines(path):
                 where = f"{path}, line {number}"
                 if line is None:
-                    give(Rejected(where, f"longer than {_MAX_PROMPT_BYTES >> 20} MiB"))
+                    yield Rejected(where, f"longer than {_MAX_PROMPT_BYTES >> 20} MiB")
                 elif line.strip():
-                    give(_parsed(line, where, is_json=kind == "jsonl"))
+                    yield _parsed(line, where, is_json=kind == "jsonl")
         except OSError as error:
-            give(Rejected(str(path), f"cannot be read: {error.strerror}"))
+            yield Rejected(str(path), f"cannot be read: {error.strerror}")
 
 
 def _kind(path: Path, format_: Format) -> Format:

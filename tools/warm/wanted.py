@@ -17,8 +17,7 @@ from kvstore.requests import hash_tokens
 from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, tokens_of
 
 
-@dataclass(frozen=True)
-class Lora:
+class Lora(NamedTuple):
     """An adapter: its name in requests, and the folder of its files."""
 
     name: str

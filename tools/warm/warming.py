@@ -17,58 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.chunks import ChunkRef
-from kvstore.layout import KVLayout
 from kvstore.tools import console
-from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, Tokenizer, parse, read_prompts
+from kvstore.tools.warm.prompts import Prompt, PromptError, Rejected, parse, read_prompts
 from kvstore.tools.warm.wanted import Lora, Sharing, Wanted, wanted
+
+if TYPE_CHECKING:
+    from kvstore.adapters.vllm.offline.engine import OfflineEngine
 
 MAX_BATCH_PROMPTS = 32  # vLLM computes them together; after each batch the run waits for the tiers
 _ROUNDS = 3  # how often chunks that found a queue full are offered again
 
 Work = tuple["array[int]", str | None]
-
-
-class WarmEngine(Protocol):
-    """What computes and stores: see ``adapters.vllm.offline.engine.OfflineEngine``."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """The geometry of the chunks."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's."""
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest prompt."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below that."""
-
-    @property
-    def saves_tails(self) -> bool:
-        """Whether tails are stored."""
-
-    @property
-    def max_chunks_at_once(self) -> int:
-        """How many chunks may be on their way to the tiers."""
-
-    def chunk_bytes(self, ref: ChunkRef) -> int:
-        """Bytes of KV in a chunk."""
-
-    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Whether each chunk is in the tiers."""
-
-    def compute(self, work: Sequence[Work]) -> int:
-        """Compute prompts. Returns how many tokens were computed."""
-
-    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Wait until chunks are stored. Returns those that are not."""
 
 
 @dataclass
@@ -148,10 +110,7 @@ def warm(
     adapter = Lora(lora[0], Path(lora[1])) if lora else None
     sharing = Sharing.of(adapter, salt)
     with OfflineEngine(
-        model,
-        config=Path(config) if config is not None else None,
-        lora=(adapter.name, adapter.folder) if adapter else None,
-        engine_args=engine_args,
+        model, config=Path(config) if config is not None else None, lora=adapter, engine_args=engine_args
     ) as engine:
         if not progress:
             return warm_with(engine, prompts, sharing, should_stop=should_stop)
@@ -160,7 +119,7 @@ def warm(
 
 
 def warm_with(
-    engine: WarmEngine,
+    engine: OfflineEngine,
     prompts: Iterable[object],
     sharing: Sharing,
     *,
@@ -185,7 +144,8 @@ def warm_with(
         run.warm([_Item.of(item, sharing) for item in batch])
     else:
         run.restore_tails()
-    return run.finish()
+    run.note()
+    return run.report
 
 
 class _Item(NamedTuple):
@@ -203,7 +163,7 @@ class _Item(NamedTuple):
 class _Run:
     """One run over all batches."""
 
-    def __init__(self, engine: WarmEngine, tick: Tick) -> None:
+    def __init__(self, engine: OfflineEngine, tick: Tick) -> None:
         self.report = WarmReport()
         self._engine = engine
         self._tick = tick
@@ -237,7 +197,7 @@ class _Run:
                     self._with_tails.append(item)
             else:
                 report.failed_prompts += 1
-        self._note()
+        self.note()
 
     def _compute(self, batch: Sequence[_Item], wanted_refs: list[ChunkRef]) -> set[ChunkRef]:
         """Have vLLM compute the prompts that miss a chunk. Returns the chunks that are still missing."""
@@ -261,12 +221,8 @@ class _Run:
             batch = lost[begin : begin + MAX_BATCH_PROMPTS]
             self._failed |= self._compute(batch, [item.refs[-1] for item in batch])
 
-    def finish(self) -> WarmReport:
-        """The report."""
-        self._note()
-        return self.report
-
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Bring the report up to date, and tell it."""
         self.report.chunks_failed = len(self._failed)
         self.report.seconds = time.monotonic() - self._begin_s
         self._tick(self.report)

@@ -51,7 +51,7 @@ class TestClients:
         assert not any(engine.seen for engine in engines)
 
     def test_bodies_that_are_too_large(self, serve: Serve, prefill: FakeEngine) -> None:
-        client = serve(max_body_bytes=1000)
+        client = serve(max_body_mb=1000 / (1 << 20))
         large = {**ASKED, "prompt": "x" * 1000}
         assert error_of(client.post(PATH, json=large))["code"] == 413
         assert error_of(client.post(PATH, content=iter([b"x" * 600] * 2)))["code"] == 413, "of a length not told"

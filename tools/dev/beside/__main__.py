@@ -38,8 +38,8 @@ from kvstore.tools.bench import redis
 from kvstore.tools.bench.geometry import GEOMETRIES
 from kvstore.tools.bench.samples import require, timed
 from kvstore.tools.bench.server import private_server
-from kvstore.tools.bench.table import numbers
 from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.console import numbers
 from kvstore.tools.dev.beside.lmcache import GIB, Lmcache, LmcacheServer, lmcache_server
 from kvstore.tools.dev.beside.systems import SETTLE_S, Kvstore, System
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ class CpuConnector:
 
         self._transfer = device_ops.multi_layer_kv_transfer
         self._format = EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
-        self._in, self._out = TransferDirection.D2H, TransferDirection.H2D
+        self.batched_from_gpu = partial(self._move, TransferDirection.D2H)  # gathers chunks
+        self.batched_to_gpu = partial(self._move, TransferDirection.H2D)  # scatters them
         self._geometry = workbench.geometry
         self._slots_total = workbench.paged.num_blocks * self._geometry.block_tokens
         self._row = self._geometry.kv_heads * self._geometry.head_size
@@ -41,26 +43,21 @@ class CpuConnector:
         """Of a chunk: K and V, layers, tokens, elements."""
         return torch.Size([2, self._geometry.layers, num_tokens, self._row])
 
-    def batched_from_gpu(
-        self, memory_objs: list[Any], starts: list[int], ends: list[int], *, slot_mapping: torch.Tensor, **_: object
-    ) -> None:
-        """Gather chunks."""
-        self._move(memory_objs, starts, ends, slot_mapping, self._in)
-
-    def batched_to_gpu(
-        self, memory_objs: list[Any], starts: list[int], ends: list[int], *, slot_mapping: torch.Tensor, **_: object
-    ) -> None:
-        """Scatter chunks."""
-        self._move(memory_objs, starts, ends, slot_mapping, self._out)
-
     def _move(
-        self, chunks: list[Any], starts: list[int], ends: list[int], slots: torch.Tensor, direction: object
+        self,
+        direction: object,
+        memory_objs: list[Any],
+        starts: list[int],
+        ends: list[int],
+        *,
+        slot_mapping: torch.Tensor,
+        **_: object,
     ) -> None:
-        for chunk, start, end in zip(chunks, starts, ends, strict=True):
+        for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
             self._transfer(
                 chunk.tensor,
                 self._layers,
-                slots[start:end],
+                slot_mapping[start:end],
                 torch.device("cpu"),
                 self._slots_total,
                 direction,
