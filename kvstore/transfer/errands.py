@@ -1,7 +1,8 @@
 """Removals, clears and resets of one tier, in order and on a thread of their own, so that no caller waits for the tier.
 
-Waiting removals are carried out together. A clear or a reset replaces everything that waits before it. Each errand has
-a number: a write that must come after some of them waits for the last one.
+Waiting removals are carried out together. A clear or a reset replaces everything that waits before it; if a clear
+fails, the removals that it replaced are carried out, as what was found to be wrong must not be found again. Each errand
+has a number: a write that must come after some of them waits for the last one.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class _Errand:
     Attributes:
         refs: the chunks to remove; None for a sweep.
         namespace: the one that a reset enters.
+        replaced: of a sweep, chunks whose removals it has replaced.
         number: of the last call that is done with this errand.
         then: called afterwards, even if it failed.
     """
 
     refs: dict[ChunkRef, None] | None
     namespace: Namespace | None = None
+    replaced: dict[ChunkRef, None] = field(default_factory=dict)
     number: int = 0
     then: list[Then] = field(default_factory=list)
 
@@ -129,6 +132,7 @@ class Errands:
             sweep = _Errand(None, namespace)
             for errand in self._waiting:
                 sweep.then += errand.then
+                sweep.replaced.update(errand.replaced if errand.refs is None else errand.refs)
                 sweep.namespace = sweep.namespace or errand.namespace  # a reset that has not begun also clears
             self._waiting.clear()  # they go with everything else
             self._number(sweep)
@@ -186,6 +190,14 @@ class Errands:
             pass  # a write that hung has ended after ``close``: the next start finds what it left
         except TierError as error:
             self._complain(what, error)
+            self._try_replaced(errand)
+
+    def _try_replaced(self, sweep: _Errand) -> None:
+        """Carry out the removals that a sweep was to make good for. After a reset nothing finds these chunks anyway."""
+        if sweep.namespace is None:
+            refs = iter(sweep.replaced)
+            while part := dict.fromkeys(islice(refs, _MAX_REFS)):
+                self._try(_Errand(part))
 
 
 def _call(then: Iterable[Then]) -> None:

@@ -71,6 +71,16 @@ def test_a_write_overtaken_by_new_weights_stores_nothing(place: str) -> None:
         run.retrieve(ONE)
 
 
+def test_what_was_found_wrong_is_removed_though_the_clear_behind_it_fails() -> None:
+    with machine(hot_slots=0) as run:
+        for _ in range(20):  # whether the removal still waits is a matter of threads
+            run.trouble("remote", "clear", [0])
+            run.store(ONE)
+            run.remove(ONE, "condemn")
+            run.clear()
+            run.retrieve(ONE)
+
+
 @pytest.mark.parametrize("how", ["sequence", "all", "weights"])
 @pytest.mark.parametrize("local_cpu", [True, False])
 def test_a_layered_load_ends_with_what_it_loads(how: str, local_cpu: bool) -> None:

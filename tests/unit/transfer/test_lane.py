@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 from support.gate import HANG_GUARD_S, Gate
@@ -200,6 +201,26 @@ def test_removals_that_wait_are_carried_out_together(bench: Bench, gate: Gate) -
     assert bench.lane.settle(HANG_GUARD_S)
     assert bench.forgotten == [[ref_of(1)], [ref_of(2), ref_of(3)]]
     assert bench.held() == {ref_of(4)}
+
+
+def test_removals_that_a_clear_replaced_come_after_it_if_it_fails(
+    bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if two of them fail: what was found to be wrong must not be found again."""
+    bench.store(1, 2, 3)
+    bench.before_forgetting = gate
+    bench.lane.remove([ref_of(4)])
+    assert gate.reached.wait(HANG_GUARD_S)
+    monkeypatch.setattr(bench.tier, "clear", Mock(side_effect=TierError("no")))
+    bench.lane.remove([ref_of(1)])
+    bench.lane.clear()
+    bench.lane.remove([ref_of(2)])
+    bench.lane.clear()
+    assert bench.lane.flush(0).pending
+    gate.open()
+    assert bench.lane.settle(HANG_GUARD_S)
+    assert bench.held() == {ref_of(3)}
+    assert bench.read(1) is Outcome.MISS
 
 
 def test_many_removals_are_carried_out_in_parts(bench: Bench, gate: Gate) -> None:
