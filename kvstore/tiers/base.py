@@ -18,6 +18,7 @@ disk is a ``BoundedTier``: the index decides what it holds, so it accounts for e
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Transfer(NamedTuple):
 
 @dataclass
 class TierCounters:
-    """Events since the tier was opened. Read without a lock: each number is exact, several together nearly so."""
+    """Events since the tier was opened. Thread-safe; each number is exact, several together nearly so."""
 
     hits: int = 0
     misses: int = 0
@@ -67,15 +68,22 @@ class TierCounters:
     swept: int = 0  # leftovers of a crash and unusable files, removed at start
     bytes_read: int = 0
     bytes_written: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
-    def count(self, outcome: Outcome, num_bytes: int) -> None:
-        """Count one chunk's outcome, and its bytes if they moved. Not atomic: hold the tier's lock."""
-        name = _COUNTER_OF[outcome]
-        setattr(self, name, getattr(self, name) + 1)
-        if outcome is Outcome.HIT:
-            self.bytes_read += num_bytes
-        elif outcome is Outcome.STORED:
-            self.bytes_written += num_bytes
+    def count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
+        """Count one chunk's outcome, and its bytes if they moved. Returns the outcome.
+
+        A chunk that is read in several calls is one hit, with its last layer.
+        """
+        with self._lock:
+            if is_last or outcome is not Outcome.HIT:
+                name = _COUNTER_OF[outcome]
+                setattr(self, name, getattr(self, name) + 1)
+            if outcome is Outcome.HIT:
+                self.bytes_read += num_bytes
+            elif outcome is Outcome.STORED:
+                self.bytes_written += num_bytes
+        return outcome
 
 
 _COUNTER_OF = {

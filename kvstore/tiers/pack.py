@@ -91,7 +91,8 @@ class PackTier(BoundedTier):
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
         self._check_open()
         return [
-            self._count(*self._get(transfer, payload)) for transfer, payload in zip(transfers, payloads, strict=True)
+            self.counters.count(*self._get(transfer, payload))
+            for transfer, payload in zip(transfers, payloads, strict=True)
         ]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
@@ -99,7 +100,7 @@ class PackTier(BoundedTier):
         for transfer in transfers:
             payload_view(self._layout, transfer)
         self._check_open()
-        return [self._count(Outcome.FULL, 0) for _ in transfers]
+        return [self.counters.count(Outcome.FULL, 0) for _ in transfers]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Hide chunks until the pack is opened again."""
@@ -180,11 +181,6 @@ class PackTier(BoundedTier):
         if codec not in self._coders:
             self._coders[codec] = ChunkCoder(self._layout, open_codec(codec, self._layout))
         return self._coders[codec]
-
-    def _count(self, outcome: Outcome, num_bytes: int) -> Outcome:
-        with self._lock:
-            self.counters.count(outcome, num_bytes)
-        return outcome
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -174,7 +174,7 @@ class DiskTier(BoundedTier):
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""
         bodies = [self._io.check(transfer) for transfer in transfers]
         with self._operation():
-            return [self._count(*self._get(body)) for body in bodies]
+            return [self.counters.count(*self._get(body)) for body in bodies]
 
     @property
     def reads_layers(self) -> bool:
@@ -190,7 +190,9 @@ class DiskTier(BoundedTier):
         is_last = layers.stop == self._layout.num_layers
         with self._operation():
             return [
-                self._count(self._get(body, layers)[0], self.layer_bytes(body.ref.num_blocks, layers), is_last=is_last)
+                self.counters.count(
+                    self._get(body, layers)[0], self.layer_bytes(body.ref.num_blocks, layers), is_last=is_last
+                )
                 for body in bodies
             ]
 
@@ -215,7 +217,7 @@ class DiskTier(BoundedTier):
             with self._changed:  # both of one moment: a later reset makes another generation
                 generation, namespace_id = self._chunks.generation, self._io.namespace_id
             return [
-                self._count(
+                self.counters.count(
                     *(self._put(body, generation) if transfer.belongs_to(namespace_id) else (Outcome.FAILED, 0))
                 )
                 for transfer, body in zip(transfers, bodies, strict=True)
@@ -327,15 +329,6 @@ class DiskTier(BoundedTier):
         self.counters.swept += found.swept
         self._chunks.take_stock(found)
         self._scanned = True
-
-    def _count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
-        """Count what became of a chunk. One that is read in several calls is one hit, with its last layer."""
-        with self._changed:
-            if outcome is Outcome.HIT and not is_last:
-                self.counters.bytes_read += num_bytes
-            else:
-                self.counters.count(outcome, num_bytes)
-        return outcome
 
     def _get(self, body: Body, layers: range | None = None) -> tuple[Outcome, int]:
         """Read a chunk, or some layers of it: the outcome, and the size of its file."""
