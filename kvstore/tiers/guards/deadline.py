@@ -36,8 +36,7 @@ class Deadline(TierWrapper):
     A call that timed out before it began is withdrawn. One that had begun goes on: a late ``put``, ``remove`` or
     ``clear`` still takes effect. While all threads are stuck in such calls, every call fails at once with
     ``TierError``. Callbacks of ``pending`` run on the thread of the late call. ``used_bytes``, ``stored_bytes``,
-    ``size_of`` and ``counters`` run on the caller's thread, without a deadline: they answer from memory, but for the
-    ``used_bytes`` of a cache server, which is asked.
+    ``size_of`` and ``counters`` run on the caller's thread, without a deadline: they answer from memory.
 
     Args:
         inner: the tier to guard.

@@ -10,8 +10,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -26,27 +25,20 @@ from kvstore.tiers.server.link import Link
 _READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
-class Move(NamedTuple):
-    """One payload, and its pages at the server."""
-
-    payload: ByteArray
-    grant: messages.Grant
-
-
 class Mover(ABC):
     """Moves payloads for one tier. Thread-safe; a connection belongs to one thread."""
 
     @abstractmethod
-    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Write payloads to their pages; for each, whether all of it is there.
+    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+        """Write a payload to its pages; whether all of it is there.
 
         Raises:
             TierError: the server failed.
         """
 
     @abstractmethod
-    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Read payloads from their pages; for each, whether all of it is here.
+    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+        """Read a payload from its pages; whether all of it is here.
 
         Raises:
             TierError: the server failed.
@@ -76,19 +68,15 @@ class Mapped(Mover):
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Copy."""
-        memory = self._memory_of(link)
-        for payload, grant in moves:
-            scatter(payload, _views(memory, grant, len(payload)))
-        return [True] * len(moves)
+        scatter(payload, _views(self._memory_of(link), grant, len(payload)))
+        return True
 
-    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Copy."""
-        memory = self._memory_of(link)
-        for payload, grant in moves:
-            np.concatenate(_views(memory, grant, len(payload)), out=payload)
-        return [True] * len(moves)
+        np.concatenate(_views(self._memory_of(link), grant, len(payload)), out=payload)
+        return True
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
         """A view."""
@@ -156,40 +144,27 @@ def _views(memory: ByteArray, grant: messages.Grant, num_bytes: int) -> list[Byt
 class Framed(Mover):
     """In messages."""
 
-    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Send pieces, a few of them before the first is confirmed."""
         sender = PieceSender(link)
-        for number, (payload, grant) in enumerate(moves):
-            sender.send(number, grant.lease, payload, range(len(payload)))
-        failed = sender.finish()
-        return [number not in failed for number in range(len(moves))]
+        sender.send(0, grant.lease, payload, range(len(payload)))
+        return not sender.finish()
 
-    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Ask for pieces, a few of them ahead."""
-        arrived = [True] * len(moves)
-        under_way: dict[int, tuple[int, ByteArray]] = {}
-        waiting = deque(_pieces(moves))
+        is_whole = True
+        under_way: dict[int, ByteArray] = {}  # where pieces go, by serials
+        waiting = deque(range(0, len(payload), messages.PIECE_BYTES))
         while waiting or under_way:
             while waiting and len(under_way) < _READ_WINDOW:
-                number, offset, part = waiting.popleft()
-                serial = link.new_serial()
-                link.send(messages.Fetch(serial, moves[number].grant.lease, offset, len(part)))
-                under_way[serial] = number, part
-            answer, is_sound = link.receive_into(
-                lambda data: under_way[data.serial][1] if data.serial in under_way else None
-            )
-            found = under_way.pop(answer.serial, None)
-            if found is None:
+                offset, serial = waiting.popleft(), link.new_serial()
+                under_way[serial] = payload[offset : offset + messages.PIECE_BYTES]
+                link.send(messages.Fetch(serial, grant.lease, offset, len(under_way[serial])))
+            answer, is_sound = link.receive_into(lambda data: under_way.get(data.serial))
+            if under_way.pop(answer.serial, None) is None:
                 raise TierError(f"the cache server answered {answer.serial}, which was not asked")
-            arrived[found[0]] = arrived[found[0]] and is_sound
-        return arrived
-
-
-def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, ByteArray]]:
-    """For each piece of all payloads: the number of the payload, the offset in it, and the bytes."""
-    for number, (payload, _) in enumerate(moves):
-        for offset in range(0, len(payload), messages.PIECE_BYTES):
-            yield number, offset, payload[offset : offset + messages.PIECE_BYTES]
+            is_whole = is_whole and is_sound
+        return is_whole
 
 
 class PieceSender:
