@@ -49,27 +49,6 @@ class BreakerState(Enum):
     PROBING = "probing"
 
 
-@dataclass(frozen=True)
-class BreakerStats:
-    """A snapshot of a breaker.
-
-    Attributes:
-        state: the current one.
-        openings: how often it opened.
-        recoveries: how often it closed again.
-        probes: calls let through while it was open.
-        short_cut_calls: calls answered without the tier.
-        owed_removals: chunks that the tier must still forget.
-    """
-
-    state: BreakerState
-    openings: int
-    recoveries: int
-    probes: int
-    short_cut_calls: int
-    owed_removals: int
-
-
 class _Verdict(Enum):
     UNKNOWN = 0
     SUCCESS = 1
@@ -137,10 +116,6 @@ class CircuitBreaker(TierWrapper):
         self._owed = OwedRemovals()
         self._namespace_id: bytes | None = None  # of the last reset
         self._clears = 0  # begun and ended: odd while one is under way
-        self._openings = 0
-        self._recoveries = 0
-        self._probes = 0
-        self._short_cut_calls = 0
         self._is_shut = False
 
     @property
@@ -153,17 +128,15 @@ class CircuitBreaker(TierWrapper):
         """Whether calls are answered without the tier."""
         return self._state is not BreakerState.CLOSED
 
-    def stats(self) -> BreakerStats:
-        """State and counts at one moment."""
-        with self._lock:
-            return BreakerStats(
-                self._state,
-                self._openings,
-                self._recoveries,
-                self._probes,
-                self._short_cut_calls,
-                len(self._owed),
-            )
+    @property
+    def state(self) -> BreakerState:
+        """Whether calls go through."""
+        return self._state
+
+    @property
+    def owed_removals(self) -> int:
+        """Chunks that the tier must still forget."""
+        return len(self._owed)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward; all False while open. A probe only where it reaches the storage.
@@ -347,9 +320,7 @@ class CircuitBreaker(TierWrapper):
                 return _Passage(is_probe=False)
             if may_probe and self._state is BreakerState.OPEN and self._is_probe_due():
                 self._state = BreakerState.PROBING
-                self._probes += 1
                 return _Passage(is_probe=True)
-            self._short_cut_calls += 1
             return None
 
     def _is_probe_due(self) -> bool:
@@ -384,7 +355,6 @@ class CircuitBreaker(TierWrapper):
             return None
         self._state = BreakerState.OPEN
         self._since_s = self._clock()
-        self._openings += 1
         return logging.WARNING, (
             f"the {self.name} tier failed {self._failures_in_a_row} times in a row and is left out; it is tried again "
             f"every {self._probe_interval_s:g} s ({passage.reason or 'every chunk of the last call failed'})"
@@ -399,7 +369,6 @@ class CircuitBreaker(TierWrapper):
             return None
         self._state = BreakerState.CLOSED
         self._failures_in_a_row = 0
-        self._recoveries += 1
         return logging.INFO, f"the {self.name} tier works again"
 
     def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:
