@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -23,13 +22,13 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.given import COUNT, FLAG, SECONDS, TEXT, WHOLE, read_options, split_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _FORMS = "redis://, rediss://, unix://, redis-sentinel:// or redis-cluster://"
 
 
@@ -142,57 +141,23 @@ class RedisTarget:
         }
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("it must be a text")
-    return value
-
-
-def _flag(value: object) -> bool:
-    text = str(value).lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError(f"it must be true or false, not {value!r}")
-    return text in _TRUE
-
-
-def _whole(value: object, least: int) -> int:
-    text = str(value)
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"it must be a whole number of {least} at least, not {value!r}")
-    return int(text)
-
-
-_count, _database = partial(_whole, least=1), partial(_whole, least=0)
-
-
-def _seconds(value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ValueError(f"it must be a positive number of seconds, not {value!r}")
-    return number
-
-
-# Every option, and how to parse its value.
-_MAKERS: dict[str, Callable[[object], object]] = {
-    "username": _text,
-    "password": _text,
-    "sentinel_username": _text,
-    "sentinel_password": _text,
-    "tls": _flag,
-    "tls_ca": _text,
-    "tls_cert": _text,
-    "tls_key": _text,
-    "tls_check_hostname": _flag,
-    "db": _database,
-    "connections": _count,
-    "timeout_s": _seconds,
-    "connect_timeout_s": _seconds,
-    "ttl_s": _count,
+_KINDS = {
+    "username": TEXT,
+    "password": TEXT,
+    "sentinel_username": TEXT,
+    "sentinel_password": TEXT,
+    "tls": FLAG,
+    "tls_ca": TEXT,
+    "tls_cert": TEXT,
+    "tls_key": TEXT,
+    "tls_check_hostname": FLAG,
+    "db": WHOLE,
+    "connections": COUNT,
+    "timeout_s": SECONDS,
+    "connect_timeout_s": SECONDS,
+    "ttl_s": COUNT,
 }
-OPTIONS = tuple(_MAKERS)
+OPTIONS = tuple(_KINDS)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
@@ -201,53 +166,32 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
     Raises:
         ConfigError: says what is wrong, without the URL, which may contain a password.
     """
-    if not isinstance(url, str):
-        raise ConfigError("the redis tier needs the option 'url', such as redis://localhost:6379/0")
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"the Redis URL cannot be read: {error}") from error
-    given: dict[str, Any] = dict(parse_qsl(parts.query))
-    given.update((name, value) for name, value in options.items() if value is not None)
+    parts = split_url(url, "redis", "redis://localhost:6379/0")
     login, _, places = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
-    given.setdefault("username", unquote(user) or None)
-    given.setdefault("password", unquote(password) or None)
+
+    def settings(db: Sequence[str] = (), *, tls: bool | None = None) -> dict[str, Any]:
+        first = {"username": unquote(user) or None, "password": unquote(password) or None, "db": next(iter(db), None)}
+        return read_options("redis", _KINDS, first, dict(parse_qsl(parts.query)), options, {"tls": tls})
+
     path = [unquote(part) for part in parts.path.split("/") if part]
     match parts.scheme:
         case "redis" | "rediss":
             _require(len(path) <= 1, "after the address of a server comes at most the number of a database")
             addresses = _addresses(places, _PORT)
             _require(len(addresses) == 1, "redis:// names one server: redis-cluster:// names several")
-            if parts.scheme == "rediss":
-                given["tls"] = True
-            return RedisTarget(Kind.SINGLE, addresses, **_settings(given, path[:1]))
+            return RedisTarget(Kind.SINGLE, addresses, **settings(path, tls=parts.scheme == "rediss" or None))
         case "unix":
             _require(bool(path) and not places, "a unix socket is named by its whole path: unix:///run/redis.sock")
-            return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **_settings(given, []))
+            return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **settings())
         case "redis-sentinel":
             _require(1 <= len(path) <= 2, "after the Sentinels comes the name of the service: host:26379/mymaster")
-            return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **_settings(given, path[1:]))
+            return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **settings(path[1:]))
         case "redis-cluster":
-            _require(not path and not given.get("db"), "a cluster has no databases: leave out the number")
-            return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **_settings(given, []))
+            found = settings()
+            _require(not path and not found.get("db"), "a cluster has no databases: leave out the number")
+            return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **found)
     raise ConfigError(f"a Redis URL begins with {_FORMS}, not {parts.scheme!r}")
-
-
-def _settings(given: Mapping[str, object], path_db: list[str]) -> dict[str, Any]:
-    """The parsed options."""
-    with_db = {**({"db": path_db[0]} if path_db else {}), **given}
-    settings: dict[str, Any] = {}
-    for name, value in with_db.items():
-        if value is None:
-            continue
-        if name not in _MAKERS:
-            raise ConfigError(f"a Redis URL has no option {name!r}: it knows {', '.join(OPTIONS)}")
-        try:
-            settings[name] = _MAKERS[name](value)
-        except ValueError as error:
-            raise ConfigError(f"the Redis option {name!r} cannot be used: {error}") from error
-    return settings
 
 
 def _addresses(places: str, default_port: int) -> tuple[Address, ...]:
