@@ -162,6 +162,17 @@ class TierSetup:
         if unknown is not None:
             raise ConfigError(f"a tier has no option {unknown!r}: it knows {', '.join(known) or 'none'}")
 
+    def require_unbounded(self, advice: str) -> None:
+        """Refuse a capacity, for a tier whose storage keeps a bound of its own.
+
+        Raises:
+            ConfigError: with advice where to set that bound.
+        """
+        if self.capacity_bytes != UNBOUNDED_BYTES:
+            raise ConfigError(
+                f"this tier keeps to no capacity of its own, such as {self.capacity_bytes} bytes: {advice}"
+            )
+
 
 def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
     """The part of a transfer's buffer that is the payload.
@@ -179,6 +190,14 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
             f"not {buffer.dtype}{list(buffer.shape)}"
         )
     return buffer[:payload_bytes]
+
+
+def start_closing(tiers: Iterable[Tier]) -> list[threading.Thread]:
+    """Close tiers at once, each on a thread of its own, so that one that hangs does not delay the others."""
+    closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
+    for closer in closers:
+        closer.start()
+    return closers
 
 
 def check_ref(layout: KVLayout, ref: ChunkRef) -> None:

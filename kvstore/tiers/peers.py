@@ -22,7 +22,7 @@ from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view
+from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view, start_closing
 
 _MAX_ROUTES: Final = 65_536  # chunks yet to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
@@ -210,7 +210,7 @@ class PeersTier(Tier):
             self._sources.clear()
             self._routes.clear()
             self._removed.clear()
-        _close_all(gone)
+        start_closing(gone)
         if self.own:
             self.own.reset(namespace)
 
@@ -221,7 +221,7 @@ class PeersTier(Tier):
                 return
             self._is_closed = True
         self._askers.shutdown(wait=False, cancel_futures=True)
-        for closing in _close_all(self.parts):
+        for closing in start_closing(self.parts):
             closing.join()
 
     def _check_open(self) -> None:
@@ -337,11 +337,3 @@ def _open_all(
             opened.callback(peers[url].close)
         opened.pop_all()
     return peers
-
-
-def _close_all(tiers: Iterable[Tier]) -> list[threading.Thread]:
-    """Close tiers at once, each on a thread of its own, so that one that hangs does not delay the others."""
-    closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
-    for closer in closers:
-        closer.start()
-    return closers

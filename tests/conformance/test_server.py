@@ -20,11 +20,11 @@ from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, BoundedTierConformance, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import GuardOptions, guarded, layers
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.tier import Body, ServerTier
+from kvstore.tiers.server.tier import ServerTier
 
 HANG_GUARD_S = 60.0
 
@@ -72,9 +72,9 @@ class Served(TierConformance):
         tier, ref = self.server_tier(), make_ref(1)
         store = tier._store
 
-        def overtaken(link: Link, body: Body) -> Outcome:
+        def overtaken(link: Link, transfer: Transfer) -> Outcome:
             tier.reset(MINE.at_epoch("next"))
-            return store(link, body)
+            return store(link, transfer)
 
         monkeypatch.setattr(tier, "_store", overtaken)
         assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.FAILED]

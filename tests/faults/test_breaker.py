@@ -329,7 +329,7 @@ def test_random_failures_lose_no_result_and_it_always_recovers(events: list[tupl
                 (break_down if event == "break" else repair)(bench.tier)
         except TierError:
             assert bench.tier.before_get is broken, "the breaker made up a failure"
-        known -= {number for number in range(6) if ref_of(number) in bench.breaker._owed}
+        known -= {number for number in range(6) if ref_of(number) in bench.breaker._owed.refs()}
     repair(bench.tier)
     bench.clock.now_s += 1
     bench.breaker.get([transfer(0)])  # sees that the clock has jumped back, if it has

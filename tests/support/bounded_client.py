@@ -12,7 +12,7 @@ from kvstore.tiers.base import BoundedTier, TierSetup
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.links import Links
 from kvstore.tiers.server.tier import ServerTier
-from kvstore.tiers.server.url import OPTIONS, ServerTarget, parse_server
+from kvstore.tiers.server.url import ServerTarget, parse_server
 
 
 class BoundedServerTier(ServerTier, BoundedTier):
@@ -29,9 +29,8 @@ class BoundedServerTier(ServerTier, BoundedTier):
 
     @classmethod
     def open(cls, setup: TierSetup) -> BoundedServerTier:
-        setup.require_known_options("url", *OPTIONS)
-        options = {name: value for name, value in setup.options.items() if name in OPTIONS}
-        target = parse_server(setup.options["url"], options)
+        options = dict(setup.options)
+        target = parse_server(options.pop("url"), options)
         return cls(target, setup.namespace, setup.layout, setup.capacity_bytes)
 
     def scan(self) -> list[tuple[ChunkRef, int]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view
+from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
@@ -301,11 +301,8 @@ class StripedTier(BoundedTier):
     def close(self) -> None:
         """Close all folders in parallel; waits for the slowest of them, whose close is bounded."""
         self._closed = True
-        closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in self._tiers]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join()
+        for closing in start_closing(self._tiers):
+            closing.join()
 
     def _home(self, ref: ChunkRef) -> int:
         return zlib.crc32(ref.prefix_key) % len(self._disks)

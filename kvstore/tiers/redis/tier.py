@@ -26,13 +26,13 @@ except ImportError as error:
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.format.codecs import open_codec
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
 from kvstore.tiers.redis.coded import CodedIO
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.sweep import Sweeper
-from kvstore.tiers.redis.url import OPTIONS, Kind, RedisTarget, parse_target
+from kvstore.tiers.redis.url import Kind, RedisTarget, parse_target
 from kvstore.tiers.redis.wire import Reply, checked, pack
 
 if TYPE_CHECKING:
@@ -88,18 +88,12 @@ class RedisTier(Tier):
         Raises:
             ConfigError: see the class; or the URL or another option is wrong, or there is a capacity.
         """
-        if setup.capacity_bytes != UNBOUNDED_BYTES:
-            raise ConfigError(
-                f"the redis tier keeps to no capacity of its own, such as {setup.capacity_bytes} bytes: set maxmemory "
-                "and maxmemory-policy in the server"
-            )
-        setup.require_known_options("url", "codec", *OPTIONS)
-        options = {name: value for name, value in setup.options.items() if name in OPTIONS}
-        target = parse_target(setup.options.get("url"), options)
-        codec = setup.options.get("codec", "none")
+        setup.require_unbounded("set maxmemory and maxmemory-policy in the server")
+        options = dict(setup.options)
+        url, codec = options.pop("url", None), options.pop("codec", "none")
         if not isinstance(codec, str):
             raise ConfigError(f"the option 'codec' of the redis tier is a name, not {codec!r}")
-        return cls(target, setup.namespace, setup.layout, codec=codec)
+        return cls(parse_target(url, options), setup.namespace, setup.layout, codec=codec)
 
     def check(self) -> None:
         """Find out at start whether the servers can be used.

@@ -17,16 +17,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
-from kvstore.errors import ConfigError, InvalidCallError, TierError
+from kvstore.errors import InvalidCallError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.tiers.base import (
     MAX_LENT,
-    UNBOUNDED_BYTES,
     Loan,
     Tier,
     TierCounters,
@@ -39,16 +37,9 @@ from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.links import Links
 from kvstore.tiers.server.moves import Framed, Mapped, Mover
-from kvstore.tiers.server.url import OPTIONS, ServerTarget, parse_server
+from kvstore.tiers.server.url import ServerTarget, parse_server
 
 logger = logging.getLogger(__name__)
-
-
-class Body(NamedTuple):
-    """A chunk to move, and the part of its buffer that is the payload."""
-
-    transfer: Transfer
-    payload: ByteArray
 
 
 class ServerTier(Tier):
@@ -80,15 +71,9 @@ class ServerTier(Tier):
         Raises:
             ConfigError: the URL or another option is wrong, or there is a capacity.
         """
-        if setup.capacity_bytes != UNBOUNDED_BYTES:
-            raise ConfigError(
-                f"the server tier keeps to no capacity of its own, such as {setup.capacity_bytes} bytes: set "
-                "server_quotas at the server"
-            )
-        setup.require_known_options("url", *OPTIONS)
-        options = {name: value for name, value in setup.options.items() if name in OPTIONS}
-        target = parse_server(setup.options.get("url"), options)
-        return cls(target, setup.namespace, setup.layout)
+        setup.require_unbounded("set server_quotas at the server")
+        options = dict(setup.options)
+        return cls(parse_server(options.pop("url", None), options), setup.namespace, setup.layout)
 
     def check(self) -> None:
         """Find out at start whether the server can be used.
@@ -169,36 +154,37 @@ class ServerTier(Tier):
         self._links.close()
         self._mover.close()
 
-    # -- moving ------------------------------------------------------------------------------------------------------
-
-    def _each(self, transfers: Sequence[Transfer], move: Callable[[Link, Body], Outcome]) -> list[Outcome]:
+    def _each(self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome]) -> list[Outcome]:
         """Check all transfers, then move one after the other."""
-        bodies = [Body(transfer, payload_view(self._layout, transfer)) for transfer in transfers]
+        checked = [transfer._replace(buffer=payload_view(self._layout, transfer)) for transfer in transfers]
         self._links.require_open()
-        return [self.counters.count(self._links.use(partial(move, body=body)), len(body.payload)) for body in bodies]
+        return [
+            self.counters.count(self._links.use(partial(move, transfer=transfer)), len(transfer.buffer))
+            for transfer in checked
+        ]
 
-    def _get(self, link: Link, body: Body) -> Outcome:
-        (grant,) = calls.grants(link, messages.Acquire, [body.transfer.ref])
+    def _get(self, link: Link, transfer: Transfer) -> Outcome:
+        (grant,) = calls.grants(link, messages.Acquire, [transfer.ref])
         outcome = messages.outcome_of(grant.outcome)
         if grant.lease:
-            outcome = Outcome.HIT if self._mover.read(link, body.payload, grant) else Outcome.FAILED
+            outcome = Outcome.HIT if self._mover.read(link, transfer.buffer, grant) else Outcome.FAILED
             link.send(messages.Release(link.new_serial(), [grant.lease]))
         return outcome
 
-    def _put(self, link: Link, body: Body) -> Outcome:
-        if not body.transfer.belongs_to(link.namespace.id):
+    def _put(self, link: Link, transfer: Transfer) -> Outcome:
+        if not transfer.belongs_to(link.namespace.id):
             return Outcome.FAILED
-        outcome = self._store(link, body)
+        outcome = self._store(link, transfer)
         if outcome is Outcome.STORED and not self._links.is_home(link):  # a reset came first, and may have cleared
-            calls.remove(link, [body.transfer.ref])
+            calls.remove(link, [transfer.ref])
             return Outcome.FAILED
         return outcome
 
-    def _store(self, link: Link, body: Body) -> Outcome:
-        (grant,) = calls.grants(link, messages.Reserve, [body.transfer.ref])
+    def _store(self, link: Link, transfer: Transfer) -> Outcome:
+        (grant,) = calls.grants(link, messages.Reserve, [transfer.ref])
         outcome = messages.outcome_of(grant.outcome)
         if grant.lease:
-            is_whole = self._mover.write(link, body.payload, grant)
+            is_whole = self._mover.write(link, transfer.buffer, grant)
             (outcome,) = calls.commit(link, [grant.lease], is_whole=is_whole)
         return outcome
 
