@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -39,6 +39,24 @@ def split_url(url: object, tier: str, example: str) -> SplitResult:
         return urlsplit(url)
     except ValueError as error:
         raise ConfigError(f"the URL of the {tier} tier cannot be read: {error}") from error
+
+
+def host_and_port(parts: SplitResult, what: str) -> tuple[str, int | None]:
+    """Where a URL leads; no host is empty.
+
+    Raises:
+        ConfigError: its port is none.
+    """
+    try:
+        return parts.hostname or "", parts.port
+    except ValueError as error:
+        raise ConfigError(f"{what} names a wrong port: {error}") from error
+
+
+def kinds_of(target: type) -> dict[str, Kind]:
+    """The options among the fields of a class: those annotated with a kind."""
+    hints = get_type_hints(target, include_extras=True)
+    return {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
 def read_options(tier: str, kinds: Mapping[str, Kind], *given: Mapping[str, object]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.backoff import NoBackoff
@@ -22,7 +22,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.given import COUNT, FLAG, SECONDS, TEXT, WHOLE, read_options, split_url
+from kvstore.tiers.given import COUNT, FLAG, SECONDS, TEXT, WHOLE, host_and_port, kinds_of, read_options, split_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,20 +79,20 @@ class RedisTarget:
     kind: Kind
     addresses: tuple[Address, ...]
     service: str = ""
-    db: int = 0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    sentinel_username: str | None = None
-    sentinel_password: str | None = field(default=None, repr=False)
-    tls: bool = False
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_check_hostname: bool = True
-    connections: int = 8
-    timeout_s: float = 5.0
-    connect_timeout_s: float = 2.0
-    ttl_s: int | None = None
+    db: Annotated[int, WHOLE] = 0
+    username: Annotated[str | None, TEXT] = None
+    password: Annotated[str | None, TEXT] = field(default=None, repr=False)
+    sentinel_username: Annotated[str | None, TEXT] = None
+    sentinel_password: Annotated[str | None, TEXT] = field(default=None, repr=False)
+    tls: Annotated[bool, FLAG] = False
+    tls_ca: Annotated[str | None, TEXT] = None
+    tls_cert: Annotated[str | None, TEXT] = None
+    tls_key: Annotated[str | None, TEXT] = None
+    tls_check_hostname: Annotated[bool, FLAG] = True
+    connections: Annotated[int, COUNT] = 8
+    timeout_s: Annotated[float, SECONDS] = 5.0
+    connect_timeout_s: Annotated[float, SECONDS] = 2.0
+    ttl_s: Annotated[int | None, COUNT] = None
 
     def __str__(self) -> str:
         places = ", ".join(map(str, self.addresses))
@@ -116,13 +116,12 @@ class RedisTarget:
 
     def sentinel(self) -> Sentinel:
         """A client of the Sentinels."""
-        files = self._tls_files()
         login: dict[str, Any] = {
             "ssl": self.tls,
             "username": self.sentinel_username,
             "password": self.sentinel_password,
             "retry": Retry(NoBackoff(), 0),
-            **(files if self.tls else {}),
+            **self._tls_files(),
             **self._timeouts(),
         }
         return Sentinel(list(self.addresses), sentinel_kwargs=login)
@@ -141,22 +140,7 @@ class RedisTarget:
         }
 
 
-_KINDS = {
-    "username": TEXT,
-    "password": TEXT,
-    "sentinel_username": TEXT,
-    "sentinel_password": TEXT,
-    "tls": FLAG,
-    "tls_ca": TEXT,
-    "tls_cert": TEXT,
-    "tls_key": TEXT,
-    "tls_check_hostname": FLAG,
-    "db": WHOLE,
-    "connections": COUNT,
-    "timeout_s": SECONDS,
-    "connect_timeout_s": SECONDS,
-    "ttl_s": COUNT,
-}
+_KINDS = kinds_of(RedisTarget)
 OPTIONS = tuple(_KINDS)
 
 
@@ -197,13 +181,9 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
 def _addresses(places: str, default_port: int) -> tuple[Address, ...]:
     found = []
     for place in places.split(","):
-        parts = urlsplit(f"//{place}")
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigError(f"the Redis URL names a wrong port: {error}") from error
+        host, port = host_and_port(urlsplit(f"//{place}"), "the Redis URL")
         _require(bool(host), "the Redis URL names no host")
-        found.append(Address(str(host), port or default_port))
+        found.append(Address(host, port or default_port))
     return tuple(found)
 
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote
 
 from kvstore.errors import ConfigError
 from kvstore.protocol.keyfiles import KeyPair, read_pair, read_public
-from kvstore.tiers.given import COUNT, FILE, SECONDS, read_options, split_url
-
-_KINDS = {"connections": COUNT, "timeout_s": SECONDS, "client_key_file": FILE, "server_key_file": FILE}
-OPTIONS = tuple(_KINDS)
+from kvstore.tiers.given import COUNT, FILE, SECONDS, host_and_port, kinds_of, read_options, split_url
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,14 @@ class ServerTarget:
 
     folder: Path | None
     address: str
-    connections: int = 8
-    timeout_s: float = 5.0
+    connections: Annotated[int, COUNT] = 8
+    timeout_s: Annotated[float, SECONDS] = 5.0
     keys: KeyPair | None = None
     server_key: bytes | None = None
+
+
+_KINDS = {**kinds_of(ServerTarget), "client_key_file": FILE, "server_key_file": FILE}
+OPTIONS = tuple(_KINDS)
 
 
 def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:
@@ -55,10 +56,7 @@ def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:
             raise ConfigError("a cache server on this host is named by a whole path: kvs+ipc:///run/kvstore")
         folder = Path(unquote(parts.path))
         return ServerTarget(folder, f"ipc://{folder}/control", **given)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"the URL of the server tier cannot be read: {error}") from error
+    host, port = host_and_port(parts, "the URL of the server tier")
     if parts.scheme != "kvs" or not host or port is None or parts.path:
         raise ConfigError("the URL of a cache server is kvs+ipc:///folder or kvs://host:port")
     address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -19,7 +19,7 @@ BAD = {
     "kvs+ipc://run/kvstore": "named by a whole path",
     "kvs://host": "kvs://host:port",
     "kvs://host:7/path": "kvs://host:port",
-    "kvs://host:99999": "cannot be read",
+    "kvs://host:99999": "names a wrong port",
     "kvs://[host": "cannot be read",
     "kvs://host:7?connections=0": "'connections' cannot be used: it must be a whole number of 1",
     "kvs://host:7?timeout_s=nan": "'timeout_s' cannot be used: it must be a positive number",
