@@ -135,7 +135,7 @@ class StripedTier(BoundedTier):
         self._layout = layout
         self._disks = tuple(disks)
         self._tiers = tuple(tiers)
-        self._lock = threading.Lock()  # guards the fields below and the counters; never held during I/O
+        self._lock = threading.Lock()  # guards the fields below; never held during I/O
         self._strays: dict[ChunkRef, int] = {}
         self._putting: set[ChunkRef] = set()
         self._scanned = False

@@ -110,7 +110,7 @@ class Deadline(TierWrapper):
             wait_for([before])
             self.inner.reset(namespace)
 
-        resetting = self._aside("reset", reset)
+        resetting = start_aside(f"kvstore-{self.name}-reset", reset)
         try:
             resetting.result(self._slow_timeout_s)
         except TimeoutError as error:
@@ -128,13 +128,18 @@ class Deadline(TierWrapper):
         if self._owns_crew:
             self._crew.close()
         try:
-            self._aside("close", self.inner.close).result(self._slow_timeout_s)
+            start_aside(f"kvstore-{self.name}-close", self.inner.close).result(self._slow_timeout_s)
         except TimeoutError:
             logger.warning("the %s tier does not close within %s s: abandoned", self.name, self._slow_timeout_s)
 
     def _call(self, operation: str, action: Callable[[], Result]) -> Result:
         timeout_s = self._slow_timeout_s if operation in _SLOW else self._timeout_s
-        future = self._submit(operation, action)
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the {self.name} tier was closed")
+            if not self._late_reset.done():
+                raise TierError(f"{operation} of the {self.name} tier: an earlier reset has not ended")
+            future = self._crew.submit(operation, action)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
@@ -146,18 +151,6 @@ class Deadline(TierWrapper):
             raise TierTimeoutError(message, future) from error
         finally:
             del future  # or its exception and this frame would keep each other alive
-
-    def _aside(self, operation: str, action: Callable[[], None]) -> Future[None]:
-        """Start a call on a thread of its own, as all others may be stuck."""
-        return start_aside(f"kvstore-{self.name}-{operation}", action)
-
-    def _submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"the {self.name} tier was closed")
-            if not self._late_reset.done():
-                raise TierError(f"{operation} of the {self.name} tier: an earlier reset has not ended")
-            return self._crew.submit(operation, action)
 
     def _give_up(self, future: Future[Any]) -> None:
         with self._lock:

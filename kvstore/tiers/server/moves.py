@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from typing import Final
 
 import numpy as np
 
 from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
+from kvstore.errors import ClosedError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import checksum, scatter
@@ -25,40 +24,11 @@ from kvstore.tiers.server.link import Link
 _READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
-class Mover(ABC):
-    """Moves payloads for one tier. Thread-safe; a connection belongs to one thread."""
+class Mapped:
+    """Moves payloads through the server's memory, which is mapped here too. A restarted server has another one.
 
-    @abstractmethod
-    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Write a payload to its pages; whether all of it is there.
-
-        Raises:
-            TierError: the server failed.
-        """
-
-    @abstractmethod
-    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Read a payload from its pages; whether all of it is here.
-
-        Raises:
-            TierError: the server failed.
-        """
-
-    def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:  # noqa: ARG002 - see above
-        """A read-only view of a payload in its pages; a copy if these are several runs.
-
-        Raises:
-            InvalidCallError: the pages are not mapped here.
-            TierError: the server failed.
-        """
-        raise InvalidCallError("a cache server on another host does not lend its memory")
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """End what runs in the background."""
-
-
-class Mapped(Mover):
-    """Through the server's memory, which is mapped here too. A restarted server has another one."""
+    Thread-safe; a connection belongs to one thread. Every method may raise ``TierError``: the server failed.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,17 +39,17 @@ class Mapped(Mover):
         self._thread: threading.Thread | None = None
 
     def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Copy."""
+        """Write a payload to its pages; whether all of it is there."""
         scatter(payload, _views(self._memory_of(link), grant, len(payload)))
         return True
 
     def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
-        """Copy."""
+        """Read a payload from its pages; whether all of it is here."""
         np.concatenate(_views(self._memory_of(link), grant, len(payload)), out=payload)
         return True
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
-        """A view."""
+        """A read-only view of a payload in its pages; a copy if these are several runs."""
         parts = _views(self._memory_of(link), grant, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
@@ -141,8 +111,8 @@ def _views(memory: ByteArray, grant: messages.Grant, num_bytes: int) -> list[Byt
     return [memory[part.begin : part.begin + part.num_bytes] for part in parts]
 
 
-class Framed(Mover):
-    """In messages."""
+class Framed:
+    """The same in messages."""
 
     def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Send pieces, a few of them before the first is confirmed."""
@@ -165,6 +135,9 @@ class Framed(Mover):
                 raise TierError(f"the cache server answered {answer.serial}, which was not asked")
             is_whole = is_whole and is_sound
         return is_whole
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
 
 
 class PieceSender:

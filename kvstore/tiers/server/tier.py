@@ -36,7 +36,7 @@ from kvstore.tiers.base import (
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.links import Links
-from kvstore.tiers.server.moves import Framed, Mapped, Mover
+from kvstore.tiers.server.moves import Framed, Mapped
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class ServerTier(Tier):
         self.counters = TierCounters()
         self._target = target
         self._layout = layout
-        self._mover: Mover = Framed() if target.folder is None else Mapped()
+        self._mover: Framed | Mapped = Framed() if target.folder is None else Mapped()
         self._links = Links(target, namespace, messages.Geometry.of(layout))
 
     @classmethod
@@ -189,6 +189,7 @@ class ServerTier(Tier):
         return outcome
 
     def _lend(self, link: Link, refs: Sequence[ChunkRef]) -> tuple[list[Outcome], list[ByteArray | None], list[int]]:
+        assert isinstance(self._mover, Mapped), "others do not lend"
         granted = calls.grants(link, messages.Acquire, refs)
         outcomes = [messages.outcome_of(grant.outcome) for grant in granted]
         payloads = [
