@@ -25,7 +25,7 @@ except ImportError as error:
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import LayoutError, ProtocolError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import Run
 
@@ -413,11 +413,6 @@ def outcome_of(number: int) -> Outcome:
 def number_of(outcome: Outcome) -> int:
     """An outcome as a number."""
     return _NUMBERS[outcome]
-
-
-def namespace_of(fields: dict[str, str | int]) -> Namespace:
-    """The namespace that was sent."""
-    return Namespace(dict(fields))
 
 
 def fields_bytes(fields: dict[str, str | int]) -> int:

@@ -34,6 +34,7 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
+_PLURALS = {Outcome.HIT: "hits", Outcome.MISS: "misses"}  # other outcomes are counted under their own names
 
 
 class Transfer(NamedTuple):
@@ -77,23 +78,13 @@ class TierCounters:
         """
         with self._lock:
             if is_last or outcome is not Outcome.HIT:
-                name = _COUNTER_OF[outcome]
+                name = _PLURALS.get(outcome, outcome.value)
                 setattr(self, name, getattr(self, name) + 1)
             if outcome is Outcome.HIT:
                 self.bytes_read += num_bytes
             elif outcome is Outcome.STORED:
                 self.bytes_written += num_bytes
         return outcome
-
-
-_COUNTER_OF = {
-    Outcome.HIT: "hits",
-    Outcome.MISS: "misses",
-    Outcome.CORRUPT: "corrupt",
-    Outcome.STORED: "stored",
-    Outcome.FULL: "full",
-    Outcome.FAILED: "failed",
-}
 
 
 class Loan:
