@@ -15,30 +15,13 @@ from kvstore.tiers.server.tier import ServerTier
 from kvstore.tiers.server.url import ServerTarget, parse_server
 
 
-class _BoundedLinks(Links):
-    """Connections that tell the server a bound."""
-
-    capacity_bytes = 0
-
-    def _connect(self, namespace: Namespace) -> Link:
-        link = Link(self._context, self._target)
-        try:
-            link.hello(namespace, self._geometry, self.capacity_bytes)
-        except BaseException:
-            link.close()
-            raise
-        return link
-
-
 class BoundedServerTier(ServerTier, BoundedTier):
     """A server tier whose namespace holds at most ``capacity_bytes``; beyond that ``put`` answers ``FULL``."""
 
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout, capacity_bytes: int) -> None:
         super().__init__(target, namespace, layout)
         self._links.close()
-        links = _BoundedLinks(target, namespace, messages.Geometry.of(layout))
-        links.capacity_bytes = capacity_bytes
-        self._links: Links = links
+        self._links = Links(target, namespace, messages.Geometry.of(layout), capacity_bytes)
         self.capacity_bytes = capacity_bytes
         if capacity_bytes < self.stored_bytes(layout.blocks_per_chunk):
             self._links.close()

@@ -89,8 +89,8 @@ class Link:
         """Whether, as far as is known, the server still has this connection."""
         return self._unix_socket is None or not _is_over(self._unix_socket)
 
-    def hello(self, namespace: Namespace, geometry: messages.Geometry, capacity_bytes: int = 0) -> messages.Welcome:
-        """Introduce this client, and the namespace that its requests are about; 0 leaves its bound to the server.
+    def hello(self, namespace: Namespace, geometry: messages.Geometry, capacity_bytes: int) -> messages.Welcome:
+        """Introduce this client, and the namespace that its requests are about.
 
         Raises:
             TierSetupError: the server does not speak this protocol, or has no room for more clients.

@@ -156,12 +156,14 @@ class ServerTier(Tier):
 
     def _each(self, transfers: Sequence[Transfer], move: Callable[[Link, Transfer], Outcome]) -> list[Outcome]:
         """Check all transfers, then move one after the other."""
+
+        def moved(transfer: Transfer) -> Outcome:
+            outcome = self._links.use(lambda link: move(link, transfer))
+            return self.counters.count(outcome, len(transfer.buffer))
+
         checked = [transfer._replace(buffer=payload_view(self._layout, transfer)) for transfer in transfers]
         self._links.require_open()
-        return [
-            self.counters.count(self._links.use(partial(move, transfer=transfer)), len(transfer.buffer))
-            for transfer in checked
-        ]
+        return [moved(transfer) for transfer in checked]
 
     def _get(self, link: Link, transfer: Transfer) -> Outcome:
         (grant,) = calls.grants(link, messages.Acquire, [transfer.ref])
