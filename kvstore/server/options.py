@@ -108,7 +108,7 @@ def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpAddress | None]
 
 
 def _tcp_address(url: str) -> TcpAddress:
-    host, port = host_and_port(urlsplit(url), f"server_listen {url!r}")
+    host, port = host_and_port(urlsplit(url), f"a cache server cannot listen on {url!r}: it")
     if not host or port is None:
         raise ConfigError(f"a cache server cannot listen on {url!r}: name host and port, as in kvs://127.0.0.1:5566")
     return TcpAddress(host, port)

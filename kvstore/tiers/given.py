@@ -27,18 +27,18 @@ COUNT: Final = Kind(TypeAdapter(Annotated[int, Field(ge=1)]), "a whole number of
 SECONDS: Final = Kind(TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)]), "a positive number of seconds")
 
 
-def split_url(url: object, tier: str, example: str) -> SplitResult:
+def split_url(url: object, what: str, example: str) -> SplitResult:
     """The parts of a URL, whose hosts and ports are not checked yet.
 
     Raises:
         ConfigError: it is none. Does not show it, as it may contain a password.
     """
     if not isinstance(url, str):
-        raise ConfigError(f"the {tier} tier needs the option 'url', such as {example}")
+        raise ConfigError(f"a {what} tier needs the option 'url', such as {example}")
     try:
         return urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"the URL of the {tier} tier cannot be read: {error}") from error
+        raise ConfigError(f"the URL of the {what} cannot be read: {error}") from error
 
 
 def host_and_port(parts: SplitResult, what: str) -> tuple[str, int | None]:
@@ -59,7 +59,7 @@ def kinds_of(target: type) -> dict[str, Kind]:
     return {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
-def read_options(tier: str, kinds: Mapping[str, Kind], *given: Mapping[str, object]) -> dict[str, Any]:
+def read_options(what: str, kinds: Mapping[str, Kind], *given: Mapping[str, object]) -> dict[str, Any]:
     """The values of all options that are given, the later ones before the earlier ones; None does not count.
 
     Raises:
@@ -68,11 +68,11 @@ def read_options(tier: str, kinds: Mapping[str, Kind], *given: Mapping[str, obje
     options = {name: value for some in given for name, value in some.items() if value is not None}
     for name, value in options.items():
         if name not in kinds:
-            raise ConfigError(f"the {tier} tier has no option {name!r}: it knows {', '.join(kinds)}")
+            raise ConfigError(f"a {what} has no option {name!r}: it knows {', '.join(kinds)}")
         try:
             options[name] = kinds[name].type.validate_python(value)
         except ValidationError as error:
             shown = "" if "password" in name else f", not {value!r}"
-            message = f"the {tier} option {name!r} cannot be used: it must be {kinds[name].called}{shown}"
+            message = f"the {what} option {name!r} cannot be used: it must be {kinds[name].called}{shown}"
             raise ConfigError(message) from (None if "password" in name else error)
     return options

@@ -49,25 +49,19 @@ class BreakerState(Enum):
     PROBING = "probing"
 
 
-class _Verdict(Enum):
-    UNKNOWN = 0
-    SUCCESS = 1
-    FAILURE = 2
-
-
 @dataclass
 class _Passage:
-    """A call that goes through, and what it proves."""
+    """A call that goes through, and what it proves: that the tier works or fails; None: nothing."""
 
     is_probe: bool
-    verdict: _Verdict = _Verdict.UNKNOWN
+    works: bool | None = None
     reason: str = ""
 
     def judge(self, outcomes: Sequence[Outcome]) -> None:
         if not _REACHED.isdisjoint(outcomes):
-            self.verdict = _Verdict.SUCCESS
+            self.works = True
         elif outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
-            self.verdict = _Verdict.FAILURE
+            self.works = False
 
 
 class CircuitBreaker(TierWrapper):
@@ -149,7 +143,7 @@ class CircuitBreaker(TierWrapper):
                 return [False] * len(refs)
             held = self.inner.contains(refs)
             if self._asks_storage and refs:
-                passage.verdict = _Verdict.SUCCESS
+                passage.works = True
             hidden = self._owed.hidden(refs)
             return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
@@ -309,7 +303,7 @@ class CircuitBreaker(TierWrapper):
         try:
             yield
         except TierError as error:
-            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
+            passage.works, passage.reason = False, str(error)
             raise
         finally:  # also after exceptions that prove nothing: a probe must end
             self._conclude(passage)
@@ -330,12 +324,12 @@ class CircuitBreaker(TierWrapper):
 
     def _conclude(self, passage: _Passage) -> None:
         try:
-            if passage.is_probe and passage.verdict is _Verdict.SUCCESS and self._owed:
-                passage.verdict = _Verdict.UNKNOWN
+            if passage.is_probe and passage.works and self._owed:
+                passage.works = None
                 self._remove_with_owed()
-                passage.verdict = _Verdict.SUCCESS
+                passage.works = True
         except TierError as error:  # the probe's own result stands; the breaker stays open
-            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
+            passage.works, passage.reason = False, str(error)
         finally:
             with self._lock:
                 line = self._after_probe(passage) if passage.is_probe else self._after_call(passage)
@@ -345,9 +339,9 @@ class CircuitBreaker(TierWrapper):
 
     def _after_call(self, passage: _Passage) -> tuple[int, str] | None:
         """Count a failure or a success while closed. Returns the line to log."""
-        if self._state is not BreakerState.CLOSED or passage.verdict is _Verdict.UNKNOWN:
+        if self._state is not BreakerState.CLOSED or passage.works is None:
             return None  # a late call from before it opened changes nothing
-        if passage.verdict is _Verdict.SUCCESS:
+        if passage.works:
             self._failures_in_a_row = 0
             return None
         self._failures_in_a_row += 1
@@ -362,9 +356,9 @@ class CircuitBreaker(TierWrapper):
 
     def _after_probe(self, passage: _Passage) -> tuple[int, str] | None:
         """Close after a success, wait again after a failure. Returns the line to log."""
-        if passage.verdict is not _Verdict.SUCCESS:
+        if not passage.works:
             self._state = BreakerState.OPEN
-            if passage.verdict is _Verdict.FAILURE:  # if it proved nothing, the next call is a probe
+            if passage.works is False:  # if it proved nothing, the next call is a probe
                 self._since_s = self._clock()
             return None
         self._state = BreakerState.CLOSED

@@ -150,13 +150,13 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
     Raises:
         ConfigError: says what is wrong, without the URL, which may contain a password.
     """
-    parts = split_url(url, "redis", "redis://localhost:6379/0")
+    parts = split_url(url, "Redis", "redis://localhost:6379/0")
     login, _, places = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
 
     def settings(db: Sequence[str] = (), *, tls: bool | None = None) -> dict[str, Any]:
         first = {"username": unquote(user) or None, "password": unquote(password) or None, "db": next(iter(db), None)}
-        return read_options("redis", _KINDS, first, dict(parse_qsl(parts.query)), options, {"tls": tls})
+        return read_options("Redis", _KINDS, first, dict(parse_qsl(parts.query)), options, {"tls": tls})
 
     path = [unquote(part) for part in parts.path.split("/") if part]
     match parts.scheme:

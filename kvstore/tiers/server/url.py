@@ -48,15 +48,15 @@ def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:
     Raises:
         ConfigError: names the part that is wrong.
     """
-    parts = split_url(url, "server", "kvs+ipc:///run/kvstore")
-    given = read_options("server", _KINDS, dict(parse_qsl(parts.query)), options)
+    parts = split_url(url, "cache server", "kvs+ipc:///run/kvstore")
+    given = read_options("cache server", _KINDS, dict(parse_qsl(parts.query)), options)
     files = given.pop("client_key_file", None), given.pop("server_key_file", None)
     if parts.scheme == "kvs+ipc":
         if parts.netloc or not parts.path.startswith("/"):
             raise ConfigError("a cache server on this host is named by a whole path: kvs+ipc:///run/kvstore")
         folder = Path(unquote(parts.path))
         return ServerTarget(folder, f"ipc://{folder}/control", **given)
-    host, port = host_and_port(parts, "the URL of the server tier")
+    host, port = host_and_port(parts, "the URL of the cache server")
     if parts.scheme != "kvs" or not host or port is None or parts.path:
         raise ConfigError("the URL of a cache server is kvs+ipc:///folder or kvs://host:port")
     address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
