@@ -110,7 +110,7 @@ class Deadline(TierWrapper):
             wait_for([before])
             self.inner.reset(namespace)
 
-        resetting = start_aside(f"kvstore-{self.name}-reset", reset)
+        resetting = start_aside(self.name, "reset", reset)
         try:
             resetting.result(self._slow_timeout_s)
         except TimeoutError as error:
@@ -128,7 +128,7 @@ class Deadline(TierWrapper):
         if self._owns_crew:
             self._crew.close()
         try:
-            start_aside(f"kvstore-{self.name}-close", self.inner.close).result(self._slow_timeout_s)
+            start_aside(self.name, "close", self.inner.close).result(self._slow_timeout_s)
         except TimeoutError:
             logger.warning("the %s tier does not close within %s s: abandoned", self.name, self._slow_timeout_s)
 
