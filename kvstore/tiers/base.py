@@ -34,6 +34,7 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
+_counting = threading.Lock()  # one for all counters, which so remain plain data
 _PLURALS = {Outcome.HIT: "hits", Outcome.MISS: "misses"}  # other outcomes are counted under their own names
 
 
@@ -69,14 +70,13 @@ class TierCounters:
     swept: int = 0  # leftovers of a crash and unusable files, removed at start
     bytes_read: int = 0
     bytes_written: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
         """Count one chunk's outcome, and its bytes if they moved. Returns the outcome.
 
         A chunk that is read in several calls is one hit, with its last layer.
         """
-        with self._lock:
+        with _counting:
             if is_last or outcome is not Outcome.HIT:
                 name = _PLURALS.get(outcome, outcome.value)
                 setattr(self, name, getattr(self, name) + 1)

@@ -71,7 +71,9 @@ class RedisTier(Tier):
         self.counters = TierCounters()
         self._target = target
         self._layout = layout
-        self._io = _open_io(target, layout, codec)
+        self._io = ChunkIO(layout, target.ttl_s)
+        if codec != "none":
+            self._io = CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
         self._calls = Calls(target, open_nodes(target))
         self._sweeper = Sweeper(self._calls)
         self._home = Home(namespace.id)
@@ -283,12 +285,6 @@ class RedisTier(Tier):
             failure = next((answer for answer in answers if isinstance(answer, TierError)), failure)
         if failure is not None:
             raise failure
-
-
-def _open_io(target: RedisTarget, layout: KVLayout, codec: str) -> ChunkIO:
-    if codec == "none":
-        return ChunkIO(layout, target.ttl_s)
-    return CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
 
 
 def _unless_full(reply: Reply) -> None:
