@@ -200,12 +200,14 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
         total = sum(len(pack.extents[number]) for number, _, _ in places)
         report = PackReport(str(path))
         for number, shard, folder in places:
-            source = PackTier(pack, shard.namespace, shard.layout, UNBOUNDED_BYTES)
+            source = PackTier(pack, shard.namespace, shard.layout)
             try:
                 with closing(_open_target(target, shard, folder, pack.extents[number])) as tier:
                     slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
-                    for ref in pack.extents[number]:
-                        tick(total, _import_one(source, tier, shard, Transfer(ref, slot), report))
+                    for ref, extent in pack.extents[number].items():
+                        transfer = Transfer(ref, slot)
+                        moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
+                        tick(total, moved_bytes)
             except TierError as error:
                 if not report.chunks:  # nothing was done
                     raise
@@ -258,13 +260,14 @@ def refuse_other_model(pack: Pack, identity: str) -> None:
             )
 
 
-def _import_one(source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, report: PackReport) -> int:
-    """Move one chunk. Returns the bytes moved."""
+def _import_one(
+    source: PackTier, tier: Tier, shard: Shard, transfer: Transfer, report: PackReport, *, size_bytes: int
+) -> int:
+    """Move one chunk, which takes ``size_bytes`` in the pack. Returns the bytes moved."""
     ref = transfer.ref
     if tier.contains([ref]) == [True]:
         report.present += 1
         return 0
-    size_bytes = source.size_of(ref)
     if source.get([transfer]) != [Outcome.HIT]:
         report.faults.append(Fault(place_in_pack(shard, ref), "damaged in the pack"))
         return 0

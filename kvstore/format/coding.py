@@ -48,8 +48,7 @@ class ChunkCoder:
         end = self.header_bytes + layers.total_bytes
         size_bytes = round_up(end, ALIGNMENT_BYTES)
         out[end:size_bytes] = 0
-        encoding = layers if self.codec.name != "none" else None
-        header = chunkfile.build_header(self.layout, key, num_blocks, sums, encoding=encoding)
+        header = chunkfile.build_header(self.layout, key, num_blocks, sums, encoding=layers)
         out.data[: len(header)] = header
         return size_bytes
 

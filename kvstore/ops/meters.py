@@ -97,7 +97,7 @@ class WorkerMeter:
         levels: dict[str, float] = {}
         for place, observed in self._tiers.items():
             self._read_tier(place, observed, totals, tally)
-            states = [_SEVERITY[breaker.stats().state] for breaker in observed.breakers()]
+            states = [_SEVERITY[breaker.state] for breaker in observed.breakers()]
             levels[metrics.BREAKER_STATE.key(place)] = max(states, default=0)
         if self._disk is not None:
             levels[metrics.DISK_USED_BYTES.key()] = self._disk.used_bytes

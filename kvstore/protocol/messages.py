@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import lru_cache, reduce
 from itertools import chain
 from operator import or_
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 try:
     import msgspec
@@ -25,9 +25,11 @@ except ImportError as error:
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import LayoutError, ProtocolError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.layout import KVLayout
 from kvstore.protocol.runs import Run
+
+Decoded = TypeVar("Decoded")
 
 PROTOCOL_VERSION: Final = 1
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
@@ -318,8 +320,8 @@ Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused |
 _OUTCOMES: Final = tuple(Outcome)
 _NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(reduce(or_, Request.__subclasses__()))
-_answers = msgspec.msgpack.Decoder(Answer)
+_requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(reduce(or_, Request.__subclasses__()))
+_answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Request | Answer) -> bytes:
@@ -340,11 +342,7 @@ def decode_request(data: bytes | memoryview) -> Request:
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(data)}")
-    try:
-        request: Request = _requests.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message cannot be read: {error}") from error
-    return request
+    return _decoded(_requests, data, "a message")
 
 
 def decode_answer(data: bytes | memoryview) -> Answer:
@@ -353,11 +351,14 @@ def decode_answer(data: bytes | memoryview) -> Answer:
     Raises:
         ProtocolError: it is no answer.
     """
+    return _decoded(_answers, data, "an answer of the cache server")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes | memoryview, what: str) -> Decoded:
     try:
-        answer: Answer = _answers.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"an answer of the cache server cannot be read: {error}") from error
-    return answer
+        raise ProtocolError(f"{what} cannot be read: {error}") from error
 
 
 def pack_refs(refs: Iterable[ChunkRef]) -> bytes:
@@ -412,11 +413,6 @@ def outcome_of(number: int) -> Outcome:
 def number_of(outcome: Outcome) -> int:
     """An outcome as a number."""
     return _NUMBERS[outcome]
-
-
-def namespace_of(fields: dict[str, str | int]) -> Namespace:
-    """The namespace that was sent."""
-    return Namespace(dict(fields))
 
 
 def fields_bytes(fields: dict[str, str | int]) -> int:

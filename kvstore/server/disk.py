@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -37,7 +36,6 @@ from kvstore.tiers.disk import survey
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_HOME_NAME = re.compile("[0-9a-f]{16}")
 
 
 class Disk:
@@ -92,7 +90,7 @@ class Disk:
         """
         found = []
         for home in sorted(self._options.folder.iterdir()):
-            if not _HOME_NAME.fullmatch(home.name):
+            if not _folder.NAMESPACE_NAME.fullmatch(home.name):
                 continue
             space = read_home(home)
             if space is None or EPOCH_FIELD in space.namespace.fields or space.id.hex() != home.name:
@@ -292,5 +290,5 @@ def _refuse_engines(folder: Path) -> None:
         OSError: it cannot be read.
     """
     for home in folder.iterdir():
-        if _HOME_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
+        if _folder.NAMESPACE_NAME.fullmatch(home.name) and (home / _folder.NAMESPACE_FILE).is_file():
             raise ConfigError(f"the folder {folder} holds chunks of an engine, not of a server: name another folder")

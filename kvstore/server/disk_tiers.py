@@ -64,7 +64,7 @@ class OpenTier(NamedTuple):
         deadline, breaker = find(self.tier, Deadline), find(self.tier, CircuitBreaker)
         assert deadline is not None
         assert breaker is not None
-        return not deadline.stuck_calls and not breaker.stats().owed_removals
+        return not deadline.stuck_calls and not breaker.owed_removals
 
 
 @dataclass

@@ -12,6 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.protocol.keyfiles import KeyPair
 from kvstore.protocol.loopback import is_loopback
 from kvstore.server.disk_tiers import DiskOptions
+from kvstore.tiers.given import host_and_port
 
 ANYBODY: Final = "*"
 MAX_SOCKET_PATH_BYTES: Final = 107  # of sun_path
@@ -107,11 +108,7 @@ def parse_listen(urls: tuple[str, ...]) -> tuple[Path | None, TcpAddress | None]
 
 
 def _tcp_address(url: str) -> TcpAddress:
-    parts = urlsplit(url)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"a cache server cannot listen on {url!r}: {error}") from error
+    host, port = host_and_port(urlsplit(url), f"a cache server cannot listen on {url!r}: it")
     if not host or port is None:
         raise ConfigError(f"a cache server cannot listen on {url!r}: name host and port, as in kvs://127.0.0.1:5566")
     return TcpAddress(host, port)

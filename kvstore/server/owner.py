@@ -33,7 +33,7 @@ class Owner:
 
         The owner's own processes, which connect through its private folder, may be an epoch ahead or behind.
         """
-        differing = set(self.namespace.differing_fields(messages.namespace_of(hello.fields)))
+        differing = set(self.namespace.differing_fields(Namespace(dict(hello.fields))))
         if hello.token:
             differing.discard(EPOCH_FIELD)
         if hello.geometry != self._geometry:

@@ -205,7 +205,7 @@ class Service:
             return refused(
                 Refusal.LIMIT, f"a chunk of {layout.slot_bytes} bytes does not fit into the server's {pool_bytes}"
             )
-        space = stock.enter(messages.namespace_of(request.fields), layout)
+        space = stock.enter(Namespace(dict(request.fields)), layout)
         if space is None:
             return refused(Refusal.LIMIT, "there are too many namespaces")
         capacity_bytes = request.capacity_bytes or NO_QUOTA

@@ -76,9 +76,9 @@ class Watch:
         own = _duplicate(fd, self._port)
         if own is None:
             return
-        self._connections[fd] = _Connection(own)
+        connection = self._connections[fd] = _Connection(own)
         if len(self._connections) > _MAX_CONNECTIONS:
-            self.cut(fd)
+            connection.cut()
 
     def go(self, fd: int) -> None:
         """A connection has ended."""
@@ -91,12 +91,6 @@ class Watch:
         connection = self._connections.get(fd)
         if connection is not None:
             connection.is_heard = True
-
-    def cut(self, fd: int) -> None:
-        """End a connection."""
-        connection = self._connections.get(fd)
-        if connection is not None:
-            connection.cut()
 
     def look(self, known: Container[int]) -> int:
         """Cut off connections that send without end; how many. ``known`` are those of clients that said hello."""
@@ -118,7 +112,7 @@ class Watch:
             guilty.append(fd)
             all_bytes -= unheard_bytes
         for fd in guilty:
-            self.cut(fd)
+            self._connections[fd].cut()
         return len(guilty)
 
     def close(self) -> None:

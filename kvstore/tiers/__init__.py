@@ -58,9 +58,7 @@ def tier_behind(url: str) -> str:
     if not entries:
         known = ", ".join(f"{name}://" for name in schemes)
         raise ConfigError(f"a remote URL begins with one of {known}, not with {scheme[:20]!r}")
-    if len(entries) > 1:
-        raise ConfigError(f"the scheme {scheme}:// is claimed by {_claims(entries)}: uninstall all but one")
-    factory = entries[0].value
+    factory = _only(entries, f"the scheme {scheme}://").value
     name = next((name for name, tiers in known_tiers().items() if factory in {tier.value for tier in tiers}), None)
     if name is None:
         raise ConfigError(
@@ -96,8 +94,11 @@ def _known(built_in: tuple[EntryPoint, ...], group: str) -> dict[str, list[Entry
     return known
 
 
-def _claims(entries: list[EntryPoint]) -> str:
-    return " and ".join(entry.value for entry in entries)
+def _only(entries: list[EntryPoint], what: str) -> EntryPoint:
+    if len(entries) > 1:
+        claims = " and ".join(entry.value for entry in entries)
+        raise ConfigError(f"{what} is claimed by {claims}: uninstall all but one")
+    return entries[0]
 
 
 def open_tier(name: str, setup: TierSetup) -> Tier:
@@ -121,12 +122,11 @@ def load_tier(name: str) -> Callable[[TierSetup], Tier]:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"there is no tier {name!r}: {hint}known are {', '.join(sorted(known))}")
-    if len(entries) > 1:
-        raise ConfigError(f"the tier {name!r} is claimed by {_claims(entries)}: uninstall all but one")
+    entry = _only(entries, f"the tier {name!r}")
     try:
-        factory: Callable[[TierSetup], Tier] = entries[0].load()
+        factory: Callable[[TierSetup], Tier] = entry.load()
     except (ImportError, AttributeError) as error:
         has_remedy = "pip install" in str(error) or name not in _EXTRAS
         remedy = "" if has_remedy else f": pip install 'vllm-kvstore[{_EXTRAS[name]}]'"
-        raise ConfigError(f"the tier {name!r} cannot be loaded from {entries[0].value}: {error}{remedy}") from error
+        raise ConfigError(f"the tier {name!r} cannot be loaded from {entry.value}: {error}{remedy}") from error
     return factory

@@ -18,6 +18,7 @@ disk is a ``BoundedTier``: the index decides what it holds, so it accounts for e
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
+_counting = threading.Lock()  # one for all counters, which so remain plain data
+_PLURALS = {Outcome.HIT: "hits", Outcome.MISS: "misses"}  # other outcomes are counted under their own names
 
 
 class Transfer(NamedTuple):
@@ -56,7 +59,7 @@ class Transfer(NamedTuple):
 
 @dataclass
 class TierCounters:
-    """Events since the tier was opened. Read without a lock: each number is exact, several together nearly so."""
+    """Events since the tier was opened. Thread-safe; each number is exact, several together nearly so."""
 
     hits: int = 0
     misses: int = 0
@@ -68,24 +71,20 @@ class TierCounters:
     bytes_read: int = 0
     bytes_written: int = 0
 
-    def count(self, outcome: Outcome, num_bytes: int) -> None:
-        """Count one chunk's outcome, and its bytes if they moved. Not atomic: hold the tier's lock."""
-        name = _COUNTER_OF[outcome]
-        setattr(self, name, getattr(self, name) + 1)
-        if outcome is Outcome.HIT:
-            self.bytes_read += num_bytes
-        elif outcome is Outcome.STORED:
-            self.bytes_written += num_bytes
+    def count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
+        """Count one chunk's outcome, and its bytes if they moved. Returns the outcome.
 
-
-_COUNTER_OF = {
-    Outcome.HIT: "hits",
-    Outcome.MISS: "misses",
-    Outcome.CORRUPT: "corrupt",
-    Outcome.STORED: "stored",
-    Outcome.FULL: "full",
-    Outcome.FAILED: "failed",
-}
+        A chunk that is read in several calls is one hit, with its last layer.
+        """
+        with _counting:
+            if is_last or outcome is not Outcome.HIT:
+                name = _PLURALS.get(outcome, outcome.value)
+                setattr(self, name, getattr(self, name) + 1)
+            if outcome is Outcome.HIT:
+                self.bytes_read += num_bytes
+            elif outcome is Outcome.STORED:
+                self.bytes_written += num_bytes
+        return outcome
 
 
 class Loan:
@@ -154,6 +153,17 @@ class TierSetup:
         if unknown is not None:
             raise ConfigError(f"a tier has no option {unknown!r}: it knows {', '.join(known) or 'none'}")
 
+    def require_unbounded(self, advice: str) -> None:
+        """Refuse a capacity, for a tier whose storage keeps a bound of its own.
+
+        Raises:
+            ConfigError: with advice where to set that bound.
+        """
+        if self.capacity_bytes != UNBOUNDED_BYTES:
+            raise ConfigError(
+                f"this tier keeps to no capacity of its own, such as {self.capacity_bytes} bytes: {advice}"
+            )
+
 
 def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
     """The part of a transfer's buffer that is the payload.
@@ -171,6 +181,14 @@ def payload_view(layout: KVLayout, transfer: Transfer) -> ByteArray:
             f"not {buffer.dtype}{list(buffer.shape)}"
         )
     return buffer[:payload_bytes]
+
+
+def start_closing(tiers: Iterable[Tier]) -> list[threading.Thread]:
+    """Close tiers at once, each on a thread of its own, so that one that hangs does not delay the others."""
+    closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
+    for closer in closers:
+        closer.start()
+    return closers
 
 
 def check_ref(layout: KVLayout, ref: ChunkRef) -> None:

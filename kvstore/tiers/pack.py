@@ -22,7 +22,7 @@ from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
 from kvstore.keys import ChunkKey
-from kvstore.tiers.base import GIVEN_BY_URL, BoundedTier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import GIVEN_BY_URL, Tier, TierCounters, TierSetup, Transfer, payload_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
 SCHEME = "pack"
 
 
-class PackTier(BoundedTier):
+class PackTier(Tier):
     """The chunks of one namespace in a pack.
 
     Args:
         pack: closed with the tier.
         namespace: of the wanted chunks.
         layout: of the chunks.
-        capacity_bytes: without effect, as nothing is ever stored here.
 
     Raises:
         ConfigError: the pack has no chunks of this namespace; names the fields that differ.
@@ -49,8 +48,7 @@ class PackTier(BoundedTier):
 
     name = "pack"
 
-    def __init__(self, pack: Pack, namespace: Namespace, layout: KVLayout, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, pack: Pack, namespace: Namespace, layout: KVLayout) -> None:
         self.counters = TierCounters()
         self._pack = pack
         self._layout = layout
@@ -70,16 +68,10 @@ class PackTier(BoundedTier):
         setup.require_known_options(*GIVEN_BY_URL)
         pack = open_pack(path_of(setup.options.get("url")))
         try:
-            return cls(pack, setup.namespace, setup.layout, setup.capacity_bytes)
+            return cls(pack, setup.namespace, setup.layout)
         except ConfigError:
             pack.close()
             raise
-
-    def scan(self) -> list[tuple[ChunkRef, int]]:
-        """Every chunk, in the reverse order of their export: heads of prompts last."""
-        self._check_open()
-        with self._lock:
-            return [(ref, extent.size_bytes) for ref, extent in reversed(self._chunks.items())]
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether it is in the pack. Answers from memory."""
@@ -90,16 +82,15 @@ class PackTier(BoundedTier):
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
         self._check_open()
-        return [
-            self._count(*self._get(transfer, payload)) for transfer, payload in zip(transfers, payloads, strict=True)
-        ]
+        pairs = zip(transfers, payloads, strict=True)
+        return [self.counters.count(*self._get(transfer.ref, payload)) for transfer, payload in pairs]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Answer ``FULL``: there is no room for anything."""
         for transfer in transfers:
             payload_view(self._layout, transfer)
         self._check_open()
-        return [self._count(Outcome.FULL, 0) for _ in transfers]
+        return [self.counters.count(Outcome.FULL, 0) for _ in transfers]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Hide chunks until the pack is opened again."""
@@ -119,28 +110,12 @@ class PackTier(BoundedTier):
         self.clear()
         self._namespace_id = namespace.id
 
-    def stored_bytes(self, num_blocks: int) -> int:
-        """The largest size of a chunk of that many blocks."""
-        return chunkfile.file_bytes(self._layout, num_blocks, "any")
-
-    def size_of(self, ref: ChunkRef) -> int:
-        """The size of the chunk in the pack."""
-        extent = self._chunks.get(ref)
-        return extent.size_bytes if extent else self.stored_bytes(ref.num_blocks)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all chunks that are not hidden."""
-        with self._lock:
-            return sum(extent.size_bytes for extent in self._chunks.values())
-
     def close(self) -> None:
         """Close the file."""
         self._is_closed = True
         self._pack.close()
 
-    def _get(self, transfer: Transfer, payload: ByteArray) -> tuple[Outcome, int]:
-        ref = transfer.ref
+    def _get(self, ref: ChunkRef, payload: ByteArray) -> tuple[Outcome, int]:
         extent = self._chunks.get(ref)
         if extent is None:
             return Outcome.MISS, 0
@@ -180,11 +155,6 @@ class PackTier(BoundedTier):
         if codec not in self._coders:
             self._coders[codec] = ChunkCoder(self._layout, open_codec(codec, self._layout))
         return self._coders[codec]
-
-    def _count(self, outcome: Outcome, num_bytes: int) -> Outcome:
-        with self._lock:
-            self.counters.count(outcome, num_bytes)
-        return outcome
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -10,23 +10,19 @@ requests that name it.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view
-from kvstore.tiers.batches import all_of
-
-logger = logging.getLogger(__name__)
+from kvstore.tiers.base import Loan, Tier, TierCounters, Transfer, payload_view, start_closing
 
 _MAX_ROUTES: Final = 65_536  # chunks yet to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
@@ -37,6 +33,9 @@ _Held = list[bool | None]  # for each chunk, whether it is there; None: nobody c
 
 class PeersTier(Tier):
     """An own tier, which is read and written, and peers, which are only read. Thread-safe.
+
+    A batch is read one chunk after the other. The first chunk that times out ends its batch, and ``pending`` tells the
+    outcome of that chunk alone.
 
     ``remove`` and ``clear`` do not touch what peers hold. A removed chunk is no longer read from them, as its bytes may
     be wrong; a cleared one may be.
@@ -70,7 +69,7 @@ class PeersTier(Tier):
         self._open_peer = open_peer
         self._namespace = namespace
         self._layout = layout
-        self._lock = threading.Lock()  # of what follows and the counters; never held during I/O
+        self._lock = threading.Lock()  # of what follows; never held during I/O
         self._fixed = _open_all(peers, open_peer, namespace)
         self._listed = frozenset(sources) - self._fixed.keys()
         self._sources: dict[str, Tier] = {}  # of these, those that are open
@@ -137,25 +136,14 @@ class PeersTier(Tier):
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Read chunks into their buffers: from the own tier, and the missing ones from peers.
+        """Read chunks into their buffers, one after the other: from the own tier, or else from a peer.
 
         Raises:
-            TierTimeoutError: one of them did not answer in time, and may still use its chunks' buffers.
+            TierTimeoutError: one of them did not answer in time, and may still use its chunk's buffer.
         """
         sizes = [len(payload_view(self._layout, transfer)) for transfer in transfers]
         self._check_open()
-        reading = _Reading(transfers)
-        if self.own:
-            reading.read(self.own, range(len(transfers)))
-        if reading.unread():
-            self._read_from_peers(reading)
-        with self._lock:
-            for outcome, num_bytes in zip(reading.outcomes, sizes, strict=True):
-                self.counters.count(outcome, num_bytes)
-        if reading.late:
-            ended = all_of(reading.late, reading.outcomes)
-            raise TierTimeoutError("an engine that holds a chunk did not send it in time", ended)
-        return reading.outcomes
+        return [self.counters.count(self._get(item), size) for item, size in zip(transfers, sizes, strict=True)]
 
     @property
     def lends(self) -> bool:
@@ -168,9 +156,8 @@ class PeersTier(Tier):
         if self.own is None or not self.lends:
             return super().borrow(refs)
         loan = self.own.borrow(refs)
-        with self._lock:
-            for outcome, ref in zip(loan.outcomes, refs, strict=True):
-                self.counters.count(outcome, self._layout.payload_bytes(ref.num_blocks))
+        for outcome, ref in zip(loan.outcomes, refs, strict=True):
+            self.counters.count(outcome, self._layout.payload_bytes(ref.num_blocks))
         return loan
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
@@ -182,10 +169,7 @@ class PeersTier(Tier):
         sizes = [len(payload_view(self._layout, transfer)) for transfer in transfers]
         self._check_open()
         outcomes = self.own.put(transfers) if self.own else [Outcome.FAILED] * len(transfers)
-        with self._lock:
-            for outcome, num_bytes in zip(outcomes, sizes, strict=True):
-                self.counters.count(outcome, num_bytes)
-        return outcomes
+        return [self.counters.count(outcome, size) for outcome, size in zip(outcomes, sizes, strict=True)]
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: remove them from the own tier, and no longer read them from peers.
@@ -226,7 +210,7 @@ class PeersTier(Tier):
             self._sources.clear()
             self._routes.clear()
             self._removed.clear()
-        _close_all(gone)
+        start_closing(gone)
         if self.own:
             self.own.reset(namespace)
 
@@ -237,7 +221,7 @@ class PeersTier(Tier):
                 return
             self._is_closed = True
         self._askers.shutdown(wait=False, cancel_futures=True)
-        for closing in _close_all(self.parts):
+        for closing in start_closing(self.parts):
             closing.join()
 
     def _check_open(self) -> None:
@@ -271,37 +255,29 @@ class PeersTier(Tier):
             ]
         return held
 
-    def _read_from_peers(self, reading: _Reading) -> None:
-        """Read the missing chunks, each from the first peer that says it has it: nobody waits for the others."""
-        unread = reading.unread()
-        asked = {}
-        for peer, positions in [
-            *((peer, unread) for peer in self._peers().values()),
-            *self._take_routes(reading, unread),
-        ]:
-            refs = [reading.transfers[position].ref for position in positions]
-            asked[self._submit(self._ask, peer, refs)] = peer, positions
-        for answer in as_completed(asked):
-            self._check_open()
-            peer, positions = asked[answer]
-            missing = set(reading.unread())
-            held = zip(positions, answer.result(), strict=True)
-            found = [position for position, here in held if here and position in missing]
-            if found:
-                reading.read(peer, found)
-            if not reading.unread():
-                break
+    def _get(self, transfer: Transfer) -> Outcome:
+        """Read a chunk from the own tier, or else from the first peer that says it has it."""
+        try:
+            outcome = _read(self.own, transfer) if self.own else Outcome.MISS
+            if outcome is not Outcome.HIT:
+                asked = {self._submit(self._ask, peer, [transfer.ref]): peer for peer in self._peers_for(transfer.ref)}
+                for answer in as_completed(asked):
+                    self._check_open()
+                    if answer.result() == [True]:
+                        outcome = _read(asked[answer], transfer)
+                    if outcome is Outcome.HIT:
+                        break
+        except TierTimeoutError:
+            self.counters.count(Outcome.FAILED, 0)
+            raise
+        return outcome
 
-    def _take_routes(self, reading: _Reading, unread: Sequence[int]) -> list[tuple[Tier, list[int]]]:
-        """The sources to read some of the chunks from, each with the positions of its chunks."""
-        by_source: dict[str, list[int]] = {}
+    def _peers_for(self, ref: ChunkRef) -> list[Tier]:
+        """Whom to ask for a chunk: the peers, and the source that was named for it."""
         with self._lock:
-            for position in unread if self._routes else ():
-                source = self._routes.pop(reading.transfers[position].ref, None)
-                if source is not None:
-                    by_source.setdefault(source, []).append(position)
-        opened = [(self._source(source), positions) for source, positions in by_source.items()]
-        return [(peer, positions) for peer, positions in opened if peer is not None]
+            url = self._routes.pop(ref, None)
+        source = self._source(url) if url is not None else None
+        return [*self._peers().values(), *((source,) if source is not None else ())]
 
 
 def at_rank(url: str, rank: int) -> str:
@@ -321,32 +297,19 @@ def at_rank(url: str, rank: int) -> str:
     return parts._replace(netloc=f"{before}:{port + rank}").geturl()
 
 
-class _Reading:
-    """Transfers, and the outcome of each so far."""
+def _read(tier: Tier, transfer: Transfer) -> Outcome:
+    """Read a chunk from one tier; FAILED if that is broken.
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self.transfers = transfers
-        self.outcomes = [Outcome.MISS] * len(transfers)
-        self.late: list[Future[Any]] = []  # calls that may still use buffers
-        self._lost: set[int] = set()  # positions of these buffers
-
-    def unread(self) -> list[int]:
-        """The positions of the chunks that were not read, and whose buffers are free for another try."""
-        outcomes = enumerate(self.outcomes)
-        return [number for number, outcome in outcomes if outcome is not Outcome.HIT and number not in self._lost]
-
-    def read(self, tier: Tier, positions: Sequence[int]) -> None:
-        """Read some of them from a tier."""
-        try:
-            answers = tier.get([self.transfers[position] for position in positions])
-        except TierTimeoutError as error:
-            self.late.append(error.pending)
-            self._lost.update(positions)
-            answers = [Outcome.FAILED] * len(positions)
-        except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
-            answers = [Outcome.FAILED] * len(positions)
-        for position, answer in zip(positions, answers, strict=True):
-            self.outcomes[position] = answer
+    Raises:
+        TierTimeoutError: it did not answer in time, and may still use the buffer.
+    """
+    try:
+        (outcome,) = tier.get([transfer])
+    except TierTimeoutError:
+        raise
+    except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
+        return Outcome.FAILED
+    return outcome
 
 
 def _held(tier: Tier, refs: Sequence[ChunkRef]) -> _Held:
@@ -374,11 +337,3 @@ def _open_all(
             opened.callback(peers[url].close)
         opened.pop_all()
     return peers
-
-
-def _close_all(tiers: Iterable[Tier]) -> list[threading.Thread]:
-    """Close tiers at once, each on a thread of its own, so that one that hangs does not delay the others."""
-    closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in tiers]
-    for closer in closers:
-        closer.start()
-    return closers

@@ -105,7 +105,7 @@ def test_headers_that_a_codec_makes_longer(tmp_path: Path) -> None:
     tier.close()
     pack = open_pack(tmp_path / "pack")
     assert [pack.check(0, ref) for ref in refs.values()] == [None, None]
-    packed = PackTier(pack, MINE, layout, capacity_bytes)
+    packed = PackTier(pack, MINE, layout)
     assert [get(packed, ref, layout) for ref in refs.values()] == [Outcome.HIT] * 2
     packed.close()
 

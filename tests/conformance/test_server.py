@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.bounded_client import BoundedServerTier
 from support.cache_server import POOL_BYTES, ServerThread, serving_ipc, serving_tcp
 from support.redis_server import wait_for
 
@@ -19,11 +20,11 @@ from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.spaces import Space
 from kvstore.testing import MINE, BoundedTierConformance, LendingTests, TierConformance
 from kvstore.testing.harness import make_ref, make_transfer
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
+from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.guards import GuardOptions, guarded, layers
 from kvstore.tiers.peers import PeersTier
 from kvstore.tiers.server.link import Link
-from kvstore.tiers.server.tier import Body, ServerTier
+from kvstore.tiers.server.tier import ServerTier
 
 HANG_GUARD_S = 60.0
 
@@ -33,13 +34,14 @@ class Served(TierConformance):
 
     persistent = True
     server: ClassVar[ServerThread]
+    client: ClassVar[type[ServerTier]] = ServerTier
     _last_folder: Path | None = None
 
     def open_tier(self, setup: TierSetup) -> Tier:
         if self.folder != self._last_folder:  # a new harness begins with an empty storage
             self._clear_all()
             self._last_folder = self.folder
-        return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
+        return self.client.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
     def _clear_all(self) -> None:
         stock = self.server.hub.stock
@@ -68,16 +70,16 @@ class Served(TierConformance):
         """Or who starts in that namespace later finds what was computed with the weights of before."""
         self.start()
         tier, ref = self.server_tier(), make_ref(1)
-        put_all = tier._put_all
+        store = tier._store
 
-        def overtaken(link: Link, batch: Sequence[Body]) -> list[Outcome]:
+        def overtaken(link: Link, transfer: Transfer) -> Outcome:
             tier.reset(MINE.at_epoch("next"))
-            return put_all(link, batch)
+            return store(link, transfer)
 
-        monkeypatch.setattr(tier, "_put_all", overtaken)
+        monkeypatch.setattr(tier, "_store", overtaken)
         assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.FAILED]
         assert self.raw_read(ref) is None
-        monkeypatch.setattr(tier, "_put_all", put_all)
+        monkeypatch.setattr(tier, "_store", store)
         assert tier.put([make_transfer(self.layout, ref)]) == [Outcome.STORED]
 
     def raw_used_bytes(self) -> int:
@@ -91,6 +93,7 @@ class ServedAlone(Served, BoundedTierConformance):
     """By one server, which keeps to a bound for the namespace."""
 
     pause_s = 0.01
+    client = BoundedServerTier
 
 
 class TestMapped(ServedAlone, LendingTests):
@@ -129,7 +132,7 @@ class TestRestarted(ServedAlone):
         disk = DiskOptions(self.folder / "disk", 64 << 20)
         type(self).server = ServerThread(ServerOptions(POOL_BYTES, tcp=TcpAddress("127.0.0.1", 0), disk=disk))
         self.running.append(self.server)
-        return ServerTier.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
+        return self.client.open(self.with_options(setup, url=self.server.url, timeout_s=HANG_GUARD_S))
 
     def stop(self) -> None:
         """The server too: it might still write to a folder that is about to be deleted."""

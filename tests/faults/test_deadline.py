@@ -29,9 +29,7 @@ from support.wrapped import (
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.base import Transfer
-from kvstore.tiers.guards import (
-    Deadline,
-)
+from kvstore.tiers.guards import Crew, Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +87,7 @@ def test_a_deadline_passes_results_and_exceptions_on() -> None:
         break_down(tier)
         with pytest.raises(TierError, match="broken"):
             deadline.get([item])
-        assert deadline.timeouts == 0
+        assert deadline.stuck_calls == 0
     finally:
         deadline.close()
 
@@ -103,7 +101,7 @@ def test_a_timeout_of_the_tiers_own_is_not_the_deadlines() -> None:
     deadline = Deadline(tier, HANG_GUARD_S, threads=1)
     with pytest.raises(TimeoutError, match="from inside"):
         deadline.get([transfer(1)])
-    assert deadline.timeouts == 0
+    assert deadline.stuck_calls == 0
     deadline.close()
 
 
@@ -117,7 +115,6 @@ def test_pending_says_when_a_late_read_has_ended(hanging: Callable[..., Hanging]
     assert pending.result(HANG_GUARD_S) == [HIT]
     assert (item.buffer == 5).all(), "the late read has written after the time-out: why buffers must be kept aside"
     assert bench.deadline.stuck_calls == 0
-    assert bench.deadline.timeouts == 1
     assert bench.deadline.get([item]) == [HIT]
 
 
@@ -209,7 +206,8 @@ def test_with_all_threads_stuck_calls_fail_at_once_until_one_returns(hanging: Ca
 
 
 def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> None:
-    bench = hanging(threads=1, timeout_s=HANG_GUARD_S, max_waiting=1)
+    crew = Crew("fake", 1, max_waiting=1)
+    bench = hanging(timeout_s=HANG_GUARD_S, crew=crew)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(bench.deadline.get, [transfer(0)])]
         while bench.deadline._crew._work.qsize() or not running[0].running():
@@ -221,6 +219,7 @@ def test_few_calls_may_wait_for_a_thread(hanging: Callable[..., Hanging]) -> Non
             bench.deadline.get([transfer(2)])
         bench.gate.set()
         assert [future.result(HANG_GUARD_S) for future in running] == [[HIT], [HIT]]
+    crew.close()
 
 
 def test_closing_a_hung_tier_gives_up_and_says_so(
@@ -263,10 +262,12 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
     assert (result.returncode, result.stdout) == (0, "timed out False\n"), result.stderr
 
 
-@pytest.mark.parametrize("bad", [{"timeout_s": 0.0}, {"threads": 0}, {"slow_timeout_s": -1.0}, {"max_waiting": 0}])
+@pytest.mark.parametrize("bad", [{"timeout_s": 0.0}, {"threads": 0}, {"slow_timeout_s": -1.0}])
 def test_a_deadline_without_sense_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidCallError, match="positive"):
         Deadline(FakeTier(), **{"timeout_s": 1.0, **bad})
+    with pytest.raises(InvalidCallError, match="positive"):
+        Crew("fake", 1, max_waiting=0)
 
 
 def test_what_is_lent_too_late_is_given_back() -> None:

@@ -23,7 +23,7 @@ from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.protocol import messages
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
-from kvstore.testing.harness import EVEN, make_ref, make_transfer
+from kvstore.testing.harness import EVEN, make_buffer, make_ref, make_transfer
 from kvstore.tiers.guards import GuardOptions, guarded
 from kvstore.tiers.server.link import Link
 from kvstore.tiers.server.moves import Mapped
@@ -94,7 +94,7 @@ class TestServerGoesAway:
         context, link = open_link(process.url)
         mover.close()
         with pytest.raises(ClosedError):
-            mover.read(link, [])
+            mover.read(link, make_buffer(EVEN.slot_bytes), messages.Grant(0))
         assert mapped_pools() <= before
         link.close()
         context.term()

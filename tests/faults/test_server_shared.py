@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+from support.bounded_client import scan, used_bytes
 from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp
 from support.redis_server import free_port, wait_for
 from support.served import BIG, A, check_quiet, check_read, open_tier
@@ -49,9 +50,9 @@ class TestManyNamespaces:
             for number in range(20):
                 assert tier.put([make_transfer(EVEN, make_ref(number))]) == [Outcome.STORED]
                 assert other.put([make_transfer(EVEN, make_ref(number))]) == [Outcome.STORED]
-            assert [ref for ref, _ in tier.scan()] == [make_ref(number) for number in range(12, 20)]
-            assert [ref for ref, _ in other.scan()] == [make_ref(18), make_ref(19)]
-            assert tier.used_bytes == 8 * page
+            assert tier._links.use(scan) == [make_ref(number) for number in range(12, 20)]
+            assert other._links.use(scan) == [make_ref(18), make_ref(19)]
+            assert tier._links.use(used_bytes) == 8 * page
             tier.close()
             other.close()
 

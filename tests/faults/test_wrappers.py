@@ -277,7 +277,7 @@ def test_a_guarded_tier_survives_a_disk_that_hangs(caplog: pytest.LogCaptureFixt
     for pending in pendings:
         assert pending.result(HANG_GUARD_S) == [HIT]
     assert disk.get([transfer(1)]) == [HIT]
-    assert breaker.stats().state is BreakerState.CLOSED
+    assert breaker.state is BreakerState.CLOSED
     assert disk.contains([ref_of(0), ref_of(1)]) == [False, True]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "took longer than" in caplog.messages[0]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.bounded_client import used_bytes
 from support.cache_server import ServerThread, serving_ipc
 from typer.testing import CliRunner
 
@@ -117,7 +118,7 @@ def test_stats_and_clear(server: ServerThread, tier: ServerTier, prompt: list[st
     tree = json.loads(run(server, "stats", "--json"))
     (space,) = tree["namespaces"]
     assert space["chunks"] == space["counters"]["stored_chunks"] == 3
-    assert tree["tiers"]["memory"]["used_bytes"] == space["used_bytes"] == tier.used_bytes
+    assert tree["tiers"]["memory"]["used_bytes"] == space["used_bytes"] == tier._links.use(used_bytes)
     run(server, "clear", code=2)
     run(server, "clear", "--namespace", "0" * 16, code=2)
     assert run(server, "clear", "--namespace", space["id"]) == "3 chunks forgotten\n"

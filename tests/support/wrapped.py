@@ -87,7 +87,7 @@ class Bench:
         assert self.state() is BreakerState.OPEN
 
     def state(self) -> BreakerState:
-        return self.breaker.stats().state
+        return self.breaker.state
 
 
 class Lender(FakeTier):

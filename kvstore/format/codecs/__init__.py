@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CodecError, ConfigError
-from kvstore.format.codecs.base import Codec, NoneCodec
+from kvstore.format.codecs.base import Codec
 from kvstore.format.codecs.int8 import Int8Codec
 from kvstore.format.codecs.lossless import Lz4Codec, SplitCodec
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvstore.layout import KVLayout
 
-__all__ = ["CODEC_NAMES", "Codec", "CodecError", "NoneCodec", "open_codec"]
+__all__ = ["CODEC_NAMES", "Codec", "CodecError", "open_codec"]
 
 _CODECS: dict[str, Callable[[KVLayout], Codec]] = {"lz4": Lz4Codec, "split": SplitCodec, "int8": Int8Codec}
 CODEC_NAMES = ("none", *_CODECS)
@@ -23,13 +23,11 @@ _MAX_LAYER_BYTES = (1 << 32) - 1  # of a full chunk: lengths have 32 bits
 
 
 def open_codec(name: str, layout: KVLayout) -> Codec:
-    """The codec that is called ``name``, for the layers of ``layout``.
+    """The codec that is called ``name``, for the layers of ``layout``. What ``none`` stores needs no codec.
 
     Raises:
         ConfigError: there is no such codec, it cannot work on such a layout, or the package it needs is missing.
     """
-    if name == "none":
-        return NoneCodec()
     if name not in _CODECS:
         close = get_close_matches(name, CODEC_NAMES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -69,18 +69,6 @@ class Codec(ABC):
         """
 
 
-class NoneCodec(Codec):
-    """Leaves every layer as it is."""
-
-    name = "none"
-
-    def _pack(self, layer: ByteArray, out: ByteArray) -> int | None:  # noqa: ARG002 - there is nothing to do
-        return None
-
-    def _unpack(self, data: ByteArray, out: ByteArray) -> None:
-        raise CodecError(f"{len(data)} bytes are no layer of {len(out)} bytes that was stored as it is")
-
-
 def require(module: str, codec: str) -> Any:  # noqa: ANN401 - modules without types
     """Import a compressor that is not installed with the library itself.
 

@@ -151,13 +151,27 @@ class Chunks:
             self._space.delete(path, held.size_bytes)
         return True
 
-    def clear(self) -> None:
-        """Forget every chunk and delete the files.
+    def clear(self, condemned: Path | None = None) -> None:
+        """Forget every chunk and delete the files; or delete a home from before a reset.
+
+        It is renamed first: unreachable in one step, also for the next start.
 
         Raises:
             TierError: the folder refused, and nothing was forgotten.
         """
-        self._delete_home()
+        with self._changed:
+            # Not named by the time: a clock that jumps repeats itself.
+            dead = self._folder / f"{DEAD_PREFIX}{next(self._serials)}"
+            try:
+                (condemned or self.home).rename(dead)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise TierError(f"cannot clear {self._folder}: {reason(error)}") from error
+            dead_bytes = self._condemned.pop(condemned, 0) if condemned else self._forget_all()
+            self._space.leave(dead_bytes)
+        shutil.rmtree(dead, ignore_errors=True)
+        self._space.left(dead_bytes, dead_bytes - survey.tree_bytes(dead))
 
     def enter(self, namespace: Namespace) -> None:
         """Forget every chunk and hold those to come under another namespace. ``bury`` deletes the old files."""
@@ -174,7 +188,7 @@ class Chunks:
             TierError: the folder refused.
         """
         for home in list(self._condemned):
-            self._delete_home(home)
+            self.clear(home)
 
     def forget(self) -> int:
         """Forget every chunk; returns the bytes of their files, which stay counted."""
@@ -207,28 +221,6 @@ class Chunks:
         with suppress(OSError):  # the next put makes it
             self.make_home()
         return forgotten_bytes
-
-    def _delete_home(self, condemned: Path | None = None) -> None:
-        """Delete a condemned home, or the present one with all chunks.
-
-        It is renamed first: unreachable in one step, also for the next start.
-
-        Raises:
-            TierError: the folder refused.
-        """
-        with self._changed:
-            # Not named by the time: a clock that jumps repeats itself.
-            dead = self._folder / f"{DEAD_PREFIX}{next(self._serials)}"
-            try:
-                (condemned or self.home).rename(dead)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise TierError(f"cannot clear {self._folder}: {reason(error)}") from error
-            dead_bytes = self._condemned.pop(condemned, 0) if condemned else self._forget_all()
-            self._space.leave(dead_bytes)
-        shutil.rmtree(dead, ignore_errors=True)
-        self._space.left(dead_bytes, dead_bytes - survey.tree_bytes(dead))
 
     def _retire(self, ref: ChunkRef, held: Held) -> Path | None:
         """Forget a chunk and rename its file to a number; None if the file is gone or cannot be renamed."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view
+from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
 from kvstore.tiers.disk.folder import unusable
 from kvstore.tiers.disk.survey import check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
@@ -135,7 +135,7 @@ class StripedTier(BoundedTier):
         self._layout = layout
         self._disks = tuple(disks)
         self._tiers = tuple(tiers)
-        self._lock = threading.Lock()  # guards the fields below and the counters; never held during I/O
+        self._lock = threading.Lock()  # guards the fields below; never held during I/O
         self._strays: dict[ChunkRef, int] = {}
         self._putting: set[ChunkRef] = set()
         self._scanned = False
@@ -211,7 +211,7 @@ class StripedTier(BoundedTier):
 
         def get(transfer: Transfer) -> Outcome:
             outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get([transfer]))
-            return self._count(outcome, self.size_of(transfer.ref))
+            return self.counters.count(outcome, self.size_of(transfer.ref))
 
         return self._each(transfers, get)
 
@@ -231,7 +231,7 @@ class StripedTier(BoundedTier):
 
         def get(transfer: Transfer) -> Outcome:
             outcome = self._ask(self._place(transfer.ref), lambda tier: tier.get_layers([transfer], layers))
-            return self._count(outcome, self.layer_bytes(transfer.ref.num_blocks, layers), is_last=is_last)
+            return self.counters.count(outcome, self.layer_bytes(transfer.ref.num_blocks, layers), is_last=is_last)
 
         return self._each(transfers, get)
 
@@ -301,11 +301,8 @@ class StripedTier(BoundedTier):
     def close(self) -> None:
         """Close all folders in parallel; waits for the slowest of them, whose close is bounded."""
         self._closed = True
-        closers = [threading.Thread(target=tier.close, name="kvstore-close", daemon=True) for tier in self._tiers]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join()
+        for closing in start_closing(self._tiers):
+            closing.join()
 
     def _home(self, ref: ChunkRef) -> int:
         return zlib.crc32(ref.prefix_key) % len(self._disks)
@@ -357,8 +354,7 @@ class StripedTier(BoundedTier):
         ref = transfer.ref
         with self._lock:
             if ref in self._putting:
-                self.counters.count(Outcome.FAILED, 0)
-                return Outcome.FAILED
+                return self.counters.count(Outcome.FAILED, 0)
             self._putting.add(ref)
         place, outcome = self._place(ref), Outcome.FULL
         try:
@@ -383,7 +379,7 @@ class StripedTier(BoundedTier):
         except BaseException:
             self._end_put(ref, place, clears, Outcome.FAILED)
             raise
-        return self._count(self._end_put(ref, place, clears, outcome), self.size_of(ref))
+        return self.counters.count(self._end_put(ref, place, clears, outcome), self.size_of(ref))
 
     def _end_put(self, ref: ChunkRef, place: int, clears: int, outcome: Outcome) -> Outcome:
         """Take note of what became of a put, and let others put the chunk again."""
@@ -412,15 +408,6 @@ class StripedTier(BoundedTier):
             except TierError as error:
                 self._complain(obsolete, error)
         return Outcome.STORED if is_current else Outcome.FAILED
-
-    def _count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
-        """See ``DiskTier``."""
-        with self._lock:
-            if outcome is Outcome.HIT and not is_last:
-                self.counters.bytes_read += num_bytes
-            else:
-                self.counters.count(outcome, num_bytes)
-        return outcome
 
     def _complain(self, number: int, error: TierError) -> None:
         message = "a folder of the disk tier is out of service, its chunks count as missing: %s"

@@ -172,9 +172,7 @@ class DiskTier(BoundedTier):
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""
-        bodies = [self._io.check(transfer) for transfer in transfers]
-        with self._operation():
-            return [self._count(*self._get(body)) for body in bodies]
+        return self._read(transfers)
 
     @property
     def reads_layers(self) -> bool:
@@ -184,15 +182,13 @@ class DiskTier(BoundedTier):
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Read some layers of chunks, one chunk after the other; callers on several threads overlap."""
         check_layers(self._layout, layers)
-        if not self.reads_layers:
-            return self.get(transfers)
+        return self._read(transfers, layers if self.reads_layers else None)
+
+    def _read(self, transfers: Sequence[Transfer], layers: range | None = None) -> list[Outcome]:
         bodies = [self._io.check(transfer) for transfer in transfers]
-        is_last = layers.stop == self._layout.num_layers
+        is_last = layers is None or layers.stop == self._layout.num_layers
         with self._operation():
-            return [
-                self._count(self._get(body, layers)[0], self.layer_bytes(body.ref.num_blocks, layers), is_last=is_last)
-                for body in bodies
-            ]
+            return [self.counters.count(*self._get(body, layers), is_last=is_last) for body in bodies]
 
     def layer_bytes(self, num_blocks: int, layers: range) -> int:
         """The length of these layers."""
@@ -215,7 +211,7 @@ class DiskTier(BoundedTier):
             with self._changed:  # both of one moment: a later reset makes another generation
                 generation, namespace_id = self._chunks.generation, self._io.namespace_id
             return [
-                self._count(
+                self.counters.count(
                     *(self._put(body, generation) if transfer.belongs_to(namespace_id) else (Outcome.FAILED, 0))
                 )
                 for transfer, body in zip(transfers, bodies, strict=True)
@@ -328,17 +324,8 @@ class DiskTier(BoundedTier):
         self._chunks.take_stock(found)
         self._scanned = True
 
-    def _count(self, outcome: Outcome, num_bytes: int, *, is_last: bool = True) -> Outcome:
-        """Count what became of a chunk. One that is read in several calls is one hit, with its last layer."""
-        with self._changed:
-            if outcome is Outcome.HIT and not is_last:
-                self.counters.bytes_read += num_bytes
-            else:
-                self.counters.count(outcome, num_bytes)
-        return outcome
-
-    def _get(self, body: Body, layers: range | None = None) -> tuple[Outcome, int]:
-        """Read a chunk, or some layers of it: the outcome, and the size of its file."""
+    def _get(self, body: Body, layers: range | None) -> tuple[Outcome, int]:
+        """Read a chunk, or some layers of it: the outcome, and the size of its file or of these layers."""
         ref = body.ref
         held = self._chunks.get(ref)
         if held is None:
@@ -349,7 +336,7 @@ class DiskTier(BoundedTier):
             damage = self._io.read(self._chunks.path(ref), body, used_ns, layers)
             if damage is None:
                 self._chunks.used(ref, held.serial, used_ns)
-                return Outcome.HIT, held.size_bytes
+                return Outcome.HIT, self.layer_bytes(ref.num_blocks, layers) if layers else held.size_bytes
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:

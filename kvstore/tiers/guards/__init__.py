@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.tiers.guards.base import TierWrapper, find, layers
-from kvstore.tiers.guards.breaker import BreakerState, BreakerStats, CircuitBreaker
+from kvstore.tiers.guards.breaker import BreakerState, CircuitBreaker
 from kvstore.tiers.guards.crew import Crew
 from kvstore.tiers.guards.deadline import Deadline
 from kvstore.tiers.guards.stats import Statistics
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BreakerState",
-    "BreakerStats",
     "CircuitBreaker",
     "Crew",
     "Deadline",

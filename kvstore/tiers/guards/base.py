@@ -13,15 +13,19 @@ from kvstore.errors import InvalidCallError
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.keys import Namespace
 
 SomeTier = TypeVar("SomeTier", bound=Tier)
+Result = TypeVar("Result")
 
 
 class TierWrapper(BoundedTier):
     """Forwards every call to ``inner``, whose name, capacity and counters it shares. Closing it closes ``inner``.
+
+    A wrapper that treats its calls alike overrides ``_call``, through which all of them pass that may do I/O, but for
+    ``check`` and ``close``.
 
     Around a tier without a bound, the calls that only a ``BoundedTier`` has raise ``InvalidCallError``.
     """
@@ -32,6 +36,10 @@ class TierWrapper(BoundedTier):
         self.capacity_bytes = inner.capacity_bytes if isinstance(inner, BoundedTier) else UNBOUNDED_BYTES
         self.counters = inner.counters
 
+    def _call(self, operation: str, action: Callable[[], Result]) -> Result:  # noqa: ARG002 - for wrappers
+        """Carry out a call: the method of the contract that was called, and what it does."""
+        return action()
+
     @property
     def _bounded(self) -> BoundedTier:
         """``inner``, for the calls that only a tier with a bound has."""
@@ -41,7 +49,7 @@ class TierWrapper(BoundedTier):
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward."""
-        return self._bounded.scan()
+        return self._call("scan", self._bounded.scan)
 
     @property
     def parts(self) -> tuple[Tier, ...]:
@@ -60,11 +68,11 @@ class TierWrapper(BoundedTier):
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward."""
-        return self.inner.contains(refs)
+        return self._call("contains", lambda: self.inner.contains(refs))
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward."""
-        return self.inner.get(transfers)
+        return self._call("get", lambda: self.inner.get(transfers))
 
     @property
     def reads_layers(self) -> bool:
@@ -73,7 +81,7 @@ class TierWrapper(BoundedTier):
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         """Forward."""
-        return self.inner.get_layers(transfers, layers)
+        return self._call("get_layers", lambda: self.inner.get_layers(transfers, layers))
 
     @property
     def lends(self) -> bool:
@@ -82,27 +90,29 @@ class TierWrapper(BoundedTier):
 
     def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
         """Forward."""
-        return self.inner.borrow(refs)
+        return self._call("borrow", lambda: self.inner.borrow(refs))
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward."""
-        return self.inner.put(transfers)
+        return self._call("put", lambda: self.inner.put(transfers))
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forward."""
-        self.inner.remove(refs)
+        fixed = tuple(refs)  # an iterator of the caller's may run once, and on no other thread
+        self._call("remove", lambda: self.inner.remove(fixed))
 
     def clear(self) -> None:
         """Forward."""
-        self.inner.clear()
+        self._call("clear", self.inner.clear)
 
     def reset(self, namespace: Namespace) -> None:
         """Forward."""
-        self.inner.reset(namespace)
+        self._call("reset", lambda: self.inner.reset(namespace))
 
     def drop_spares(self, wanted_bytes: int) -> None:
         """Forward."""
-        self._bounded.drop_spares(wanted_bytes)
+        bounded = self._bounded
+        self._call("drop_spares", lambda: bounded.drop_spares(wanted_bytes))
 
     def stored_bytes(self, num_blocks: int) -> int:
         """Forward."""

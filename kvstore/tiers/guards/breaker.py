@@ -49,46 +49,19 @@ class BreakerState(Enum):
     PROBING = "probing"
 
 
-@dataclass(frozen=True)
-class BreakerStats:
-    """A snapshot of a breaker.
-
-    Attributes:
-        state: the current one.
-        openings: how often it opened.
-        recoveries: how often it closed again.
-        probes: calls let through while it was open.
-        short_cut_calls: calls answered without the tier.
-        owed_removals: chunks that the tier must still forget.
-    """
-
-    state: BreakerState
-    openings: int
-    recoveries: int
-    probes: int
-    short_cut_calls: int
-    owed_removals: int
-
-
-class _Verdict(Enum):
-    UNKNOWN = 0
-    SUCCESS = 1
-    FAILURE = 2
-
-
 @dataclass
 class _Passage:
-    """A call that goes through, and what it proves."""
+    """A call that goes through, and what it proves: that the tier works or fails; None: nothing."""
 
     is_probe: bool
-    verdict: _Verdict = _Verdict.UNKNOWN
+    works: bool | None = None
     reason: str = ""
 
     def judge(self, outcomes: Sequence[Outcome]) -> None:
         if not _REACHED.isdisjoint(outcomes):
-            self.verdict = _Verdict.SUCCESS
+            self.works = True
         elif outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
-            self.verdict = _Verdict.FAILURE
+            self.works = False
 
 
 class CircuitBreaker(TierWrapper):
@@ -137,10 +110,6 @@ class CircuitBreaker(TierWrapper):
         self._owed = OwedRemovals()
         self._namespace_id: bytes | None = None  # of the last reset
         self._clears = 0  # begun and ended: odd while one is under way
-        self._openings = 0
-        self._recoveries = 0
-        self._probes = 0
-        self._short_cut_calls = 0
         self._is_shut = False
 
     @property
@@ -153,17 +122,15 @@ class CircuitBreaker(TierWrapper):
         """Whether calls are answered without the tier."""
         return self._state is not BreakerState.CLOSED
 
-    def stats(self) -> BreakerStats:
-        """State and counts at one moment."""
-        with self._lock:
-            return BreakerStats(
-                self._state,
-                self._openings,
-                self._recoveries,
-                self._probes,
-                self._short_cut_calls,
-                len(self._owed),
-            )
+    @property
+    def state(self) -> BreakerState:
+        """Whether calls go through."""
+        return self._state
+
+    @property
+    def owed_removals(self) -> int:
+        """Chunks that the tier must still forget."""
+        return len(self._owed)
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Forward; all False while open. A probe only where it reaches the storage.
@@ -176,7 +143,7 @@ class CircuitBreaker(TierWrapper):
                 return [False] * len(refs)
             held = self.inner.contains(refs)
             if self._asks_storage and refs:
-                passage.verdict = _Verdict.SUCCESS
+                passage.works = True
             hidden = self._owed.hidden(refs)
             return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
@@ -336,7 +303,7 @@ class CircuitBreaker(TierWrapper):
         try:
             yield
         except TierError as error:
-            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
+            passage.works, passage.reason = False, str(error)
             raise
         finally:  # also after exceptions that prove nothing: a probe must end
             self._conclude(passage)
@@ -347,9 +314,7 @@ class CircuitBreaker(TierWrapper):
                 return _Passage(is_probe=False)
             if may_probe and self._state is BreakerState.OPEN and self._is_probe_due():
                 self._state = BreakerState.PROBING
-                self._probes += 1
                 return _Passage(is_probe=True)
-            self._short_cut_calls += 1
             return None
 
     def _is_probe_due(self) -> bool:
@@ -359,12 +324,12 @@ class CircuitBreaker(TierWrapper):
 
     def _conclude(self, passage: _Passage) -> None:
         try:
-            if passage.is_probe and passage.verdict is _Verdict.SUCCESS and self._owed:
-                passage.verdict = _Verdict.UNKNOWN
+            if passage.is_probe and passage.works and self._owed:
+                passage.works = None
                 self._remove_with_owed()
-                passage.verdict = _Verdict.SUCCESS
+                passage.works = True
         except TierError as error:  # the probe's own result stands; the breaker stays open
-            passage.verdict, passage.reason = _Verdict.FAILURE, str(error)
+            passage.works, passage.reason = False, str(error)
         finally:
             with self._lock:
                 line = self._after_probe(passage) if passage.is_probe else self._after_call(passage)
@@ -374,9 +339,9 @@ class CircuitBreaker(TierWrapper):
 
     def _after_call(self, passage: _Passage) -> tuple[int, str] | None:
         """Count a failure or a success while closed. Returns the line to log."""
-        if self._state is not BreakerState.CLOSED or passage.verdict is _Verdict.UNKNOWN:
+        if self._state is not BreakerState.CLOSED or passage.works is None:
             return None  # a late call from before it opened changes nothing
-        if passage.verdict is _Verdict.SUCCESS:
+        if passage.works:
             self._failures_in_a_row = 0
             return None
         self._failures_in_a_row += 1
@@ -384,7 +349,6 @@ class CircuitBreaker(TierWrapper):
             return None
         self._state = BreakerState.OPEN
         self._since_s = self._clock()
-        self._openings += 1
         return logging.WARNING, (
             f"the {self.name} tier failed {self._failures_in_a_row} times in a row and is left out; it is tried again "
             f"every {self._probe_interval_s:g} s ({passage.reason or 'every chunk of the last call failed'})"
@@ -392,14 +356,13 @@ class CircuitBreaker(TierWrapper):
 
     def _after_probe(self, passage: _Passage) -> tuple[int, str] | None:
         """Close after a success, wait again after a failure. Returns the line to log."""
-        if passage.verdict is not _Verdict.SUCCESS:
+        if not passage.works:
             self._state = BreakerState.OPEN
-            if passage.verdict is _Verdict.FAILURE:  # if it proved nothing, the next call is a probe
+            if passage.works is False:  # if it proved nothing, the next call is a probe
                 self._since_s = self._clock()
             return None
         self._state = BreakerState.CLOSED
         self._failures_in_a_row = 0
-        self._recoveries += 1
         return logging.INFO, f"the {self.name} tier works again"
 
     def _remove_with_owed(self, refs: Iterable[ChunkRef] = ()) -> None:

@@ -87,13 +87,13 @@ class Crew:
             self._stuck.discard(future)
 
 
-def start_aside(name: str, action: Callable[[], Result]) -> Future[Result]:
+def start_aside(tier: str, operation: str, action: Callable[[], Result]) -> Future[Result]:
     """Start a call on a thread of its own, as all others may be stuck."""
     future: Future[Result] = Future()
     work: SimpleQueue[Work | None] = SimpleQueue()
     work.put((future, action))
     work.put(None)
-    threading.Thread(target=_serve, args=(work,), name=name, daemon=True).start()
+    threading.Thread(target=_serve, args=(work,), name=f"kvstore-{tier}-{operation}", daemon=True).start()
     return future
 
 

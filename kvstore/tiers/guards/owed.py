@@ -32,9 +32,6 @@ class OwedRemovals:
     def __len__(self) -> int:
         return len(self._owed)
 
-    def __contains__(self, ref: ChunkRef) -> bool:
-        return ref in self._owed
-
     def refs(self) -> tuple[ChunkRef, ...]:
         """All chunks whose removal is owed now."""
         with self._lock:
@@ -70,7 +67,7 @@ class OwedRemovals:
     def end_removal(self, refs: Iterable[ChunkRef]) -> None:
         """End a removal, which can have no effect any more. If it failed, call ``owe`` first."""
         with self._lock:
-            _subtract(self._leaving, refs)
+            self._leaving -= Counter(refs)
 
     def begin_put(self, refs: Iterable[ChunkRef]) -> set[ChunkRef]:
         """Begin a put. Returns the chunks that cannot be put now; end the put of the others with ``end_put``."""
@@ -83,13 +80,6 @@ class OwedRemovals:
     def end_put(self, refs: Iterable[ChunkRef], stored: Iterable[ChunkRef]) -> None:
         """End a put, which settles the removal of the chunks that it has ``stored``."""
         with self._lock:
-            _subtract(self._putting, refs)
+            self._putting -= Counter(refs)
             for ref in stored:
                 self._owed.pop(ref, None)
-
-
-def _subtract(counts: Counter[ChunkRef], refs: Iterable[ChunkRef]) -> None:
-    for ref in refs:
-        counts[ref] -= 1
-        if counts[ref] <= 0:
-            del counts[ref]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.errors import TierError, TierTimeoutError
 from kvstore.tiers.guards.base import TierWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable
 
-    from kvstore.chunks import ChunkRef, Outcome
-    from kvstore.keys import Namespace
-    from kvstore.tiers.base import Loan, Tier, Transfer
+    from kvstore.tiers.base import Tier
 
+Result = TypeVar("Result")
+
+_TIMED: Final = {"get": "get", "borrow": "get", "put": "put"}  # as what a call is timed
 MAX_TIMES: Final = 4096  # of each operation, kept until somebody takes them
 
 
@@ -43,62 +43,17 @@ class Statistics(TierWrapper):
             self._times_s[operation].clear()
         return taken
 
-    def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Forward and count."""
-        with self._call():
-            return self.inner.contains(refs)
-
-    def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+    def _call(self, operation: str, action: Callable[[], Result]) -> Result:
         """Forward, count and time."""
-        with self._timed_call("get"):
-            return self.inner.get(transfers)
-
-    def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
-        """Forward and count."""
-        with self._call():
-            return self.inner.get_layers(transfers, layers)
-
-    def borrow(self, refs: Sequence[ChunkRef]) -> Loan:
-        """Forward, count and time as a ``get``."""
-        with self._timed_call("get"):
-            return self.inner.borrow(refs)
-
-    def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
-        """Forward, count and time."""
-        with self._timed_call("put"):
-            return self.inner.put(transfers)
-
-    def remove(self, refs: Iterable[ChunkRef]) -> None:
-        """Forward and count."""
-        with self._call():
-            self.inner.remove(refs)
-
-    def clear(self) -> None:
-        """Forward and count."""
-        with self._call():
-            self.inner.clear()
-
-    def reset(self, namespace: Namespace) -> None:
-        """Forward and count."""
-        with self._call():
-            self.inner.reset(namespace)
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
+        begin_s = time.perf_counter()
         try:
-            yield
+            return action()
         except TierError as error:
             with self._lock:
                 self.errors += 1
                 self.timeouts += isinstance(error, TierTimeoutError)
             raise
-
-    @contextmanager
-    def _timed_call(self, operation: str) -> Iterator[None]:
-        begin_s = time.perf_counter()
-        try:
-            with self._call():
-                yield
         finally:
-            with self._lock:
-                self._times_s[operation].append(time.perf_counter() - begin_s)
+            if operation in _TIMED:
+                with self._lock:
+                    self._times_s[_TIMED[operation]].append(time.perf_counter() - begin_s)

@@ -26,13 +26,13 @@ except ImportError as error:
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.format.codecs import open_codec
-from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
 from kvstore.tiers.redis.coded import CodedIO
-from kvstore.tiers.redis.nodes import Node, SlotMovingError, open_nodes
+from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.sweep import Sweeper
-from kvstore.tiers.redis.url import OPTIONS, Kind, RedisTarget, parse_target
+from kvstore.tiers.redis.url import Kind, RedisTarget, parse_target
 from kvstore.tiers.redis.wire import Reply, checked, pack
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ class RedisTier(Tier):
         self.counters = TierCounters()
         self._target = target
         self._layout = layout
-        self._io = _open_io(target, layout, codec)
+        self._io = ChunkIO(layout, target.ttl_s)
+        if codec != "none":
+            self._io = CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
         self._calls = Calls(target, open_nodes(target))
         self._sweeper = Sweeper(self._calls)
         self._home = Home(namespace.id)
@@ -88,18 +90,12 @@ class RedisTier(Tier):
         Raises:
             ConfigError: see the class; or the URL or another option is wrong, or there is a capacity.
         """
-        if setup.capacity_bytes != UNBOUNDED_BYTES:
-            raise ConfigError(
-                f"the redis tier keeps to no capacity of its own, such as {setup.capacity_bytes} bytes: set maxmemory "
-                "and maxmemory-policy in the server"
-            )
-        setup.require_known_options("url", "codec", *OPTIONS)
-        options = {name: value for name, value in setup.options.items() if name in OPTIONS}
-        target = parse_target(setup.options.get("url"), options)
-        codec = setup.options.get("codec", "none")
+        setup.require_unbounded("set maxmemory and maxmemory-policy in the server")
+        options = dict(setup.options)
+        url, codec = options.pop("url", None), options.pop("codec", "none")
         if not isinstance(codec, str):
             raise ConfigError(f"the option 'codec' of the redis tier is a name, not {codec!r}")
-        return cls(target, setup.namespace, setup.layout, codec=codec)
+        return cls(parse_target(url, options), setup.namespace, setup.layout, codec=codec)
 
     def check(self) -> None:
         """Find out at start whether the servers can be used.
@@ -147,28 +143,11 @@ class RedisTier(Tier):
 
         Nothing writes to a buffer after the call has ended, even in an error.
         """
-        bodies = [(transfer.ref, payload_view(self._layout, transfer)) for transfer in transfers]
-        with self._operation():
-            if not bodies:
-                return []
-            home = self._current_home()
-            return self._count(self._each(home, bodies, self._get))
+        return self._each(transfers, self._get)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Store chunks from their buffers, one after the other; call from several threads to overlap them."""
-        bodies = [(transfer.ref, payload_view(self._layout, transfer)) for transfer in transfers]
-        with self._operation():
-            if not bodies:
-                return []
-            home = self._current_home()
-            mine = [transfer.belongs_to(home.namespace_id) for transfer in transfers]
-            bodies = [body for body, is_mine in zip(bodies, mine, strict=True) if is_mine]
-            moved = self._each(home, bodies, self._put)
-            if any(outcome is Outcome.STORED for outcome, _ in moved) and self._current_home() != home:
-                self._remove(home, [ref for ref, _ in bodies])
-                moved = [_FAILED if outcome is Outcome.STORED else (outcome, size) for outcome, size in moved]
-            answers = iter(moved)
-            return self._count([next(answers) if is_mine else _FAILED for is_mine in mine])
+        return self._each(transfers, self._put)
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: one round trip to every server for 256 of them.
@@ -253,33 +232,22 @@ class RedisTier(Tier):
                 self._home = home
         return left
 
-    def _each(
-        self,
-        home: Home,
-        bodies: Sequence[tuple[ChunkRef, ByteArray]],
-        move: Callable[[Home, ChunkRef, ByteArray], Moved],
-    ) -> list[Moved]:
-        """Move chunks in order. After a server has failed, its other chunks are not tried.
+    def _each(self, transfers: Sequence[Transfer], move: Callable[[Home, Transfer, ByteArray], Moved]) -> list[Outcome]:
+        """Check all transfers, then move one after the other; FAILED where a slot is on its way to another node."""
+        payloads = [payload_view(self._layout, transfer) for transfer in transfers]
+        outcomes = []
+        with self._operation():
+            for transfer, payload in zip(transfers, payloads, strict=True):
+                home = self._current_home()
+                try:
+                    moved = move(home, transfer, payload)
+                except SlotMovingError:
+                    moved = _FAILED
+                outcomes.append(self.counters.count(*moved))
+        return outcomes
 
-        Raises:
-            TierError: no chunk could be moved because servers failed.
-        """
-        moved = []
-        broken: dict[Node, TierError] = {}
-        for ref, payload in bodies:
-            node = self._calls.nodes.node_of(home.tag(ref))
-            try:
-                moved.append(_FAILED if node in broken else move(home, ref, payload))
-            except SlotMovingError:
-                moved.append(_FAILED)
-            except TierError as error:
-                moved.append(_FAILED)
-                broken[node] = error
-        if broken and all(result == _FAILED for result in moved):
-            raise next(iter(broken.values()))
-        return moved
-
-    def _get(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Moved:
+    def _get(self, home: Home, transfer: Transfer, payload: ByteArray) -> Moved:
+        ref = transfer.ref
         tag = home.tag(ref)
         with self._io.incoming(ref, payload) as chunk:
             for _ in range(_LOOKS):
@@ -296,18 +264,18 @@ class RedisTier(Tier):
                     return _MISS if is_miss else (Outcome.CORRUPT, 0)
         return _MISS
 
-    def _put(self, home: Home, ref: ChunkRef, payload: ByteArray) -> Moved:
+    def _put(self, home: Home, transfer: Transfer, payload: ByteArray) -> Moved:
+        ref = transfer.ref
+        if not transfer.belongs_to(home.namespace_id):
+            return _FAILED
         with self._io.outgoing(home, ref, payload) as chunk:
             stored = self._calls.at(home.tag(ref), lambda link: self._io.store(link, home, chunk))
-        if isinstance(stored, int):
-            return Outcome.STORED, stored
-        return (Outcome.FULL, 0) if isinstance(stored, OutOfMemoryError) else _FAILED
-
-    def _count(self, moved: Sequence[Moved]) -> list[Outcome]:
-        with self._changed:
-            for outcome, size_bytes in moved:
-                self.counters.count(outcome, size_bytes)
-        return [outcome for outcome, _ in moved]
+        if not isinstance(stored, int):
+            return (Outcome.FULL, 0) if isinstance(stored, OutOfMemoryError) else _FAILED
+        if self._current_home() != home:
+            self._remove(home, [ref])
+            return _FAILED
+        return Outcome.STORED, stored
 
     def _remove(self, home: Home, refs: Sequence[ChunkRef]) -> None:
         failure: TierError | None = None
@@ -317,12 +285,6 @@ class RedisTier(Tier):
             failure = next((answer for answer in answers if isinstance(answer, TierError)), failure)
         if failure is not None:
             raise failure
-
-
-def _open_io(target: RedisTarget, layout: KVLayout, codec: str) -> ChunkIO:
-    if codec == "none":
-        return ChunkIO(layout, target.ttl_s)
-    return CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
 
 
 def _unless_full(reply: Reply) -> None:

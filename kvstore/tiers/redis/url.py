@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.backoff import NoBackoff
@@ -23,13 +22,13 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.given import COUNT, FLAG, SECONDS, TEXT, WHOLE, host_and_port, kinds_of, read_options, split_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _FORMS = "redis://, rediss://, unix://, redis-sentinel:// or redis-cluster://"
 
 
@@ -80,20 +79,20 @@ class RedisTarget:
     kind: Kind
     addresses: tuple[Address, ...]
     service: str = ""
-    db: int = 0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    sentinel_username: str | None = None
-    sentinel_password: str | None = field(default=None, repr=False)
-    tls: bool = False
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_check_hostname: bool = True
-    connections: int = 8
-    timeout_s: float = 5.0
-    connect_timeout_s: float = 2.0
-    ttl_s: int | None = None
+    db: Annotated[int, WHOLE] = 0
+    username: Annotated[str | None, TEXT] = None
+    password: Annotated[str | None, TEXT] = field(default=None, repr=False)
+    sentinel_username: Annotated[str | None, TEXT] = None
+    sentinel_password: Annotated[str | None, TEXT] = field(default=None, repr=False)
+    tls: Annotated[bool, FLAG] = False
+    tls_ca: Annotated[str | None, TEXT] = None
+    tls_cert: Annotated[str | None, TEXT] = None
+    tls_key: Annotated[str | None, TEXT] = None
+    tls_check_hostname: Annotated[bool, FLAG] = True
+    connections: Annotated[int, COUNT] = 8
+    timeout_s: Annotated[float, SECONDS] = 5.0
+    connect_timeout_s: Annotated[float, SECONDS] = 2.0
+    ttl_s: Annotated[int | None, COUNT] = None
 
     def __str__(self) -> str:
         places = ", ".join(map(str, self.addresses))
@@ -117,13 +116,12 @@ class RedisTarget:
 
     def sentinel(self) -> Sentinel:
         """A client of the Sentinels."""
-        files = self._tls_files()
         login: dict[str, Any] = {
             "ssl": self.tls,
             "username": self.sentinel_username,
             "password": self.sentinel_password,
             "retry": Retry(NoBackoff(), 0),
-            **(files if self.tls else {}),
+            **self._tls_files(),
             **self._timeouts(),
         }
         return Sentinel(list(self.addresses), sentinel_kwargs=login)
@@ -142,57 +140,8 @@ class RedisTarget:
         }
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("it must be a text")
-    return value
-
-
-def _flag(value: object) -> bool:
-    text = str(value).lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError(f"it must be true or false, not {value!r}")
-    return text in _TRUE
-
-
-def _whole(value: object, least: int) -> int:
-    text = str(value)
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"it must be a whole number of {least} at least, not {value!r}")
-    return int(text)
-
-
-_count, _database = partial(_whole, least=1), partial(_whole, least=0)
-
-
-def _seconds(value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ValueError(f"it must be a positive number of seconds, not {value!r}")
-    return number
-
-
-# Every option, and how to parse its value.
-_MAKERS: dict[str, Callable[[object], object]] = {
-    "username": _text,
-    "password": _text,
-    "sentinel_username": _text,
-    "sentinel_password": _text,
-    "tls": _flag,
-    "tls_ca": _text,
-    "tls_cert": _text,
-    "tls_key": _text,
-    "tls_check_hostname": _flag,
-    "db": _database,
-    "connections": _count,
-    "timeout_s": _seconds,
-    "connect_timeout_s": _seconds,
-    "ttl_s": _count,
-}
-OPTIONS = tuple(_MAKERS)
+_KINDS = kinds_of(RedisTarget)
+OPTIONS = tuple(_KINDS)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
@@ -201,65 +150,40 @@ def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
     Raises:
         ConfigError: says what is wrong, without the URL, which may contain a password.
     """
-    if not isinstance(url, str):
-        raise ConfigError("the redis tier needs the option 'url', such as redis://localhost:6379/0")
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"the Redis URL cannot be read: {error}") from error
-    given: dict[str, Any] = dict(parse_qsl(parts.query))
-    given.update((name, value) for name, value in options.items() if value is not None)
+    parts = split_url(url, "Redis", "redis://localhost:6379/0")
     login, _, places = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
-    given.setdefault("username", unquote(user) or None)
-    given.setdefault("password", unquote(password) or None)
+
+    def settings(db: Sequence[str] = (), *, tls: bool | None = None) -> dict[str, Any]:
+        first = {"username": unquote(user) or None, "password": unquote(password) or None, "db": next(iter(db), None)}
+        return read_options("Redis", _KINDS, first, dict(parse_qsl(parts.query)), options, {"tls": tls})
+
     path = [unquote(part) for part in parts.path.split("/") if part]
     match parts.scheme:
         case "redis" | "rediss":
             _require(len(path) <= 1, "after the address of a server comes at most the number of a database")
             addresses = _addresses(places, _PORT)
             _require(len(addresses) == 1, "redis:// names one server: redis-cluster:// names several")
-            if parts.scheme == "rediss":
-                given["tls"] = True
-            return RedisTarget(Kind.SINGLE, addresses, **_settings(given, path[:1]))
+            return RedisTarget(Kind.SINGLE, addresses, **settings(path, tls=parts.scheme == "rediss" or None))
         case "unix":
             _require(bool(path) and not places, "a unix socket is named by its whole path: unix:///run/redis.sock")
-            return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **_settings(given, []))
+            return RedisTarget(Kind.SINGLE, (Address(unquote(parts.path), 0),), **settings())
         case "redis-sentinel":
             _require(1 <= len(path) <= 2, "after the Sentinels comes the name of the service: host:26379/mymaster")
-            return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **_settings(given, path[1:]))
+            return RedisTarget(Kind.SENTINEL, _addresses(places, _SENTINEL_PORT), path[0], **settings(path[1:]))
         case "redis-cluster":
-            _require(not path and not given.get("db"), "a cluster has no databases: leave out the number")
-            return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **_settings(given, []))
+            found = settings()
+            _require(not path and not found.get("db"), "a cluster has no databases: leave out the number")
+            return RedisTarget(Kind.CLUSTER, _addresses(places, _PORT), **found)
     raise ConfigError(f"a Redis URL begins with {_FORMS}, not {parts.scheme!r}")
-
-
-def _settings(given: Mapping[str, object], path_db: list[str]) -> dict[str, Any]:
-    """The parsed options."""
-    with_db = {**({"db": path_db[0]} if path_db else {}), **given}
-    settings: dict[str, Any] = {}
-    for name, value in with_db.items():
-        if value is None:
-            continue
-        if name not in _MAKERS:
-            raise ConfigError(f"a Redis URL has no option {name!r}: it knows {', '.join(OPTIONS)}")
-        try:
-            settings[name] = _MAKERS[name](value)
-        except ValueError as error:
-            raise ConfigError(f"the Redis option {name!r} cannot be used: {error}") from error
-    return settings
 
 
 def _addresses(places: str, default_port: int) -> tuple[Address, ...]:
     found = []
     for place in places.split(","):
-        parts = urlsplit(f"//{place}")
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigError(f"the Redis URL names a wrong port: {error}") from error
+        host, port = host_and_port(urlsplit(f"//{place}"), "the Redis URL")
         _require(bool(host), "the Redis URL names no host")
-        found.append(Address(str(host), port or default_port))
+        found.append(Address(host, port or default_port))
     return tuple(found)
 
 

@@ -56,24 +56,6 @@ def clear(link: Link) -> None:
     link.ask(messages.Clear(link.new_serial()), messages.Done)
 
 
-def scan(link: Link) -> list[ChunkRef]:
-    """Every chunk of the connection's namespace, the least recently used first."""
-    refs: dict[ChunkRef, None] = {}
-    first = 0
-    while True:
-        listing = link.ask(messages.Scan(link.new_serial(), first), messages.Listing)
-        refs.update(dict.fromkeys(messages.unpack_refs(listing.refs)))
-        first += len(listing.refs) // messages.REF_BYTES
-        if first >= listing.total or not listing.refs:
-            return list(refs)
-
-
-def used_bytes(link: Link) -> int:
-    """What the connection's namespace takes at the server now."""
-    behind_the_last = 1 << 40
-    return link.ask(messages.Scan(link.new_serial(), behind_the_last), messages.Listing).usage.used_bytes
-
-
 def _parts(items: Sequence[Item], at_most: int) -> Iterator[Sequence[Item]]:
     return (items[begin : begin + at_most] for begin in range(0, len(items), at_most))
 

@@ -25,11 +25,11 @@ class Links:
         target: where the server is.
         namespace: what the connections are for, until ``move``.
         geometry: of its chunks.
-        bound_bytes: what the namespace may hold; 0 leaves it to the server.
+        bound_bytes: what the namespace may hold; 0 leaves that to the server.
     """
 
     def __init__(
-        self, target: ServerTarget, namespace: Namespace, geometry: messages.Geometry, bound_bytes: int
+        self, target: ServerTarget, namespace: Namespace, geometry: messages.Geometry, bound_bytes: int = 0
     ) -> None:
         self.namespace = namespace
         self._target = target

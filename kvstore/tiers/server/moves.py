@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from kvstore.chunks import ByteArray, Outcome
-from kvstore.errors import ClosedError, InvalidCallError, ProtocolError, TierError
+from kvstore.errors import ClosedError, ProtocolError, TierError
 from kvstore.memory.mapped import map_bytes, populate
 from kvstore.protocol import messages
 from kvstore.protocol.pieces import checksum, scatter
@@ -26,47 +24,11 @@ from kvstore.tiers.server.link import Link
 _READ_WINDOW: Final = 4  # pieces; with more, the C library returns memory and takes fresh pages for the next ones
 
 
-class Move(NamedTuple):
-    """One payload, and its pages at the server."""
+class Mapped:
+    """Moves payloads through the server's memory, which is mapped here too. A restarted server has another one.
 
-    payload: ByteArray
-    grant: messages.Grant
-
-
-class Mover(ABC):
-    """Moves payloads for one tier. Thread-safe; a connection belongs to one thread."""
-
-    @abstractmethod
-    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Write payloads to their pages; for each, whether all of it is there.
-
-        Raises:
-            TierError: the server failed.
-        """
-
-    @abstractmethod
-    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Read payloads from their pages; for each, whether all of it is here.
-
-        Raises:
-            TierError: the server failed.
-        """
-
-    def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:  # noqa: ARG002 - see above
-        """A read-only view of a payload in its pages; a copy if these are several runs.
-
-        Raises:
-            InvalidCallError: the pages are not mapped here.
-            TierError: the server failed.
-        """
-        raise InvalidCallError("a cache server on another host does not lend its memory")
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """End what runs in the background."""
-
-
-class Mapped(Mover):
-    """Through the server's memory, which is mapped here too. A restarted server has another one."""
+    Thread-safe; a connection belongs to one thread. Every method may raise ``TierError``: the server failed.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,22 +38,18 @@ class Mapped(Mover):
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Copy."""
-        memory = self._memory_of(link)
-        for payload, grant in moves:
-            scatter(payload, _views(memory, grant, len(payload)))
-        return [True] * len(moves)
+    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+        """Write a payload to its pages; whether all of it is there."""
+        scatter(payload, _views(self._memory_of(link), grant, len(payload)))
+        return True
 
-    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
-        """Copy."""
-        memory = self._memory_of(link)
-        for payload, grant in moves:
-            np.concatenate(_views(memory, grant, len(payload)), out=payload)
-        return [True] * len(moves)
+    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
+        """Read a payload from its pages; whether all of it is here."""
+        np.concatenate(_views(self._memory_of(link), grant, len(payload)), out=payload)
+        return True
 
     def lend(self, link: Link, grant: messages.Grant, num_bytes: int) -> ByteArray:
-        """A view."""
+        """A read-only view of a payload in its pages; a copy if these are several runs."""
         parts = _views(self._memory_of(link), grant, num_bytes)
         payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
         payload.flags.writeable = False
@@ -153,43 +111,33 @@ def _views(memory: ByteArray, grant: messages.Grant, num_bytes: int) -> list[Byt
     return [memory[part.begin : part.begin + part.num_bytes] for part in parts]
 
 
-class Framed(Mover):
-    """In messages."""
+class Framed:
+    """The same in messages."""
 
-    def write(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+    def write(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Send pieces, a few of them before the first is confirmed."""
         sender = PieceSender(link)
-        for number, (payload, grant) in enumerate(moves):
-            sender.send(number, grant.lease, payload, range(len(payload)))
-        failed = sender.finish()
-        return [number not in failed for number in range(len(moves))]
+        sender.send(0, grant.lease, payload, range(len(payload)))
+        return not sender.finish()
 
-    def read(self, link: Link, moves: Sequence[Move]) -> list[bool]:
+    def read(self, link: Link, payload: ByteArray, grant: messages.Grant) -> bool:
         """Ask for pieces, a few of them ahead."""
-        arrived = [True] * len(moves)
-        under_way: dict[int, tuple[int, ByteArray]] = {}
-        waiting = deque(_pieces(moves))
+        is_whole = True
+        under_way: dict[int, ByteArray] = {}  # where pieces go, by serials
+        waiting = deque(range(0, len(payload), messages.PIECE_BYTES))
         while waiting or under_way:
             while waiting and len(under_way) < _READ_WINDOW:
-                number, offset, part = waiting.popleft()
-                serial = link.new_serial()
-                link.send(messages.Fetch(serial, moves[number].grant.lease, offset, len(part)))
-                under_way[serial] = number, part
-            answer, is_sound = link.receive_into(
-                lambda data: under_way[data.serial][1] if data.serial in under_way else None
-            )
-            found = under_way.pop(answer.serial, None)
-            if found is None:
+                offset, serial = waiting.popleft(), link.new_serial()
+                under_way[serial] = payload[offset : offset + messages.PIECE_BYTES]
+                link.send(messages.Fetch(serial, grant.lease, offset, len(under_way[serial])))
+            answer, is_sound = link.receive_into(lambda data: under_way.get(data.serial))
+            if under_way.pop(answer.serial, None) is None:
                 raise TierError(f"the cache server answered {answer.serial}, which was not asked")
-            arrived[found[0]] = arrived[found[0]] and is_sound
-        return arrived
+            is_whole = is_whole and is_sound
+        return is_whole
 
-
-def _pieces(moves: Sequence[Move]) -> Iterator[tuple[int, int, ByteArray]]:
-    """For each piece of all payloads: the number of the payload, the offset in it, and the bytes."""
-    for number, (payload, _) in enumerate(moves):
-        for offset in range(0, len(payload), messages.PIECE_BYTES):
-            yield number, offset, payload[offset : offset + messages.PIECE_BYTES]
+    def close(self) -> None:
+        """Nothing runs in the background."""
 
 
 class PieceSender:

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from kvstore.errors import CodecError, ConfigError
-from kvstore.format.codecs import CODEC_NAMES, Codec, open_codec
+from kvstore.format.codecs import Codec, open_codec
 from kvstore.layout import KVLayout
-from kvstore.paged.binding import bind_paged_kv
 
 if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
 
 ELEMENTS = {"bf16": 2, "f16": 2, "f32": 4, "f8": 1}
-LOSSLESS = [("none", "opaque"), ("lz4", "opaque"), *(("split", element) for element in ELEMENTS)]
+LOSSLESS = [("lz4", "opaque"), *(("split", element) for element in ELEMENTS)]
 SEVERAL_PIECES = 1_100_001  # bytes; more than two pieces of any codec, and a remainder
 by_codec = pytest.mark.parametrize(("name", "element"), LOSSLESS)
 
@@ -120,7 +119,7 @@ def test_every_kind_of_layer_comes_back(name: str, element: str, what: str) -> N
     }[what]
     size, back = round_trip(open_codec(name, layout_of_any(element)), layer)
     assert np.array_equal(back, layer)
-    if name != "none" and what == "zeros":
+    if what == "zeros":
         assert size < len(layer) / 10 if name == "lz4" or element == "f8" else size < len(layer)
     if what == "random":
         assert size == len(layer)  # stored as it is
@@ -335,56 +334,3 @@ def test_a_missing_package_is_named(name: str, package: str, monkeypatch: pytest
     layout = layout_of_any("bf16")
     with pytest.raises(ConfigError, match=r"needs the package .*vllm-kvstore\[codecs\]"):
         open_codec(name, layout)
-
-
-def test_none_needs_nothing() -> None:
-    assert CODEC_NAMES[0] == "none"
-    layer = normal(100)
-    assert round_trip(open_codec("none", KVLayout((200,), 1, 16, 16)), layer)[0] == len(layer)
-
-
-# What a layout knows of its elements
-
-N, H, D = 16, 4, 8
-
-
-@pytest.mark.parametrize(
-    ("cache", "block", "element", "axes"),
-    [
-        (torch.zeros(6, N, H, 2 * D, dtype=torch.bfloat16).permute(0, 2, 1, 3), N, "bf16", (1, N, H * 2 * D)),  # NHD
-        (torch.zeros(6, H, N, 2 * D, dtype=torch.float16), N, "f16", (H, N, 2 * D)),  # HND
-        (torch.zeros(6, 2, N, H, D), N, "f32", (2, N, H * D)),
-        (torch.zeros(2, 6, N, H, D), N, "f32", (1, N, H * D)),
-        (torch.zeros(12, 2, N, H, D), 2 * N, "f32", (2, N, H * D)),  # kernel blocks half as long
-        (torch.zeros(6, 1, N, 2 * D), N, "f32", (1, N, 2 * D)),  # one head
-        (torch.zeros(6, N, N, 2 * D), N, "f32", None),  # as many heads as tokens: which is which?
-        (torch.zeros(6, N, 576), N, "f32", None),  # MLA
-        (torch.zeros(6, H, N, 2 * D, dtype=torch.uint8), N, "opaque", (H, N, 2 * D)),
-        (torch.zeros(6, H, N, 2 * D, dtype=torch.float8_e4m3fn), N, "f8", (H, N, 2 * D)),
-    ],
-)
-def test_elements_and_channels_are_found(
-    cache: torch.Tensor, block: int, element: str, axes: tuple[int, int, int] | None
-) -> None:
-    layout = bind_paged_kv({"a": cache}, num_blocks=6, block_tokens=block, chunk_tokens=2 * block).layout
-    assert (layout.element, layout.page_axes) == (element, axes)
-
-
-def test_channels_of_packed_blocks_and_latents_are_not() -> None:
-    cache = torch.zeros(6, 1, N, 576)
-
-    def layout(*caches: torch.Tensor, packing: str = "", has_channels: bool = True) -> KVLayout:
-        return bind_paged_kv(
-            {str(number): layer for number, layer in enumerate(caches)},
-            num_blocks=6,
-            block_tokens=N,
-            chunk_tokens=N,
-            packing=packing,
-            has_channels=has_channels,
-        ).layout
-
-    assert layout(cache).page_axes == (1, N, 576)
-    assert layout(cache, packing="avx512").page_axes is None
-    assert layout(cache, has_channels=False).page_axes is None
-    assert layout(cache).fingerprint == layout(cache, has_channels=False).fingerprint  # the bytes are the same
-    assert layout(cache, cache.to(torch.bfloat16)).element == "opaque"

@@ -16,7 +16,6 @@ from kvstore.format.pack import PackWriter, Shard, open_pack
 from kvstore.format.wholeio import read_front, read_whole, write_whole
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import UNBOUNDED_BYTES
 from kvstore.tiers.disk.shelf import Shelf
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pack import PackTier
@@ -85,7 +84,7 @@ def test_no_chunk_of_a_pack_is_hidden(
     layout = BF16 if codec != "none" else EVEN
     export(Source(folder), tmp_path / "a.kvpack")
     cut_short(monkeypatch)
-    tier = PackTier(open_pack(tmp_path / "a.kvpack"), MINE, layout, UNBOUNDED_BYTES)
+    tier = PackTier(open_pack(tmp_path / "a.kvpack"), MINE, layout)
     assert [get(tier, ref, layout) for ref in REFS] == [Outcome.HIT] * len(REFS)
     tier.close()
 

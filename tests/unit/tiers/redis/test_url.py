@@ -124,3 +124,9 @@ def test_a_call_follows_a_slot_to_its_node() -> None:
 
     assert Calls(parse_target("redis-cluster://here", {}), nodes).at(b"tag", action) == "done"
     assert asked == ["former", "present"]
+
+
+def test_a_password_that_is_none_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"'password' cannot be used: it must be a text$") as caught:
+        parse_target("redis://here", {"password": 271828})
+    assert caught.value.__cause__ is None
