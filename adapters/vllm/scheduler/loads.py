@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, Sourced, StepResult
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, Sourced, StepPlan, StepResult
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
@@ -209,22 +209,14 @@ class LoadPlanner:
             if load.req_id in num_scheduled_tokens:
                 load.block_ids.update(block_ids_of(load.req_id)[load.block :])
 
-    def take_step(self, number: int) -> list[ReqMeta]:
-        """The loads of the coming step, which has this number."""
+    def fill(self, plan: StepPlan) -> None:
+        """Put into a plan what its step loads, and which loads begin with it."""
         loads, self._coming = self._coming, _StepLoads()
         if loads.requests:
-            self._in_flight[number] = loads
-        return list(loads.requests.values())
-
-    def take_fetches(self) -> list[Fetch]:
-        """The loads to begin with the coming step."""
-        fetches, self._coming_fetches = self._coming_fetches, {}
-        return list(fetches.values())
-
-    def take_sourced(self) -> list[Sourced]:
-        """The chunks among them that may be read from engines which their requests name."""
-        sourced, self._coming_sourced = self._coming_sourced, []
-        return sourced
+            self._in_flight[plan.number] = loads
+        plan.requests += loads.requests.values()
+        plan.fetches, self._coming_fetches = list(self._coming_fetches.values()), {}
+        plan.sourced, self._coming_sourced = self._coming_sourced, []
 
     # -- results -----------------------------------------------------------------------------------------------------
 

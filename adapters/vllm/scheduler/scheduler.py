@@ -305,15 +305,11 @@ class StoreScheduler:
         connected.loads.note_blocks(num_scheduled_tokens, block_ids_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
-        plan.removals = connected.saves.take_strays() + connected.index.take_removals()
-        plan.requests = [
-            *connected.loads.take_step(plan.number),
-            *verifies,
-            *self._handovers.take_step(),
-            *connected.saves.take_step(plan.number),
-        ]
-        plan.fetches = connected.loads.take_fetches()
-        plan.sourced = connected.loads.take_sourced()
+        connected.loads.fill(plan)
+        plan.requests += verifies
+        self._handovers.fill(plan)
+        connected.saves.fill(plan)
+        plan.removals += connected.index.take_removals()
         self._steps.follow(plan, [job.step for meta in verifies for job in meta.verifies])
 
     def _plan_verify(
