@@ -160,7 +160,7 @@ class Lookup:
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
-        return ref if self._is_remote(ref, told) and room.takes_new() else None
+        return ref if self._is_remote(ref, told) and room.takes(None) else None
 
     def _is_readable(self, chunk: Entry) -> bool:
         if chunk.forgotten:
@@ -190,20 +190,13 @@ class _StagingRoom:
     slots: int
     staged: int = 0
 
-    def takes(self, chunk: Entry) -> bool:
-        """Count a chunk in, unless the load would then run out of slots."""
-        if chunk.memory is not NO_SLOT:
+    def takes(self, chunk: Entry | None) -> bool:
+        """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""
+        if chunk is not None and chunk.memory is not NO_SLOT:
             slots, staged = self.slots - (chunk.uses == 0), self.staged
         else:
             slots, staged = self.slots, self.staged + 1
         if staged > slots:
             return False
         self.slots, self.staged = slots, staged
-        return True
-
-    def takes_new(self) -> bool:
-        """Count in a chunk that no slot has."""
-        if self.staged >= self.slots:
-            return False
-        self.staged += 1
         return True

@@ -14,10 +14,11 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -192,15 +193,12 @@ class OfflineEngine:
         """End vLLM, once what is on its way has arrived."""
         if self._directory is not None:
             self._directory.close()
-        self._llm.llm_engine.engine_core.shutdown()
-        _forget_vllm()
+        end_vllm(self._llm)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _connector(self) -> WarmingConnector:
@@ -226,11 +224,14 @@ class OfflineEngine:
         return open_directory(shards_of(self._facts, options))
 
 
+def end_vllm(llm: LLM) -> None:
+    """End a vLLM in this process, and free its state."""
+    llm.llm_engine.engine_core.shutdown()
+    _forget_vllm()
+
+
 def _forget_vllm() -> None:
     """Free vLLM's state in this process; a failed start leaves some, too."""
-    from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
-
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
 
