@@ -54,6 +54,7 @@ from support.fake_parts import (
     remote_of,
     sample,
 )
+from support.idle import are_loads_idle, are_saves_idle
 
 
 class FakeRunner(FakeBlocks):
@@ -289,8 +290,8 @@ class FakeRunner(FakeBlocks):
         scheduler = self.scheduler
         assert self.index.uses == 0
         assert not scheduler._steps.in_flight
-        assert self.connected.saves.is_idle
-        assert self.connected.loads.is_idle
+        assert are_saves_idle(self.connected.saves)
+        assert are_loads_idle(self.connected.loads)
         assert not +self.connected.loads._fetched_keys
         assert not scheduler._trackers
         chunks = self.index._chunks.values()

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from support.idle import are_loads_idle, are_saves_idle
+
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
 VOCAB = 1024
@@ -179,8 +181,8 @@ class Engine:
         scheduler = self.store_scheduler
         assert scheduler.index.uses == 0
         assert not scheduler._steps.in_flight
-        assert scheduler._connected.saves.is_idle
-        assert scheduler._connected.loads.is_idle
+        assert are_saves_idle(scheduler._connected.saves)
+        assert are_loads_idle(scheduler._connected.loads)
         assert not scheduler._trackers
         pool = self.core_scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block

@@ -95,11 +95,6 @@ class LoadPlanner:
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is planned or in flight."""
-        return not (self._coming.requests or self._coming_fetches or self._in_flight or self._fetching)
-
     # -- before a load -----------------------------------------------------------------------------------------------
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:

@@ -45,11 +45,6 @@ class SavePlanner:
         self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is planned or in flight."""
-        return not (self._metas or self._in_flight or self._writes or self.strays)
-
-    @property
     def has_coming(self) -> bool:
         """Whether the next plan will store something."""
         return any(meta.stores for meta in self._metas.values())

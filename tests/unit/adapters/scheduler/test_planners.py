@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.fake_parts import BLOCK, CHUNK, FakeRequest
 from support.gate import HANG_GUARD_S
+from support.idle import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
@@ -93,7 +94,7 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     (fetch,) = plan.fetches
     planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
     assert not planner.must_wait(match, async_load=False)
-    assert planner.is_idle
+    assert are_loads_idle(planner)
 
 
 def scheduler_of(num_ranks: int) -> StoreScheduler:
