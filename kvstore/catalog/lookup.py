@@ -111,18 +111,15 @@ class Lookup:
         keys = hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
         if not keys:
             return None
-        here = [chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten]
-        if here:
-            return self._why_unreadable(here[0])
+        here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
+        if chunk := next(here, None):
+            if self._is_readable(chunk):
+                return MissReason.NO_ROOM
+            is_down = chunk.on_disk and chunk.memory is NO_SLOT
+            return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
         reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
         return MissReason.TIER_DOWN if self._remote.view is not None and not self._remote.answers else reason
-
-    def _why_unreadable(self, chunk: Entry) -> MissReason:
-        if self._is_readable(chunk):
-            return MissReason.NO_ROOM
-        is_down = chunk.on_disk and chunk.memory is NO_SLOT
-        return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
 
     def questions(
         self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
