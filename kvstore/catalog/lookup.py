@@ -46,11 +46,6 @@ class Lookup:
         return self._slots.num_slots - len(self._slots.free)
 
     @property
-    def uses(self) -> int:
-        """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
-        return sum(chunk.uses for chunk in self._chunks.values())
-
-    @property
     def disk_used_bytes(self) -> int:
         """Bytes accounted to the disk tier, writes in flight included."""
         return self._disk.order.used_bytes

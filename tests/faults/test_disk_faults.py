@@ -15,7 +15,7 @@ from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
 from support.faults import Fault, FaultInjector, FaultKind
 from support.gate import Gate
-from support.invariants import check_index
+from support.invariants import check_index, uses_of
 from support.rig import FILE_BYTES, Rig, tokens_of
 
 from kvstore.catalog.plans import Place
@@ -135,7 +135,7 @@ def test_a_late_write_leaves_nothing_in_use(
             assert rig.store(engine, tokens_of(1, 64)) == 64
             assert gate.reached.wait(30)
             assert not engine.flush(0.5)
-            assert engine._planner.index.uses
+            assert uses_of(engine._planner.index)
         gate.open()
         check_bytes(engine, folders)
         assert rig.retrieve(engine, tokens_of(1, 64)) == 64
@@ -228,7 +228,7 @@ def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     assert engine.flush(30)
     with engine._planner.lock:
         check_index(engine._planner.index)
-        assert engine._planner.index.uses == 0
+        assert uses_of(engine._planner.index) == 0
         removals = engine._planner.index.take_removals()
     engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)

@@ -14,6 +14,7 @@ import pytest
 from support.checks import check_idle
 from support.diskwork import flip
 from support.gate import HANG_GUARD_S, Gate
+from support.invariants import uses_of
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.chunks import Outcome
@@ -334,7 +335,7 @@ def test_close_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, 
     assert time.monotonic() - begin_s < HANG_GUARD_S / 2
     assert tier.is_closed
     gate.open()
-    assert _until(lambda: engine._planner.index.uses == 0)  # what ends late is still accounted for
+    assert _until(lambda: uses_of(engine._planner.index) == 0)  # what ends late is still accounted for
 
 
 def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:

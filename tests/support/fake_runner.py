@@ -55,6 +55,7 @@ from support.fake_parts import (
     sample,
 )
 from support.idle import are_loads_idle, are_saves_idle
+from support.invariants import uses_of
 
 
 class FakeRunner(FakeBlocks):
@@ -288,7 +289,7 @@ class FakeRunner(FakeBlocks):
     def assert_nothing_leaked(self) -> None:
         """After `settle`: no lease, plan, write, slot or block is left."""
         scheduler = self.scheduler
-        assert self.index.uses == 0
+        assert uses_of(self.index) == 0
         assert not scheduler._steps.in_flight
         assert are_saves_idle(self.connected.saves)
         assert are_loads_idle(self.connected.loads)

@@ -63,6 +63,11 @@ def check_sends(remote: RemoteSends) -> None:
     assert remote.num_sends == sending <= remote.max_sends
 
 
+def uses_of(index: ChunkIndex) -> int:
+    """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
+    return sum(chunk.uses for chunk in index._chunks.values())
+
+
 def holds_of(leases: Leases) -> Counter[PrefixKey]:
     """How many leases hold each chunk."""
     return Counter(key for lease in leases._leases.values() for key in lease.keys)

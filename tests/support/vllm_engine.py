@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from support.idle import are_loads_idle, are_saves_idle
+from support.invariants import uses_of
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
@@ -179,7 +180,7 @@ class Engine:
         """Nothing of ours is under way, and vLLM has all its blocks back."""
         self.settle()
         scheduler = self.store_scheduler
-        assert scheduler.index.uses == 0
+        assert uses_of(scheduler.index) == 0
         assert not scheduler._steps.in_flight
         assert are_saves_idle(scheduler._connected.saves)
         assert are_loads_idle(scheduler._connected.loads)

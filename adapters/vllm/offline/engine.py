@@ -31,7 +31,6 @@ from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers import READ_ONLY, tier_behind
-from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.folder import chunk_name
 
 if TYPE_CHECKING:
@@ -109,12 +108,14 @@ class OfflineEngine:
         with ExitStack() as opened:
             opened.callback(_forget_vllm)
             with _environment(config), _refusals(model):
-                self._llm = LLM(model=model, kv_transfer_config=_transfer_config(), **arguments)
+                transfer = transfer_config(WarmingConnector, _NOT_WARMING)
+                self._llm = LLM(model=model, kv_transfer_config=transfer, **arguments)
             opened.callback(self._llm.llm_engine.engine_core.shutdown)
             self._facts = self._connector().facts
             if not self._facts:
                 raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
-            self._directory = self._open_directory()
+            options = remote_options(self._config)
+            self._directory = open_directory(shards_of(self._facts, options)) if options is not None else None
             opened.pop_all()
 
     @property
@@ -217,12 +218,6 @@ class OfflineEngine:
                 return False
         return True
 
-    def _open_directory(self) -> RemoteDirectory | None:
-        options = remote_options(self._config)
-        if options is None:
-            return None
-        return open_directory(shards_of(self._facts, options))
-
 
 def end_vllm(llm: LLM) -> None:
     """End a vLLM in this process, and free its state."""
@@ -271,13 +266,14 @@ def _refusals(model: str) -> Iterator[None]:
         raise ConfigError(f"vLLM does not start with {model} and these flags: {error}") from error
 
 
-def _transfer_config() -> dict[str, object]:
+def transfer_config(connector: type[KVStoreConnector], settings: Mapping[str, object]) -> dict[str, Any]:
+    """What vLLM is told of a connector, which gets these settings."""
     return {
-        "kv_connector": WarmingConnector.__name__,
-        "kv_connector_module_path": WarmingConnector.__module__,
+        "kv_connector": connector.__name__,
+        "kv_connector_module_path": connector.__module__,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": dict(_NOT_WARMING),
+        "kv_connector_extra_config": dict(settings),
     }
 
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
-from kvstore.adapters.vllm.offline.engine import end_vllm
+from kvstore.adapters.vllm.offline.engine import end_vllm, transfer_config
 from kvstore.errors import KVStoreError
 
 MARK: Final = "BENCH SAMPLES "  # before the JSON
@@ -70,16 +70,7 @@ class Samples(NamedTuple):
     start: list[Sample]
 
 
-def _store(pool_gib: float) -> dict[str, Any]:
-    return {
-        "kv_connector": "KVStoreConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvstore.max_local_cpu_size": pool_gib},
-    }
-
-
-STORE: Final = _store(1.0)
+STORE: Final = transfer_config(KVStoreConnector, {"kvstore.max_local_cpu_size": 1.0})
 
 
 @contextmanager
@@ -210,7 +201,7 @@ def _starts(model: str, rounds: int) -> list[Sample]:
         with opened(model, transfer):
             return time.perf_counter() - begin_s
 
-    big = _store(_START_POOL_GIB)
+    big = transfer_config(KVStoreConnector, {"kvstore.max_local_cpu_size": _START_POOL_GIB})
     return [(start_s(None) + _START_S, start_s(big)) for _ in range(min(rounds, _MAX_STARTS))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
-from support.invariants import check_index
+from support.invariants import check_index, uses_of
 
 from kvstore.catalog.plans import NO_MATCH, Match, Place
 
@@ -18,9 +18,9 @@ def test_a_chunk_is_found_only_after_its_store_is_complete() -> None:
     assert [step.ref.num_blocks for step in steps] == [4, 4, 2]
     assert len({step.slot for step in steps}) == 3
     assert not any(bool(step.targets) for step in steps)
-    assert (known_tokens(index, 40), index.uses, index.slots_in_use) == (0, 3, 3)
+    assert (known_tokens(index, 40), uses_of(index), index.slots_in_use) == (0, 3, 3)
     index.complete_store(steps, set())
-    assert (known_tokens(index, 40), index.uses, index.slots_in_use) == (40, 0, 3)
+    assert (known_tokens(index, 40), uses_of(index), index.slots_in_use) == (40, 0, 3)
     assert index.lookup(hasher_of(40)) == Match(tuple(refs_of(40)), 40)
     assert index.counters.stored == 3
     assert all(index.in_memory(step.ref.prefix_key) for step in steps)
@@ -35,7 +35,7 @@ def test_a_failed_store_leaves_nothing_behind() -> None:
     for step in steps:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=step is not steps[1])
     check_index(index)
-    assert (len(index), index.uses, index.disk_used_bytes) == (2, 0, 2 * FULL_BYTES)
+    assert (len(index), uses_of(index), index.disk_used_bytes) == (2, 0, 2 * FULL_BYTES)
     assert index.counters.failed_stores == index.counters.writes_failed == 1
     assert keys(index.prepare_store(refs_of(48))) == keys([steps[1]])  # it can be stored again
 
@@ -161,10 +161,10 @@ def test_loading_from_memory_moves_nothing() -> None:
     stored = store(index, 24)
     steps = index.prepare_load(index.lookup(hasher_of(24)).refs)
     assert steps == [(step.ref, step.slot, Place.MEMORY) for step in stored]
-    assert index.uses == 2
+    assert uses_of(index) == 2
     index.complete_load(steps, set(), set())
     check_index(index)
-    assert index.uses == 0
+    assert uses_of(index) == 0
 
 
 def test_loading_from_disk_promotes() -> None:
@@ -187,7 +187,7 @@ def test_a_second_load_waits_in_line_behind_the_first() -> None:
     check_index(index)
     index.complete_load(second, set(), set())
     check_index(index)
-    assert index.uses == 0
+    assert uses_of(index) == 0
 
 
 def test_both_loads_of_a_missing_file_fail_and_it_is_announced_once() -> None:
@@ -198,7 +198,7 @@ def test_both_loads_of_a_missing_file_fail_and_it_is_announced_once() -> None:
     index.complete_load([*first, *second], keys(refs), keys(refs))
     assert index.take_removals() == list(refs)
     check_index(index)
-    assert (len(index), index.uses, index.disk_used_bytes) == (0, 0, 0)
+    assert (len(index), uses_of(index), index.disk_used_bytes) == (0, 0, 0)
     assert index.counters.failed_loads == 2
 
 
@@ -221,7 +221,7 @@ def test_prepare_load_ends_before_what_is_gone() -> None:
     assert [step.ref for step in steps] == [refs[0]]
     index.complete_load(steps, set(), set())
     check_index(index)
-    assert index.uses == 0
+    assert uses_of(index) == 0
 
 
 def test_lookup_counts_the_slots_that_chunks_from_disk_need() -> None:
@@ -247,7 +247,7 @@ def test_prepare_load_gives_up_what_no_longer_fits() -> None:
     index.complete_load(steps, set(), set())
     index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
-    assert index.uses == 0
+    assert uses_of(index) == 0
 
 
 def test_lookup_for_a_caller_who_has_a_part() -> None:
@@ -316,4 +316,4 @@ def test_clear_forgets_all_and_announces_nothing() -> None:
     assert known_tokens(index, 16, 1) == 0
     index.complete_write(in_flight[0].ref.prefix_key, Place.DISK, stored=False)
     check_index(index)
-    assert (len(index), index.slots_in_use, index.disk_used_bytes, index.uses) == (0, 0, 0, 0)
+    assert (len(index), index.slots_in_use, index.disk_used_bytes, uses_of(index)) == (0, 0, 0, 0)

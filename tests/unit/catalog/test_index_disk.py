@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import CHUNK, FULL_BYTES, keys, known_tokens, load, make, refs_of, store, stored_bytes
-from support.invariants import check_index
+from support.invariants import check_index, uses_of
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
@@ -53,7 +53,7 @@ def test_a_write_that_ends_before_its_store_shows_nothing_early() -> None:
     assert known_tokens(index, 16) == 0
     index.complete_store([step], set())
     assert known_tokens(index, 16) == 16
-    assert index.uses == 0
+    assert uses_of(index) == 0
 
 
 def test_the_number_of_writes_is_bounded() -> None:
@@ -84,7 +84,7 @@ def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
     index.complete_load(refs, set(), set())
     index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
-    assert index.uses == 0
+    assert uses_of(index) == 0
 
 
 def test_pool_as_a_mere_passage() -> None:
@@ -131,7 +131,7 @@ def test_what_did_not_arrive_is_not_lost() -> None:
     index.adopt((ref, FULL_BYTES) for ref in refs_of(32))
     steps = index.prepare_load(refs_of(32))
     index.complete_load(steps, keys(steps), set())
-    assert (known_tokens(index, 32), index.slots_in_use, index.uses) == (32, 0, 0)
+    assert (known_tokens(index, 32), index.slots_in_use, uses_of(index)) == (32, 0, 0)
     assert (index.take_removals(), index.counters.failed_loads, index.counters.lost_chunks) == ([], 2, 0)
 
 
@@ -140,7 +140,7 @@ def test_a_load_in_line_behind_one_that_failed_loses_nothing_either() -> None:
     index.adopt((ref, FULL_BYTES) for ref in refs_of(16))
     first, second = index.prepare_load(refs_of(16)), index.prepare_load(refs_of(16))
     index.complete_load([*first, *second], keys(first), set())
-    assert (known_tokens(index, 16), index.counters.lost_chunks, index.uses) == (16, 0, 0)
+    assert (known_tokens(index, 16), index.counters.lost_chunks, uses_of(index)) == (16, 0, 0)
 
 
 def test_a_slot_without_its_chunk_is_forgotten() -> None:
@@ -205,7 +205,7 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     assert known_tokens(index, 32) == 32
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     check_index(index)
-    assert (index.disk_used_bytes, index.uses, index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
+    assert (index.disk_used_bytes, uses_of(index), index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
     assert index.prepare_store(refs_of(32)) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.invariants import check_index
+from support.invariants import check_index, uses_of
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
@@ -38,7 +38,7 @@ def test_a_store_never_evicts_its_own_prefix(policy: str, noted: bool) -> None:
     assert all(index.in_memory(key) for key in front)
     assert index.prepare_store(refs) == []
     assert index.lookup(hasher_of(8 * CHUNK)).num_tokens == 3 * CHUNK
-    assert (index.uses, index.counters.evicted_memory) == (0, 0)
+    assert (uses_of(index), index.counters.evicted_memory) == (0, 0)
 
 
 @pytest.mark.parametrize("why", ["silent", "unread"])
@@ -56,7 +56,7 @@ def test_a_leased_chunk_on_a_disk_that_gives_nothing_is_not_discarded(why: str) 
         index.set_disk_answers(answers=False)
     assert index.prepare_store(refs) == []
     check_index(index)
-    assert (index.leases, index.uses, index.disk_used_bytes) == (1, 1, 100)
+    assert (index.leases, uses_of(index), index.disk_used_bytes) == (1, 1, 100)
     assert index.holds(refs[0].prefix_key, Place.DISK)
     index.release("one")
     steps = index.prepare_store(refs)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.catalog import BLOCK, CHUNK, FULL_BYTES, hasher_of, keys, known_tokens, make, refs_of, store
-from support.invariants import check_index
+from support.invariants import check_index, uses_of
 
 from kvstore.chunks import ChunkRef
 
@@ -28,14 +28,14 @@ def test_leases_hold_at_most_half_of_the_slots() -> None:
     assert index.lease("one", refs_of(64), 10) == 2
     assert index.lease("two", refs_of(64), 10) == 2  # the same chunks count once
     assert index.lease("three", refs_of(64)[2:], 10) == 0
-    assert (index.leases, index.uses) == (2, 4)
+    assert (index.leases, uses_of(index)) == (2, 4)
     index.release("one")
     index.release("two")
     assert index.lease("one", refs_of(64), 10) == 2
     assert index.lease("one", refs_of(64)[2:], 10) == 2  # the new lease takes the old one's place
     check_index(index)
     index.advance(10)
-    assert (index.leases, index.uses) == (0, 0)
+    assert (index.leases, uses_of(index)) == (0, 0)
     check_index(index)
 
 
@@ -56,11 +56,11 @@ def test_a_forgotten_chunk_is_no_longer_leased() -> None:
     steps = index.prepare_load(refs_of(32))
     index.complete_load(steps, keys(steps[:1]), keys(steps[:1]))
     check_index(index)
-    assert (index.leases, index.uses) == (1, 1)
+    assert (index.leases, uses_of(index)) == (1, 1)
     assert keys(store(index, 32)) == keys(steps[:1])
     assert index.clear() == 2
     check_index(index)
-    assert (index.leases, index.uses, index.slots_in_use) == (0, 0, 0)
+    assert (index.leases, uses_of(index), index.slots_in_use) == (0, 0, 0)
 
 
 def test_a_time_to_live_ends_also_in_use() -> None:
@@ -133,7 +133,7 @@ def test_leases_that_share_chunks_have_a_bound() -> None:
     assert index.lease("lease 0", shared, float("inf")) == 8, "one that is renewed has its room"
     for view in index.lease_views():
         index.release(view.name)
-    assert (index.leases, index.uses) == (0, 0)
+    assert (index.leases, uses_of(index)) == (0, 0)
 
 
 def test_the_time_is_told_without_a_look_at_every_lease(monkeypatch: pytest.MonkeyPatch) -> None:
