@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
+from kvstore.adapters.vllm.connector import CONNECTOR, KVStoreConnector
 from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
 from kvstore.assembly import open_directory
@@ -34,7 +34,6 @@ from kvstore.tiers import READ_ONLY, tier_behind
 from kvstore.tiers.disk.folder import chunk_name
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.tokenizers import TokenizerLike
 
     from kvstore.adapters.vllm.plan import WorkerFacts
@@ -60,20 +59,6 @@ _NOT_WARMING: Mapping[str, object] = {
 
 Work = tuple["array[int]", str | None]
 """The tokens of a prompt, and its cache salt."""
-
-
-class WarmingConnector(KVStoreConnector):
-    """The connector, which also remembers what the workers own."""
-
-    facts: Sequence[WorkerFacts] = ()
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        """See ``KVStoreConnector``."""
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
-        ranks = [metadata[rank] for rank in sorted(metadata)]
-        self.facts = [rank.facts for rank in ranks if isinstance(rank, FactsMetadata) and rank.facts is not None]
 
 
 class OfflineEngine:
@@ -108,10 +93,10 @@ class OfflineEngine:
         with ExitStack() as opened:
             opened.callback(_forget_vllm)
             with _environment(config), _refusals(model):
-                transfer = transfer_config(WarmingConnector, _NOT_WARMING)
+                transfer = transfer_config(_NOT_WARMING)
                 self._llm = LLM(model=model, kv_transfer_config=transfer, **arguments)
             opened.callback(self._llm.llm_engine.engine_core.shutdown)
-            self._facts = self._connector().facts
+            self._facts = facts_of(self._llm)
             if not self._facts:
                 raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
             options = remote_options(self._config)
@@ -202,12 +187,6 @@ class OfflineEngine:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _connector(self) -> WarmingConnector:
-        # With the engine core in this process; vLLM has no public way to a connector.
-        connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
-        assert isinstance(connector, WarmingConnector)
-        return connector
-
     def _on_disk(self, ref: ChunkRef) -> bool:
         """Whether every worker has a file of this chunk in one of its folders; under that name it is whole."""
         workers = len(self._facts)
@@ -217,6 +196,13 @@ class OfflineEngine:
             if not any((folder / name).is_file() for folder in map(Path, self._config.local_disk_folders)):
                 return False
         return True
+
+
+def facts_of(llm: LLM) -> Sequence[WorkerFacts]:
+    """What the workers own, of a vLLM whose engine core is in this process; it has no public way to a connector."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    assert isinstance(connector, KVStoreConnector)
+    return connector.facts
 
 
 def end_vllm(llm: LLM) -> None:
@@ -266,11 +252,11 @@ def _refusals(model: str) -> Iterator[None]:
         raise ConfigError(f"vLLM does not start with {model} and these flags: {error}") from error
 
 
-def transfer_config(connector: type[KVStoreConnector], settings: Mapping[str, object]) -> dict[str, Any]:
-    """What vLLM is told of a connector, which gets these settings."""
+def transfer_config(settings: Mapping[str, object]) -> dict[str, Any]:
+    """What vLLM is told of the connector, which gets these settings."""
     return {
-        "kv_connector": connector.__name__,
-        "kv_connector_module_path": connector.__module__,
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": KVStoreConnector.__module__,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(settings),

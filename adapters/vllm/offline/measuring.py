@@ -70,7 +70,7 @@ class Samples(NamedTuple):
     start: list[Sample]
 
 
-STORE: Final = transfer_config(KVStoreConnector, {"kvstore.max_local_cpu_size": 1.0})
+STORE: Final = transfer_config({"kvstore.max_local_cpu_size": 1.0})
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def _starts(model: str, rounds: int) -> list[Sample]:
         with opened(model, transfer):
             return time.perf_counter() - begin_s
 
-    big = transfer_config(KVStoreConnector, {"kvstore.max_local_cpu_size": _START_POOL_GIB})
+    big = transfer_config({"kvstore.max_local_cpu_size": _START_POOL_GIB})
     return [(start_s(None) + _START_S, start_s(big)) for _ in range(min(rounds, _MAX_STARTS))]
 
 

@@ -12,15 +12,14 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Final
-from unittest.mock import patch
 from urllib.parse import SplitResult, urlsplit
 
 from vllm import LLM
 
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
+from kvstore.adapters.vllm.offline.engine import facts_of
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, ask, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.catalog.sequence import chunk_refs
@@ -40,22 +39,6 @@ PRODUCER: Final = {
 _WAIT_S: Final = 60.0
 
 
-@contextmanager
-def _producer(model: str) -> Iterator[tuple[LLM, WorkerFacts]]:
-    """A vLLM that hands over what it computes, and what its worker said of itself."""
-    said: list[WorkerFacts] = []
-    shake = KVStoreConnector.get_handshake_metadata
-
-    def listen(connector: KVStoreConnector) -> object:
-        metadata = shake(connector)
-        if isinstance(metadata, FactsMetadata) and metadata.facts is not None:
-            said.append(metadata.facts)
-        return metadata
-
-    with patch.object(KVStoreConnector, "get_handshake_metadata", listen), opened(model, PRODUCER) as llm:
-        yield llm, said[0]
-
-
 def _hand_over(llm: LLM, tier: Tier, facts: WorkerFacts, prompt: Sequence[int], receiver: SplitResult) -> Sample:
     """A part of the seconds that a prompt took, and those from its end until all of it was there."""
     spec = {"req_id": "bench", "receiver_host": receiver.hostname, "receiver_init_port": receiver.port}
@@ -72,7 +55,8 @@ def _hand_over(llm: LLM, tier: Tier, facts: WorkerFacts, prompt: Sequence[int], 
 def measure(model: str, vocabulary: int, rounds: int, url: str) -> list[Sample]:
     """One sample a round, after one that does not count; ``url`` is the receiver's."""
     rng = random.Random(4)  # noqa: S311 - prompts that are the same in every run
-    with _producer(model) as (llm, facts):
+    with opened(model, PRODUCER) as llm:
+        (facts,) = facts_of(llm)
         tier = open_tier("server", TierSetup(facts.namespace, facts.layout, UNBOUNDED_BYTES, {"url": url}))
         with closing(tier):
             prompts = [[rng.randrange(5, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(1 + rounds)]
