@@ -94,15 +94,14 @@ def opened(model: str, transfer: dict[str, Any] | None, **more: int) -> Iterator
         end_vllm(llm)
 
 
-def ask(llm: LLM, prompts: Sequence[Sequence[int]], **params: object) -> tuple[float, list[int]]:
-    """Seconds until all prompts have been answered, and the tokens of each that were not computed.
-
-    Answers are one token long unless ``params``, which are vLLM's ``SamplingParams``, say otherwise.
-    """
-    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 1, "ignore_eos": True, **params})
+def ask(
+    llm: LLM, prompts: Sequence[Sequence[int]], *, max_tokens: int = 1, extra_args: dict[str, Any] | None = None
+) -> tuple[float, list[int]]:
+    """Seconds until all prompts have been answered, and the tokens of each that were not computed."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
     inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     begin_s = time.perf_counter()
-    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    outputs = llm.generate(inputs, params, use_tqdm=False)
     return time.perf_counter() - begin_s, [output.num_cached_tokens or 0 for output in outputs]
 
 
