@@ -64,7 +64,7 @@ class _StepLoads:
 
 @dataclass
 class _Fetching:
-    """An asynchronous load in flight."""
+    """An asynchronous load that is planned or in flight."""
 
     req_id: str
     steps: list[LoadStep]
@@ -88,7 +88,7 @@ class LoadPlanner:
         self._choice = choice
         self._num_ranks = num_ranks
         self._coming = _StepLoads()  # for the next plan
-        self._coming_fetches: dict[str, Fetch] = {}
+        self._coming_fetches: list[Fetch] = []
         self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
         self._fetching: dict[int, _Fetching] = {}
@@ -128,9 +128,7 @@ class LoadPlanner:
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a request waits for an asynchronous load."""
-        return request_id in self._coming_fetches or any(
-            fetching.req_id == request_id for fetching in self._fetching.values()
-        )
+        return any(fetching.req_id == request_id for fetching in self._fetching.values())
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class LoadPlanner:
         self._number += 1
         fetch.number = self._number
         steps = [job.step for job in fetch.loads]
-        self._coming_fetches[fetch.req_id] = fetch
+        self._coming_fetches.append(fetch)
         self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, tokens)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
 
@@ -198,7 +196,7 @@ class LoadPlanner:
         if loads.requests:
             self._in_flight[plan.number] = loads
         plan.requests += loads.requests.values()
-        plan.fetches, self._coming_fetches = list(self._coming_fetches.values()), {}
+        plan.fetches, self._coming_fetches = self._coming_fetches, []
         plan.sourced, self._coming_sourced = self._coming_sourced, []
 
     # -- results -----------------------------------------------------------------------------------------------------
