@@ -14,7 +14,7 @@ import pytest
 from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
 from support.faults import Fault, FaultInjector, FaultKind
-from support.gate import Gate
+from support.gate import Gate, until
 from support.invariants import check_index, uses_of
 from support.rig import FILE_BYTES, Rig, tokens_of
 
@@ -38,13 +38,6 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()
-
-
-def _until(condition: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + 30
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    return condition()
 
 
 class Broken:
@@ -170,7 +163,7 @@ def test_close_is_bounded_while_a_disk_hangs(
         with pytest.raises(FolderOwnedError):
             rig.open(local_disk=folders)
     gate.open()
-    assert _until(lambda: not any(thread.name == "kvstore-close" for thread in threading.enumerate()))
+    assert until(lambda: not any(thread.name == "kvstore-close" for thread in threading.enumerate()))
     with rig.open(local_disk=folders) as engine:
         assert rig.retrieve(engine, tokens) in (0, 16, 32, 48, 64)
 
