@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -139,14 +138,11 @@ class CacheEngine:
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
         self._clears = 0  # and resets
-        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def lookup(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS, lease_id: str | None = None) -> int:
@@ -385,10 +381,9 @@ class CacheEngine:
         if that is more; the folder stays locked until the disk answers or the process ends.
         """
         with self._move_lock:
-            if self._is_closed:
+            if self._planner.is_closed:
                 return True
             self._end_abandoned()
-            self._is_closed = True
             self._planner.close()
             return self._mover.close(self._options.io_timeout_s if timeout_s is None else timeout_s)
 

@@ -42,6 +42,7 @@ class Planner:
         index: which chunks are where; under ``lock``.
         view: what the remote tier has answered lately; under ``lock``. None without one.
         directory: asks the remote tier. None without one.
+        is_closed: ``close`` was called.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Planner:
         self._tiers = tiers
         self._remove = remove
         self._told_drops = 0  # writes dropped up to the last ``take_drops``
-        self._is_closed = False
+        self.is_closed = False
 
     def check_open(self) -> None:
         """Refuse a call after ``close``.
@@ -81,12 +82,12 @@ class Planner:
         Raises:
             ClosedError: it was closed.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise ClosedError("this engine was closed: make a new one")
 
     def close(self) -> None:
         """Refuse what comes from now on, and close the directory."""
-        self._is_closed = True
+        self.is_closed = True
         if self.directory is not None:
             self.directory.close()
 

@@ -89,7 +89,11 @@ class FactsMetadata(KVConnectorHandshakeMetadata):
 
 
 class KVStoreConnector(KVConnectorBase_V1):
-    """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says."""
+    """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says.
+
+    Attributes:
+        facts: what the workers own, once they have told the scheduler side; for our own tools.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Check everything that can be checked before vLLM serves.
@@ -109,6 +113,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle(logger)
         self._gave_up = False
+        self.facts: list[WorkerFacts] = []
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
@@ -247,7 +252,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Learn what the workers own, ordered by their rank."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
-        facts = [rank.facts for rank in ours if rank.facts is not None]
+        facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
         if len(ours) < len(ranks):  # MultiConnector passes on what the first of its connectors that has anything says
             logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.catalog.plans import Place
@@ -99,56 +99,49 @@ class StepPlan:
 
 
 @dataclass
-class StepResult:
+class FetchResult:
+    """What a fetch did not bring; the rest is there once every rank has ended the fetch."""
+
+    failed_loads: set[PrefixKey] = field(default_factory=set)
+    lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
+    load_s: float = 0.0  # of the slowest rank
+    ranks_ended: int = 0
+
+    def merge(self, other: Self) -> None:
+        """Add another part: what failed on one rank failed."""
+        self.failed_loads |= other.failed_loads
+        self.lost_chunks |= other.lost_chunks
+        self.load_s = max(self.load_s, other.load_s)
+        self.ranks_ended += other.ranks_ended
+
+
+@dataclass
+class StepResult(FetchResult):
     """What failed in one step; the rest of its plan is done once every rank has ended the step.
 
     A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, if a draft
     model runs in between, or if stores are asynchronous.
     """
 
-    failed_loads: set[PrefixKey] = field(default_factory=set)
-    lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
     failed_stores: set[PrefixKey] = field(default_factory=set)
     unread: set[PrefixKey] = field(default_factory=set)  # could not be compared
     mismatches: set[PrefixKey] = field(default_factory=set)  # what is stored is not what was computed
     lost_blocks: bool = False
-    load_s: float = 0.0  # of the slowest rank
     ranks_loaded: int = 0
-    ranks_ended: int = 0
 
-    def merge(self, other: StepResult) -> None:
-        """Add another part of the same step, of this rank or another: what failed on one rank failed."""
-        self.failed_loads |= other.failed_loads
-        self.lost_chunks |= other.lost_chunks
+    def merge(self, other: Self) -> None:
+        """Add another part of the same step, of this rank or another."""
+        super().merge(other)
         self.failed_stores |= other.failed_stores
         self.unread |= other.unread
         self.mismatches |= other.mismatches
         self.lost_blocks |= other.lost_blocks
-        self.load_s = max(self.load_s, other.load_s)
         self.ranks_loaded += other.ranks_loaded
-        self.ranks_ended += other.ranks_ended
 
     @property
     def is_poisoned(self) -> bool:
         """Whether the step computed on blocks that were never loaded."""
         return bool(self.failed_loads) or self.lost_blocks
-
-
-@dataclass
-class FetchResult:
-    """What a fetch did not bring; the rest is there once every rank has ended the fetch."""
-
-    failed_loads: set[PrefixKey] = field(default_factory=set)
-    lost_chunks: set[PrefixKey] = field(default_factory=set)
-    load_s: float = 0.0  # of the slowest rank
-    ranks_ended: int = 0
-
-    def merge(self, other: FetchResult) -> None:
-        """Add another rank's part."""
-        self.failed_loads |= other.failed_loads
-        self.lost_chunks |= other.lost_chunks
-        self.load_s = max(self.load_s, other.load_s)
-        self.ranks_ended += other.ranks_ended
 
 
 class Written(NamedTuple):

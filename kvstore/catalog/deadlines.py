@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 from typing import Final, Generic, TypeVar
 
 Name = TypeVar("Name", bound=str | bytes)
@@ -45,10 +44,3 @@ class Deadlines(Generic[Name]):
         if len(self._heap) > 2 * len(self._at_s) + _SLACK:
             self._heap = [(at_s, name) for name, at_s in self._at_s.items()]
             heapq.heapify(self._heap)
-
-    def check_invariants(self, expected_s: Mapping[Name, float]) -> None:
-        """Assert that these are the deadlines, that the heap knows all of them, and that it is bounded."""
-        assert self._at_s == expected_s
-        assert {(at_s, name) for name, at_s in self._at_s.items()} <= set(self._heap)
-        assert len(self._heap) <= 2 * len(self._at_s) + _SLACK
-        assert all(self._heap[(place - 1) // 2] <= entry for place, entry in enumerate(self._heap) if place)

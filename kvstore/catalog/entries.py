@@ -101,8 +101,3 @@ class Entries(dict[PrefixKey, Entry]):
         """Drop the entry of a chunk that is nowhere."""
         self.pop(chunk.ref.prefix_key, None)
         self.expiries.withdraw(chunk.ref.prefix_key)
-
-    def check_invariants(self) -> None:
-        """Assert that the times to live are those of the chunks."""
-        moments = {key: chunk.expires_s for key, chunk in self.items() if not chunk.forgotten}
-        self.expiries.check_invariants({key: at_s for key, at_s in moments.items() if at_s is not None})

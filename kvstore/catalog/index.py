@@ -434,8 +434,3 @@ class ChunkIndex(Lookup):
         """Whether a chunk nobody holds is only on a disk that cannot give it."""
         is_only_on_disk = chunk.uses == 0 and chunk.memory is NO_SLOT
         return is_only_on_disk and (chunk.disk is UNREAD or not self._disk.answers)
-
-    def check_invariants(self) -> None:
-        """Assert that the state is consistent. For tests and debugging: looks at every chunk and lease."""
-        for part in (self._chunks, self._slots, self._disk, self._remote, self._leases, self._uses):
-            part.check_invariants()

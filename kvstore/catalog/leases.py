@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -109,15 +108,3 @@ class Leases:
         self._num_holds -= 1
         if not holders:
             del self._holders[key]
-
-    def holders(self) -> Counter[PrefixKey]:
-        """How many leases hold each chunk. For ``check_invariants``."""
-        return Counter(key for lease in self._leases.values() for key in lease.keys)
-
-    def check_invariants(self) -> None:
-        """Assert that holders, holds and ends agree with the leases, and that all are bounded."""
-        holders = self.holders()
-        assert {key: len(names) for key, names in self._holders.items()} == holders, "a lease is lost"
-        assert holders.total() == self._num_holds <= self._max_holds
-        assert len(holders) <= self._max_chunks
-        self._ends.check_invariants({name: lease.expires_s for name, lease in self._leases.items()})

@@ -46,11 +46,6 @@ class Lookup:
         return self._slots.num_slots - len(self._slots.free)
 
     @property
-    def uses(self) -> int:
-        """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
-        return sum(chunk.uses for chunk in self._chunks.values())
-
-    @property
     def disk_used_bytes(self) -> int:
         """Bytes accounted to the disk tier, writes in flight included."""
         return self._disk.order.used_bytes
@@ -111,18 +106,15 @@ class Lookup:
         keys = hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
         if not keys:
             return None
-        here = [chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten]
-        if here:
-            return self._why_unreadable(here[0])
+        here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
+        if chunk := next(here, None):
+            if self._is_readable(chunk):
+                return MissReason.NO_ROOM
+            is_down = chunk.on_disk and chunk.memory is NO_SLOT
+            return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
         reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
         return MissReason.TIER_DOWN if self._remote.view is not None and not self._remote.answers else reason
-
-    def _why_unreadable(self, chunk: Entry) -> MissReason:
-        if self._is_readable(chunk):
-            return MissReason.NO_ROOM
-        is_down = chunk.on_disk and chunk.memory is NO_SLOT
-        return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
 
     def questions(
         self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
@@ -160,7 +152,7 @@ class Lookup:
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
         ref = ChunkRef(key, num_blocks)
-        return ref if self._is_remote(ref, told) and room.takes_new() else None
+        return ref if self._is_remote(ref, told) and room.takes(None) else None
 
     def _is_readable(self, chunk: Entry) -> bool:
         if chunk.forgotten:
@@ -190,20 +182,13 @@ class _StagingRoom:
     slots: int
     staged: int = 0
 
-    def takes(self, chunk: Entry) -> bool:
-        """Count a chunk in, unless the load would then run out of slots."""
-        if chunk.memory is not NO_SLOT:
+    def takes(self, chunk: Entry | None) -> bool:
+        """Count in a chunk, None for one that is not here, unless the load would then run out of slots."""
+        if chunk is not None and chunk.memory is not NO_SLOT:
             slots, staged = self.slots - (chunk.uses == 0), self.staged
         else:
             slots, staged = self.slots, self.staged + 1
         if staged > slots:
             return False
         self.slots, self.staged = slots, staged
-        return True
-
-    def takes_new(self) -> bool:
-        """Count in a chunk that no slot has."""
-        if self.staged >= self.slots:
-            return False
-        self.staged += 1
         return True

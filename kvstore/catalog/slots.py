@@ -53,12 +53,3 @@ class Slots:
         chunk.memory = NO_SLOT
         if chunk.disk is NO_FILE:
             self._chunks.vanish(chunk)
-
-    def check_invariants(self) -> None:
-        """Assert that every slot is free or belongs to one chunk, and that the counts agree with the chunks."""
-        owned = [chunk.slot for chunk in self._chunks.values() if chunk.memory is not NO_SLOT]
-        assert sorted(owned + self.free) == list(range(self.num_slots)), "a slot is lost or owned twice"
-        assert self.num_idle == sum(chunk.in_memory and not chunk.uses for chunk in self._chunks.values())
-        with_slot = {key for key, chunk in self._chunks.items() if chunk.memory is not NO_SLOT}
-        assert set(self.order) == with_slot
-        assert self.order.used_bytes == len(with_slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, READY, WRITING, Entries, Entry
+from kvstore.catalog.entries import NO_FILE, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.leases import Leases
 from kvstore.catalog.plans import MissReason
 from kvstore.catalog.slots import Slots
@@ -86,16 +86,3 @@ class Uses:
         chunk.uses -= holders
         if holders and not chunk.uses and chunk.memory is READY:
             self.slots.num_idle += 1
-
-    def check_invariants(self) -> None:
-        """Assert that whatever is unfinished is in use, and that every lease counts as a use."""
-        for key, holders in self.leases.holders().items():
-            chunk = self.chunks[key]
-            assert not chunk.forgotten, "a lease on a chunk that is gone"
-            assert chunk.uses >= holders, "a lease without its use"
-        for key, chunk in self.chunks.items():
-            assert chunk.ref.prefix_key == key
-            assert chunk.memory is not NO_SLOT or chunk.disk is not NO_FILE, "a chunk that is nowhere"
-            is_moving = chunk.memory in {GATHERING, LOADING} or chunk.disk is WRITING
-            assert chunk.uses > 0 or not (is_moving or chunk.forgotten), "unfinished, and nobody at it"
-            assert chunk.uses > 0 or self.keep_in_memory or not chunk.in_memory, "a passage that keeps a chunk"

@@ -87,13 +87,6 @@ class DiskWrites:
             self.chunks.note_evicted(key)
         return victims is not None
 
-    def check_invariants(self) -> None:
-        """Assert that the policy orders what is on disk or being written, that it fits, and that writes are counted."""
-        chunks = self.chunks.items()
-        assert set(self.order) == {key for key, chunk in chunks if chunk.disk is not NO_FILE}
-        assert self.order.used_bytes <= self.order.capacity_bytes, "more on disk than fits"
-        assert self.num_writes == sum(chunk.disk is WRITING for _, chunk in chunks) <= self.max_writes
-
 
 @dataclass(eq=False)
 class RemoteSends:
@@ -137,8 +130,3 @@ class RemoteSends:
         self.num_sends -= 1
         if stored and not chunk.forgotten and self.view is not None:
             self.view.note([chunk.ref], [True], now_s)
-
-    def check_invariants(self) -> None:
-        """Assert that writes are counted."""
-        sending = sum(chunk.remote is SENDING for chunk in self.chunks.values())
-        assert self.num_sends == sending <= self.max_sends

@@ -59,8 +59,6 @@ class SimulatedTier:
 
     def _make_room(self, size_bytes: int, held: AbstractSet[PrefixKey], newcomer: PrefixKey | None) -> bool:
         missing_bytes = self.policy.used_bytes + size_bytes - self.policy.capacity_bytes
-        if missing_bytes <= 0:
-            return True
         victims = self.policy.make_room(missing_bytes, lambda key: key not in held, newcomer)
         for victim in victims or ():
             self.policy.evict(victim)

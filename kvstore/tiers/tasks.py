@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 Work = tuple["Future[Any]", Callable[[], Any]]
@@ -22,3 +23,10 @@ def carry_out(work: Work) -> None:
         future.set_result(result)
     finally:
         del future, work  # or its exception and this frame would keep each other alive
+
+
+def serve(work: SimpleQueue[Work | None]) -> None:
+    """A thread's life: actions in order, until None."""
+    while item := work.get():
+        carry_out(item)
+        del item  # or the last action's buffers would be kept alive until the next one

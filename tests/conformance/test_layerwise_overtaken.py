@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support import rig as rigs
 from support.checks import check_idle
+from support.invariants import uses_of
 from support.layer_calls import (
     HANG_GUARD_S,
     LAYERS,
@@ -65,7 +66,7 @@ def test_abandoned_loads(
         del load
         gc.collect()
         end_abandoned(engine)
-        assert engine._planner.index.uses == 0
+        assert uses_of(engine._planner.index) == 0
         assert load_layers(rig, engine, TOKENS) == WHOLE
         check_idle(engine)
 

@@ -14,7 +14,8 @@ import pytest
 from support.checks import sizes_on_disk
 from support.diskwork import CHUNK_BYTES, EVEN, MINE, bytes_on_disk, get, make_ref, make_slot, path_of, put
 from support.faults import Fault, FaultInjector, FaultKind
-from support.gate import Gate
+from support.gate import Gate, until
+from support.invariants import check_index, uses_of
 from support.rig import FILE_BYTES, Rig, tokens_of
 
 from kvstore.catalog.plans import Place
@@ -37,13 +38,6 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()
-
-
-def _until(condition: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + 30
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    return condition()
 
 
 class Broken:
@@ -134,7 +128,7 @@ def test_a_late_write_leaves_nothing_in_use(
             assert rig.store(engine, tokens_of(1, 64)) == 64
             assert gate.reached.wait(30)
             assert not engine.flush(0.5)
-            assert engine._planner.index.uses
+            assert uses_of(engine._planner.index)
         gate.open()
         check_bytes(engine, folders)
         assert rig.retrieve(engine, tokens_of(1, 64)) == 64
@@ -169,7 +163,7 @@ def test_close_is_bounded_while_a_disk_hangs(
         with pytest.raises(FolderOwnedError):
             rig.open(local_disk=folders)
     gate.open()
-    assert _until(lambda: not any(thread.name == "kvstore-close" for thread in threading.enumerate()))
+    assert until(lambda: not any(thread.name == "kvstore-close" for thread in threading.enumerate()))
     with rig.open(local_disk=folders) as engine:
         assert rig.retrieve(engine, tokens) in (0, 16, 32, 48, 64)
 
@@ -226,8 +220,8 @@ def check_bytes(engine: CacheEngine, folders: tuple[Path, ...]) -> None:
     """At rest: what is counted is on disk, nothing is lost, and nothing is in use."""
     assert engine.flush(30)
     with engine._planner.lock:
-        engine._planner.index.check_invariants()
-        assert engine._planner.index.uses == 0
+        check_index(engine._planner.index)
+        assert uses_of(engine._planner.index) == 0
         removals = engine._planner.index.take_removals()
     engine._mover.remove(Place.DISK, removals)
     disk = disk_of(engine)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.checks import check_idle
 from support.diskwork import flip
-from support.gate import HANG_GUARD_S, Gate
+from support.gate import HANG_GUARD_S, Gate, until
+from support.invariants import uses_of
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
 
 from kvstore.chunks import Outcome
@@ -264,19 +265,12 @@ def test_a_read_left_behind_by_a_fault_keeps_its_slot(
         rig.store(engine, other)
         known = engine.lookup(other)
         gate.open()
-        assert _until(lambda: not any(map(engine._mover.is_stuck, list(engine._mover._stuck))))
+        assert until(lambda: not any(map(engine._mover.is_stuck, list(engine._mover._stuck))))
         assert rig.retrieve(engine, other) == known < 40
         check_idle(engine)
 
 
 # A tier that hangs
-
-
-def _until(condition: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + HANG_GUARD_S
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    return condition()
 
 
 def test_a_read_that_hangs(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:
@@ -295,7 +289,7 @@ def test_a_read_that_hangs(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate)
         assert rig.store(engine, other) == engine.lookup(other) == 0
         check_idle(engine)
         gate.open()
-        assert _until(lambda: not any(map(engine._mover.is_stuck, list(engine._mover._stuck))))
+        assert until(lambda: not any(map(engine._mover.is_stuck, list(engine._mover._stuck))))
         assert rig.store(engine, other) == 40
         assert rig.retrieve(engine, other) == 40
         check_idle(engine)
@@ -334,7 +328,7 @@ def test_close_is_bounded(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate, 
     assert time.monotonic() - begin_s < HANG_GUARD_S / 2
     assert tier.is_closed
     gate.open()
-    assert _until(lambda: engine._planner.index.uses == 0)  # what ends late is still accounted for
+    assert until(lambda: uses_of(engine._planner.index) == 0)  # what ends late is still accounted for
 
 
 def test_a_write_that_was_dropped_is_made_good_for(rig: Rig, tier: FakeTier, tmp_path: Path, gate: Gate) -> None:

@@ -33,6 +33,7 @@ from kvstore.transfer import layerwise
 from kvstore.transfer.lane import WRITE_THREADS, Lane
 from support.gate import HANG_GUARD_S
 from support.gated_store import BEGINNING, OPERATIONS, GatedStore, GatedTier
+from support.invariants import check_index, uses_of
 from support.remote import REMOTE
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, NAMESPACE, POISON, SLOT_BYTES, Rig
 
@@ -361,7 +362,7 @@ class EngineMachine(RuleBasedStateMachine):
     def the_index_is_consistent(self) -> None:
         if hasattr(self, "engine"):
             with self.engine._planner.lock:
-                self.engine._planner.index.check_invariants()
+                check_index(self.engine._planner.index)
 
     # What the storage does
 
@@ -401,8 +402,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.prefetch([])
             assert not self.engine.flush(HANG_GUARD_S).pending
             with self.engine._planner.lock:
-                self.engine._planner.index.check_invariants()
-                assert self.engine._planner.index.uses == 0
+                check_index(self.engine._planner.index)
+                assert uses_of(self.engine._planner.index) == 0
             for blocks in (7, 10, 12):
                 for family in range(len(FAMILIES)):
                     self.retrieve(FAMILIES[family][: blocks * BLOCK], times=3)

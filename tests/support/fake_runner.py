@@ -54,6 +54,8 @@ from support.fake_parts import (
     remote_of,
     sample,
 )
+from support.idle import are_loads_idle, are_saves_idle
+from support.invariants import uses_of
 
 
 class FakeRunner(FakeBlocks):
@@ -287,10 +289,10 @@ class FakeRunner(FakeBlocks):
     def assert_nothing_leaked(self) -> None:
         """After `settle`: no lease, plan, write, slot or block is left."""
         scheduler = self.scheduler
-        assert self.index.uses == 0
+        assert uses_of(self.index) == 0
         assert not scheduler._steps.in_flight
-        assert self.connected.saves.is_idle
-        assert self.connected.loads.is_idle
+        assert are_saves_idle(self.connected.saves)
+        assert are_loads_idle(self.connected.loads)
         assert not +self.connected.loads._fetched_keys
         assert not scheduler._trackers
         chunks = self.index._chunks.values()

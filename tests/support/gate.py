@@ -1,8 +1,9 @@
-"""Holds a call up until the test lets it go on."""
+"""Holds a call up until the test lets it go on, or a test until something has happened."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -32,3 +33,11 @@ class Gate:
             return call(*arguments, **options)
 
         return held_up
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait for a condition; False if it does not come true."""
+    end_s = time.monotonic() + HANG_GUARD_S
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return condition()

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from support.idle import are_loads_idle, are_saves_idle
+from support.invariants import uses_of
+
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
 VOCAB = 1024
@@ -177,10 +180,10 @@ class Engine:
         """Nothing of ours is under way, and vLLM has all its blocks back."""
         self.settle()
         scheduler = self.store_scheduler
-        assert scheduler.index.uses == 0
+        assert uses_of(scheduler.index) == 0
         assert not scheduler._steps.in_flight
-        assert scheduler._connected.saves.is_idle
-        assert scheduler._connected.loads.is_idle
+        assert are_saves_idle(scheduler._connected.saves)
+        assert are_loads_idle(scheduler._connected.loads)
         assert not scheduler._trackers
         pool = self.core_scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs, iter_layer_specs
 
 from kvstore.adapters.vllm.glue.support import block_tokens_of
 from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
@@ -15,7 +16,6 @@ from kvstore.paged.binding import bind_paged_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.paged.base import LayerCache, PagedKV
 
@@ -34,12 +34,6 @@ def paged_kv_of(
     Raises:
         LayoutError: an unknown layout, or per-token state outside the registered tensors.
     """
-    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
-        MLAAttentionSpec,
-        UniformTypeKVCacheSpecs,
-        iter_layer_specs,
-    )
-
     group = kv_cache_config.kv_cache_groups[0]
     missing = [name for name in group.layer_names if name not in kv_caches]
     if missing:

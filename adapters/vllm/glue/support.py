@@ -6,13 +6,21 @@ import os
 from typing import TYPE_CHECKING
 
 import vllm
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    RSWASpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 from kvstore.adapters.vllm.glue.versions import TESTED_VLLM
 from kvstore.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvstore.config import StoreConfig
 
@@ -53,15 +61,6 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
-        AttentionSpec,
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        RSWASpec,
-        SlidingWindowSpec,
-        iter_layer_specs,
-    )
-
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise LayoutError(
@@ -127,12 +126,6 @@ def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
 
     It puts the null block in their place, also where it finds a prefix in its own cache, or takes it from a connector.
     """
-    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - slow to import
-        ChunkedLocalAttentionSpec,
-        SlidingWindowSpec,
-        iter_layer_specs,
-    )
-
     specs = iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
     return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
 

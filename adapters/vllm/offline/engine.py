@@ -14,15 +14,16 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
+from kvstore.adapters.vllm.connector import CONNECTOR, KVStoreConnector
 from kvstore.adapters.vllm.glue.options import remote_options
 from kvstore.adapters.vllm.plan import shards_of
 from kvstore.assembly import open_directory
@@ -30,11 +31,9 @@ from kvstore.config import load_config
 from kvstore.config.sources import FILE_VARIABLES
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers import READ_ONLY, tier_behind
-from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.disk.folder import chunk_name
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.tokenizers import TokenizerLike
 
     from kvstore.adapters.vllm.plan import WorkerFacts
@@ -60,20 +59,6 @@ _NOT_WARMING: Mapping[str, object] = {
 
 Work = tuple["array[int]", str | None]
 """The tokens of a prompt, and its cache salt."""
-
-
-class WarmingConnector(KVStoreConnector):
-    """The connector, which also remembers what the workers own."""
-
-    facts: Sequence[WorkerFacts] = ()
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        """See ``KVStoreConnector``."""
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
-        ranks = [metadata[rank] for rank in sorted(metadata)]
-        self.facts = [rank.facts for rank in ranks if isinstance(rank, FactsMetadata) and rank.facts is not None]
 
 
 class OfflineEngine:
@@ -108,12 +93,14 @@ class OfflineEngine:
         with ExitStack() as opened:
             opened.callback(_forget_vllm)
             with _environment(config), _refusals(model):
-                self._llm = LLM(model=model, kv_transfer_config=_transfer_config(), **arguments)
+                transfer = transfer_config(_NOT_WARMING)
+                self._llm = LLM(model=model, kv_transfer_config=transfer, **arguments)
             opened.callback(self._llm.llm_engine.engine_core.shutdown)
-            self._facts = self._connector().facts
+            self._facts = facts_of(self._llm)
             if not self._facts:
                 raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
-            self._directory = self._open_directory()
+            options = remote_options(self._config)
+            self._directory = open_directory(shards_of(self._facts, options)) if options is not None else None
             opened.pop_all()
 
     @property
@@ -192,22 +179,13 @@ class OfflineEngine:
         """End vLLM, once what is on its way has arrived."""
         if self._directory is not None:
             self._directory.close()
-        self._llm.llm_engine.engine_core.shutdown()
-        _forget_vllm()
+        end_vllm(self._llm)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def _connector(self) -> WarmingConnector:
-        # With the engine core in this process; vLLM has no public way to a connector.
-        connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
-        assert isinstance(connector, WarmingConnector)
-        return connector
 
     def _on_disk(self, ref: ChunkRef) -> bool:
         """Whether every worker has a file of this chunk in one of its folders; under that name it is whole."""
@@ -219,18 +197,22 @@ class OfflineEngine:
                 return False
         return True
 
-    def _open_directory(self) -> RemoteDirectory | None:
-        options = remote_options(self._config)
-        if options is None:
-            return None
-        return open_directory(shards_of(self._facts, options))
+
+def facts_of(llm: LLM) -> Sequence[WorkerFacts]:
+    """What the workers own, of a vLLM whose engine core is in this process; it has no public way to a connector."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    assert isinstance(connector, KVStoreConnector)
+    return connector.facts
+
+
+def end_vllm(llm: LLM) -> None:
+    """End a vLLM in this process, and free its state."""
+    llm.llm_engine.engine_core.shutdown()
+    _forget_vllm()
 
 
 def _forget_vllm() -> None:
     """Free vLLM's state in this process; a failed start leaves some, too."""
-    from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - slow to import
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: PLC0415 - slow to import
-
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
 
@@ -270,13 +252,14 @@ def _refusals(model: str) -> Iterator[None]:
         raise ConfigError(f"vLLM does not start with {model} and these flags: {error}") from error
 
 
-def _transfer_config() -> dict[str, object]:
+def transfer_config(settings: Mapping[str, object]) -> dict[str, Any]:
+    """What vLLM is told of the connector, which gets these settings."""
     return {
-        "kv_connector": WarmingConnector.__name__,
-        "kv_connector_module_path": WarmingConnector.__module__,
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": KVStoreConnector.__module__,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": dict(_NOT_WARMING),
+        "kv_connector_extra_config": dict(settings),
     }
 
 

@@ -13,16 +13,16 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Final, NamedTuple, TypeVar
+from unittest.mock import patch
 
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 from kvstore.adapters.vllm.connector import KVStoreConnector
+from kvstore.adapters.vllm.offline.engine import end_vllm, transfer_config
 from kvstore.errors import KVStoreError
 
 MARK: Final = "BENCH SAMPLES "  # before the JSON
@@ -70,16 +70,7 @@ class Samples(NamedTuple):
     start: list[Sample]
 
 
-def _store(pool_gib: float) -> dict[str, Any]:
-    return {
-        "kv_connector": "KVStoreConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvstore.max_local_cpu_size": pool_gib},
-    }
-
-
-STORE: Final = _store(1.0)
+STORE: Final = transfer_config({"kvstore.max_local_cpu_size": 1.0})
 
 
 @contextmanager
@@ -100,9 +91,18 @@ def opened(model: str, transfer: dict[str, Any] | None, **more: int) -> Iterator
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
+        end_vllm(llm)
+
+
+def ask(
+    llm: LLM, prompts: Sequence[Sequence[int]], *, max_tokens: int = 1, extra_args: dict[str, Any] | None = None
+) -> tuple[float, list[int]]:
+    """Seconds until all prompts have been answered, and the tokens of each that were not computed."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
+    inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    begin_s = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return time.perf_counter() - begin_s, [output.num_cached_tokens or 0 for output in outputs]
 
 
 class _Asker:
@@ -118,11 +118,8 @@ class _Asker:
 
     def ask(self, *prompts: list[int]) -> tuple[float, int]:
         """Seconds, and the tokens of the last prompt that were not computed."""
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        begin_s = time.perf_counter()
-        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        return time.perf_counter() - begin_s, outputs[-1].num_cached_tokens or 0
+        seconds, cached_tokens = ask(self.llm, prompts)
+        return seconds, cached_tokens[-1]
 
     def hit_pair(self, prompt: list[int]) -> Sample:
         """A hit in memory against one in vLLM's own prefix cache, which has the prompt."""
@@ -153,7 +150,6 @@ def _hits(llm: LLM, vocabulary: int, rounds: int) -> tuple[list[Sample], list[Sa
 @contextmanager
 def _hook_clock() -> Iterator[Callable[[], float]]:
     """Times every hook of the connector; the function tells the sum since it was called last."""
-    originals = {name: getattr(KVStoreConnector, name) for name in _HOOKS}
     total_s = [0.0]
 
     def timed(hook: Callable[..., T]) -> Callable[..., T]:
@@ -171,13 +167,10 @@ def _hook_clock() -> Iterator[Callable[[], float]]:
         seconds, total_s[0] = total_s[0], 0.0
         return seconds
 
-    for name, hook in originals.items():
-        setattr(KVStoreConnector, name, timed(hook))
-    try:
+    with ExitStack() as patches:
+        for name in _HOOKS:
+            patches.enter_context(patch.object(KVStoreConnector, name, timed(getattr(KVStoreConnector, name))))
         yield take
-    finally:
-        for name, hook in originals.items():
-            setattr(KVStoreConnector, name, hook)
 
 
 def _hooks(llm: LLM, vocabulary: int, rounds: int) -> list[Sample]:
@@ -207,7 +200,7 @@ def _starts(model: str, rounds: int) -> list[Sample]:
         with opened(model, transfer):
             return time.perf_counter() - begin_s
 
-    big = _store(_START_POOL_GIB)
+    big = transfer_config({"kvstore.max_local_cpu_size": _START_POOL_GIB})
     return [(start_s(None) + _START_S, start_s(big)) for _ in range(min(rounds, _MAX_STARTS))]
 
 

@@ -12,21 +12,20 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Final
-from unittest.mock import patch
 from urllib.parse import SplitResult, urlsplit
 
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM
 
-from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector
-from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, opened
+from kvstore.adapters.vllm.offline.engine import facts_of
+from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, ask, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.catalog.sequence import chunk_refs
-from kvstore.chunks import ChunkRef
 from kvstore.errors import KVStoreError
-from kvstore.keys import PrefixHasher
+from kvstore.keys import NO_EXTRAS
+from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup
 
@@ -40,54 +39,28 @@ PRODUCER: Final = {
 _WAIT_S: Final = 60.0
 
 
-@contextmanager
-def _producer(model: str) -> Iterator[tuple[LLM, WorkerFacts]]:
-    """A vLLM that hands over what it computes, and what its worker said of itself."""
-    said: list[WorkerFacts] = []
-    shake = KVStoreConnector.get_handshake_metadata
-
-    def listen(connector: KVStoreConnector) -> object:
-        metadata = shake(connector)
-        if isinstance(metadata, FactsMetadata) and metadata.facts is not None:
-            said.append(metadata.facts)
-        return metadata
-
-    with patch.object(KVStoreConnector, "get_handshake_metadata", listen), opened(model, PRODUCER) as llm:
-        yield llm, said[0]
-
-
-def _refs(prompt: Sequence[int], facts: WorkerFacts) -> list[ChunkRef]:
-    hasher = PrefixHasher(facts.layout.chunk_tokens, facts.layout.block_tokens)
-    hasher.update(prompt)
-    return chunk_refs(hasher, with_tail=True)
-
-
 def _hand_over(llm: LLM, tier: Tier, facts: WorkerFacts, prompt: Sequence[int], receiver: SplitResult) -> Sample:
     """A part of the seconds that a prompt took, and those from its end until all of it was there."""
     spec = {"req_id": "bench", "receiver_host": receiver.hostname, "receiver_init_port": receiver.port}
-    extra = {"kv_transfer_params": {"disagg_spec": spec}}
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=extra)
-    refs = _refs(prompt, facts)
-    begin_s = time.perf_counter()
-    llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], params, use_tqdm=False)
+    refs = chunk_refs(hash_tokens(facts.layout, prompt, NO_EXTRAS), with_tail=True)
+    computing_s, _ = ask(llm, [prompt], extra_args={"kv_transfer_params": {"disagg_spec": spec}})
     end_s = time.perf_counter()
     while not all(tier.contains(refs)):
         if time.perf_counter() - end_s > _WAIT_S:
             raise KVStoreError(f"{len(prompt)} tokens have not been handed over within {_WAIT_S:.0f} s")
         time.sleep(0.0005)
-    return SHARE * (end_s - begin_s), time.perf_counter() - end_s
+    return SHARE * computing_s, time.perf_counter() - end_s
 
 
 def measure(model: str, vocabulary: int, rounds: int, url: str) -> list[Sample]:
     """One sample a round, after one that does not count; ``url`` is the receiver's."""
     rng = random.Random(4)  # noqa: S311 - prompts that are the same in every run
-    with _producer(model) as (llm, facts):
+    with opened(model, PRODUCER) as llm:
+        (facts,) = facts_of(llm)
         tier = open_tier("server", TierSetup(facts.namespace, facts.layout, UNBOUNDED_BYTES, {"url": url}))
-        try:
+        with closing(tier):
             prompts = [[rng.randrange(5, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(1 + rounds)]
             return [_hand_over(llm, tier, facts, prompt, urlsplit(url)) for prompt in prompts][1:]
-        finally:
-            tier.close()
 
 
 if __name__ == "__main__":

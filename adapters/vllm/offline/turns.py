@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any, Final
 
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM
 
-from kvstore.adapters.vllm.offline.measuring import opened
+from kvstore.adapters.vllm.offline.measuring import ask, opened
 
 MARK: Final = "BENCH ANSWER "
 _STEP_TOKENS: Final = 8192  # all prompts of a task in one step: vLLM's ExampleConnector fails to load those of two
@@ -28,12 +27,8 @@ def answer(llm: LLM, task: dict[str, Any]) -> dict[str, Any]:
     """
     if task.get("forget"):
         return {"forgot": bool(llm.reset_prefix_cache())}
-    params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=True)
-    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in task["prompts"]]
-    begin_s = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - begin_s
-    return {"seconds": seconds, "cached_tokens": [output.num_cached_tokens or 0 for output in outputs]}
+    seconds, cached_tokens = ask(llm, task["prompts"], max_tokens=task["max_tokens"])
+    return {"seconds": seconds, "cached_tokens": cached_tokens}
 
 
 def main() -> None:

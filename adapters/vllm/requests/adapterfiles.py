@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from kvstore.adapters.vllm.identity import digest_of, fingerprint_adapter
 from kvstore.errors import ConfigError
 from kvstore.throttle import Throttle
-from kvstore.tiers.tasks import Work, carry_out
+from kvstore.tiers.tasks import Work, serve
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class AdapterFiles:
 
     def _start(self, adapter: Adapter, look: Look) -> None:
         if len(self._threads) < _THREADS:  # with the first adapters: most engines have none
-            thread = threading.Thread(target=_serve, args=(self._work,), name="kvstore-adapters", daemon=True)
+            thread = threading.Thread(target=serve, args=(self._work,), name="kvstore-adapters", daemon=True)
             self._threads.append(thread)
             thread.start()
         look.add_done_callback(lambda _: self._go_on(adapter))
@@ -186,10 +186,3 @@ def _nothing() -> Look:
     look: Look = Future()
     look.set_result(None)
     return look
-
-
-def _serve(work: SimpleQueue[Work | None]) -> None:
-    """A thread's life: looks in order, until None."""
-    while item := work.get():
-        carry_out(item)
-        del item

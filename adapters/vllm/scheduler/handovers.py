@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
-from kvstore.adapters.vllm.plan import ReqMeta
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
@@ -188,10 +188,10 @@ class Handovers:
             else:
                 meta.pushes.append(PushJob(ref, source))
 
-    def take_step(self) -> list[ReqMeta]:
-        """The chunks that the coming step hands over."""
-        metas, self._metas = list(self._metas.values()), {}
-        return metas
+    def fill(self, plan: StepPlan) -> None:
+        """Put into a plan the chunks that its step hands over."""
+        plan.requests += self._metas.values()
+        self._metas = {}
 
     def restart(self) -> None:
         """Send everything again, as some of it was computed on garbage; what has arrived is left out then."""
@@ -224,23 +224,18 @@ class Handovers:
     # -- who may be named --------------------------------------------------------------------------------------------
 
     def _is_allowed(self, host: str) -> bool:
-        """Whether a request may have KV sent to a host; each host that is refused is logged once."""
-        if self._options.allows_host(host):
-            return True
-        self._refuse(host, "is not in pd_allowed_hosts")
-        return False
+        """Whether a request may have KV sent to a host."""
+        return self._options.allows_host(host) or self._refuse(host, "is not in pd_allowed_hosts")
 
     def _is_allowed_source(self, source: Source) -> bool:
         """Whether a request may have KV fetched from an engine."""
-        if self._options.allows_source(source.remote_host, source.remote_port):
-            return True
-        self._refuse(
-            f"{source.remote_host}:{source.remote_port}",
-            "is not listed with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set",
-        )
-        return False
+        host, port = source.remote_host, source.remote_port
+        why = "is not listed with its port in pd_allowed_hosts or peers, or pd_bidirectional is not set"
+        return self._options.allows_source(host, port) or self._refuse(f"{host}:{port}", why)
 
-    def _refuse(self, name: str, why: str) -> None:
+    def _refuse(self, name: str, why: str) -> Literal[False]:
+        """Log each name once. Returns False, for a request may not name it."""
         if name not in self._refused and len(self._refused) < _MAX_SAID:
             self._refused.add(name)
             logger.warning("hand-over ignored: a request names the host %r, which %s (logged once)", name, why)
+        return False

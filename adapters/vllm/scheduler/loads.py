@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, Sourced, StepResult
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, Sourced, StepPlan, StepResult
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
@@ -43,8 +43,8 @@ class _Unverified:
     block_ids: set[int] = field(default_factory=set)
 
 
-class _Destination(NamedTuple):
-    """A chunk, the position of its first block in its request, and those of the blocks to be loaded."""
+class Part(NamedTuple):
+    """A chunk, the position of its first block in its request, and those of the blocks that are wanted."""
 
     ref: ChunkRef
     begin: int
@@ -64,7 +64,7 @@ class _StepLoads:
 
 @dataclass
 class _Fetching:
-    """An asynchronous load in flight."""
+    """An asynchronous load that is planned or in flight."""
 
     req_id: str
     steps: list[LoadStep]
@@ -88,37 +88,28 @@ class LoadPlanner:
         self._choice = choice
         self._num_ranks = num_ranks
         self._coming = _StepLoads()  # for the next plan
-        self._coming_fetches: dict[str, Fetch] = {}
+        self._coming_fetches: list[Fetch] = []
         self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is planned or in flight."""
-        return not (self._coming.requests or self._coming_fetches or self._in_flight or self._fetching)
-
     # -- before a load -----------------------------------------------------------------------------------------------
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
         """How many tokens of a load would come from each place."""
-        first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
         tokens: Counter[Place] = Counter()
-        for ref, begin in overlapping(spec.match, self._rules, first_block, end_block):
-            num_blocks = min(begin + ref.num_blocks, end_block) - max(begin, first_block)
-            tokens[self._index.source(ref, spec.told) or Place.MEMORY] += num_blocks * self._rules.block_tokens
+        for part in overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens):
+            source = self._index.source(part.ref, spec.told) or Place.MEMORY
+            tokens[source] += (part.stop - part.start) * self._rules.block_tokens
         return tokens
 
     def first_remote_token(self, spec: LoadSpec) -> int:
-        """Where the first chunk begins that a load would bring from a remote tier; the load's end if there is none."""
-        first_block, end_block = self._range(spec.num_local_tokens, spec.num_external_tokens)
-        chunks = overlapping(spec.match, self._rules, first_block, end_block)
-        begins = (
-            max(begin, first_block) for ref, begin in chunks if self._index.source(ref, spec.told) is Place.REMOTE
-        )
-        return next(begins, end_block) * self._rules.block_tokens
+        """Where the first chunk begins that a load would bring from a remote tier; there must be one."""
+        parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
+        starts = (part.start for part in parts if self._index.source(part.ref, spec.told) is Place.REMOTE)
+        return next(starts) * self._rules.block_tokens
 
     def must_wait(self, match: Match, *, async_load: bool) -> bool:
         """Whether a load for another request brings one of these chunks, and may still fail."""
@@ -137,9 +128,7 @@ class LoadPlanner:
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a request waits for an asynchronous load."""
-        return request_id in self._coming_fetches or any(
-            fetching.req_id == request_id for fetching in self._fetching.values()
-        )
+        return any(fetching.req_id == request_id for fetching in self._fetching.values())
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -150,15 +139,18 @@ class LoadPlanner:
 
         Tokens before a sliding window have no blocks, and are not loaded.
         """
-        first_block, end_block = self._range(spec.num_local_tokens, num_external_tokens)
-        wanted = list(self._destinations(spec.match, block_ids, first_block, end_block))
+        block_tokens = self._rules.block_tokens
+        first_block = spec.num_local_tokens // block_tokens
+        end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
+        parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
+        wanted = list(_with_blocks(parts, block_ids))
         steps = self._index.prepare_load([part.ref for part in wanted], spec.told)
         tracker.noted.update(step.ref.prefix_key for step in steps)
         jobs, tokens = [], Counter[Place]()
         loaded_end = first_block
         for step, part in zip(steps, wanted, strict=False):
             jobs.append(LoadJob(step, as_block_ids(block_ids[part.start : part.stop]), part.start - part.begin))
-            tokens[step.source] += (part.stop - part.start) * self._rules.block_tokens
+            tokens[step.source] += (part.stop - part.start) * block_tokens
             loaded_end = part.stop
         remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:
@@ -174,22 +166,11 @@ class LoadPlanner:
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
         return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
 
-    def _destinations(
-        self, match: Match, block_ids: Sequence[int], first_block: int, end_block: int
-    ) -> Iterator[_Destination]:
-        """Where the chunks of a match go, of those that have blocks; stops at one that cannot be loaded."""
-        for ref, begin in overlapping(match, self._rules, first_block, end_block):
-            run = blocks.present_run(block_ids, max(begin, first_block), min(begin + ref.num_blocks, end_block))
-            if run is None:
-                return
-            if run[0] < run[1]:
-                yield _Destination(ref, begin, *run)
-
     def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place]) -> None:
         self._number += 1
         fetch.number = self._number
         steps = [job.step for job in fetch.loads]
-        self._coming_fetches[fetch.req_id] = fetch
+        self._coming_fetches.append(fetch)
         self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, tokens)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
 
@@ -209,22 +190,14 @@ class LoadPlanner:
             if load.req_id in num_scheduled_tokens:
                 load.block_ids.update(block_ids_of(load.req_id)[load.block :])
 
-    def take_step(self, number: int) -> list[ReqMeta]:
-        """The loads of the coming step, which has this number."""
+    def fill(self, plan: StepPlan) -> None:
+        """Put into a plan what its step loads, and which loads begin with it."""
         loads, self._coming = self._coming, _StepLoads()
         if loads.requests:
-            self._in_flight[number] = loads
-        return list(loads.requests.values())
-
-    def take_fetches(self) -> list[Fetch]:
-        """The loads to begin with the coming step."""
-        fetches, self._coming_fetches = self._coming_fetches, {}
-        return list(fetches.values())
-
-    def take_sourced(self) -> list[Sourced]:
-        """The chunks among them that may be read from engines which their requests name."""
-        sourced, self._coming_sourced = self._coming_sourced, []
-        return sourced
+            self._in_flight[plan.number] = loads
+        plan.requests += loads.requests.values()
+        plan.fetches, self._coming_fetches = self._coming_fetches, []
+        plan.sourced, self._coming_sourced = self._coming_sourced, []
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -259,10 +232,6 @@ class LoadPlanner:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _range(self, num_local_tokens: int, num_external_tokens: int) -> tuple[int, int]:
-        block_tokens = self._rules.block_tokens
-        return num_local_tokens // block_tokens, -(-(num_local_tokens + num_external_tokens) // block_tokens)
-
     def _unverified(self) -> Iterator[_Unverified]:
         for loads in (self._coming, *self._in_flight.values()):
             yield from loads.unverified
@@ -272,10 +241,22 @@ class LoadPlanner:
         return hasher.block_keys(chunk)[inside]
 
 
-def overlapping(match: Match, rules: SaveRules, first_block: int, end_block: int) -> Iterable[tuple[ChunkRef, int]]:
-    """The chunks of a match that hold any of the blocks ``[first_block, end_block)``, each with its first block."""
+def overlapping(match: Match, rules: SaveRules, begin_tokens: int, num_tokens: int) -> Iterator[Part]:
+    """The chunks of a match that hold any of so many tokens from ``begin_tokens`` on, with the blocks that do."""
+    first_block, end_block = begin_tokens // rules.block_tokens, -(-(begin_tokens + num_tokens) // rules.block_tokens)
     begin = match.first_chunk * rules.chunk_tokens // rules.block_tokens
     for ref in match.refs:
-        if begin < end_block and begin + ref.num_blocks > first_block:
-            yield ref, begin
-        begin += ref.num_blocks
+        end = begin + ref.num_blocks
+        if begin < end_block and end > first_block:
+            yield Part(ref, begin, max(begin, first_block), min(end, end_block))
+        begin = end
+
+
+def _with_blocks(parts: Iterable[Part], block_ids: Sequence[int]) -> Iterator[Part]:
+    """What of these a request has blocks for; stops at a chunk that cannot be loaded."""
+    for part in parts:
+        run = blocks.present_run(block_ids, part.start, part.stop)
+        if run is None:
+            return
+        if run[0] < run[1]:
+            yield Part(part.ref, part.begin, *run)

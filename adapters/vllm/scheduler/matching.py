@@ -109,7 +109,8 @@ class Matching:
 
     def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
         """Whether a request computes its hit, to compare it with what is stored."""
-        chunks = overlapping(match, self.options.rules, 0, match.num_tokens // self.options.rules.block_tokens)
+        parts = overlapping(match, self.options.rules, 0, match.num_tokens)
+        chunks = ((part.ref, part.begin) for part in parts)
         takes = self.canary.takes(tracker.request.request_id, chunks, num_local_tokens)
         tracker.account.is_verified |= takes
         return takes

@@ -119,7 +119,7 @@ class SchedulerControls:
 
     def switch(self, *, enabled: bool) -> None:
         """Turn lookups and stores on or off, at once."""
-        self._scheduler.set_enabled(enabled=enabled)
+        self._scheduler.enabled = enabled
 
     def _tiers(self) -> list[str]:
         there = {

@@ -36,17 +36,14 @@ class SchedulerOptions:
     handover: HandoverOptions = field(default_factory=HandoverOptions)
     pin_max_s: float = 86_400.0
 
-    @property
-    def lets_out(self) -> bool:
-        """Whether workers send what a step computes to another engine or a remote tier as soon as the step ends."""
-        sends = self.saves and self.remote is not None and self.remote.max_queue != 0
-        return sends or self.handover.sends
-
     def load_rules_for(self, num_ranks: int) -> LoadRules:
         """How so many ranks load.
 
         A rank knows only what it could not load itself, and computes on what another rank could not load. What it has
-        sent before the scheduler hears of the failure cannot be taken back. So where ranks send, every load is
-        asynchronous: nothing is computed before all ranks have what they were to load.
+        sent before the scheduler hears of the failure cannot be taken back. So where ranks send what a step computes,
+        to another engine or a remote tier, every load is asynchronous: nothing is computed before all ranks have what
+        they were to load.
         """
-        return replace(self.load_rules, async_load=True) if num_ranks > 1 and self.lets_out else self.load_rules
+        stores_there = self.saves and self.remote is not None and self.remote.max_queue != 0
+        sends = stores_there or self.handover.sends
+        return replace(self.load_rules, async_load=True) if num_ranks > 1 and sends else self.load_rules

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvstore.adapters.vllm.plan import ReqMeta, Written
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, Written
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.catalog.index import ChunkIndex
@@ -16,14 +15,6 @@ from kvstore.catalog.plans import Place, StoreStep
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
 from kvstore.transfer.mover import StoreJob, as_block_ids
-
-
-@dataclass
-class _Save:
-    """Stores of one request in a step."""
-
-    req_id: str
-    steps: list[StoreStep]
 
 
 @dataclass
@@ -50,28 +41,21 @@ class SavePlanner:
         self._index = index
         self._num_ranks = num_ranks
         self._metas: dict[str, ReqMeta] = {}  # for the next plan
-        self._coming: list[_Save] = []
-        self._in_flight: dict[int, list[_Save]] = {}
-        self._storing: Counter[str] = Counter()  # saves of a request that have not been completed
+        self._in_flight: dict[int, dict[str, list[StoreStep]]] = {}  # by step and request
         self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is planned or in flight."""
-        return not (self._metas or self._coming or self._in_flight or self._storing or self._writes or self.strays)
 
     @property
     def has_coming(self) -> bool:
         """Whether the next plan will store something."""
-        return bool(self._coming)
+        return any(meta.stores for meta in self._metas.values())
 
     def is_coming(self, req_id: str) -> bool:
-        """Whether the next plan will store something of a request."""
+        """Whether the next plan has something of a request."""
         return req_id in self._metas
 
     def is_storing(self, req_id: str) -> bool:
-        """Whether a request has stores that were planned and have not been completed."""
-        return self._storing[req_id] > 0
+        """Whether a step in flight stores something of a request."""
+        return any(req_id in stores for stores in self._in_flight.values())
 
     def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
         """Add a request's new chunks to the next plan. Returns how many: 0 if all are known or there is no room.
@@ -95,30 +79,28 @@ class SavePlanner:
             meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
-        self._coming.append(_Save(req_id, steps))
-        self._storing[req_id] += 1
         return len(steps)
 
     def end_with(self, req_id: str) -> None:
         """A request has ended: have the workers report the end of its last store."""
         self._metas.setdefault(req_id, ReqMeta(req_id)).finished = True
 
-    def take_step(self, number: int) -> list[ReqMeta]:
-        """The stores of the coming step, which has this number."""
+    def fill(self, plan: StepPlan) -> None:
+        """Put into a plan what its step stores, and which chunks to remove as not every rank has its part."""
         metas, self._metas = list(self._metas.values()), {}
-        if self._coming:
-            self._in_flight[number] = self._coming
-            self._coming = []
-        return metas
+        if stores := {meta.req_id: [job.step for job in meta.stores] for meta in metas if meta.stores}:
+            self._in_flight[plan.number] = stores
+        plan.requests += metas
+        plan.removals += self.strays
+        self.strays = []
 
     def complete_step(self, number: int, failed_keys: AbstractSet[PrefixKey], *, distrusted: bool) -> None:
         """Every rank has ended the stores of a step; if it is ``distrusted``, all of them failed."""
-        for save in self._in_flight.pop(number, ()):
-            keys = {step.ref.prefix_key for step in save.steps}
+        for steps in self._in_flight.pop(number, {}).values():
+            keys = {step.ref.prefix_key for step in steps}
             failed = keys if distrusted else keys & failed_keys
-            self._index.complete_store(save.steps, failed)
-            self._note_in_vain(save.steps, failed)
-            self._end(save)
+            self._index.complete_store(steps, failed)
+            self._note_in_vain(steps, failed)
 
     def complete_write(self, written: Written) -> bool:
         """One rank has ended a write. Returns whether its chunk, which had failed, may be offered again now."""
@@ -139,25 +121,12 @@ class SavePlanner:
     def cancel_coming(self) -> None:
         """Fail what ended requests were about to store: the workers would store it after they have cleared."""
         for meta in self._metas.values():
-            meta.stores.clear()
-        saves, self._coming = self._coming, []
-        for save in saves:
-            self._end(save)
-            for step in save.steps:
+            jobs, meta.stores = meta.stores, []
+            for step, _ in jobs:
                 self._index.complete_store([step], {step.ref.prefix_key})
                 for target in step.targets:
                     del self._writes[target, step.ref.prefix_key]
                     self._index.complete_write(step.ref.prefix_key, target, stored=False)
-
-    def take_strays(self) -> list[ChunkRef]:
-        """Chunks to remove from disk, because not every rank has its part."""
-        strays, self.strays = self.strays, []
-        return strays
-
-    def _end(self, save: _Save) -> None:
-        self._storing[save.req_id] -= 1
-        if not self._storing[save.req_id]:
-            del self._storing[save.req_id]
 
     def _note_in_vain(self, steps: Sequence[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
         """Note the writes, still in flight on some ranks, of chunks that failed on another."""

@@ -31,7 +31,7 @@ from kvstore.chunks import ChunkRef
 from kvstore.errors import InvalidCallError
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher, new_epoch
 from kvstore.ops import metrics
-from kvstore.ops.metrics import Tally, Totals
+from kvstore.ops.metrics import Tally
 from kvstore.policies.traces import TraceRecorder
 from kvstore.transfer.mover import LoadJob
 
@@ -39,7 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class StoreScheduler:
-    """One per engine. Called by vLLM's scheduler from one thread."""
+    """One per engine. Called by vLLM's scheduler from one thread.
+
+    Attributes:
+        enabled: whether requests are looked up and stored. Any thread may switch it, at once; what is stored stays.
+            Loads and stores already planned are carried out. Switched on again, what running requests have computed
+            meanwhile is stored, as far as they still hold it.
+        totals: sums since the start, as of the last step. Thread-safe.
+    """
 
     def __init__(self, options: SchedulerOptions) -> None:
         rules = options.rules
@@ -58,7 +65,8 @@ class StoreScheduler:
         self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
         self._handovers = Handovers(options.handover, rules)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
-        self._enabled = True
+        self.enabled = True
+        self.totals = self._accounts.totals
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     @property
@@ -75,24 +83,6 @@ class StoreScheduler:
         self._connected = Connected.to(facts, self._options, self._handovers, self._canary, self._steps)
 
     # -- operators -----------------------------------------------------------------------------------------------------
-
-    @property
-    def enabled(self) -> bool:
-        """Whether requests are looked up and stored. May be asked by any thread."""
-        return self._enabled
-
-    def set_enabled(self, *, enabled: bool) -> None:
-        """Switch the cache off or on, at once; what is stored stays. May be called by any thread.
-
-        Loads and stores already planned are carried out. Switched on again, what running requests have computed
-        meanwhile is stored, as far as they still hold it.
-        """
-        self._enabled = enabled
-
-    @property
-    def totals(self) -> Totals:
-        """Sums since the start, as of the last step. Thread-safe."""
-        return self._accounts.totals
 
     def call_soon(self, action: Callable[[], object]) -> None:
         """Have the scheduler's thread do something: when the next request comes, or the next step is planned."""
@@ -131,7 +121,7 @@ class StoreScheduler:
             metrics.LOOKUP_TIMEOUTS.key(): self._connected.remote.timeouts if self._connected is not None else 0,
             metrics.HANDOVER_TIMEOUTS.key(): self._handovers.timeouts,
         }
-        tally = self._accounts.take(self.index, enabled=self._enabled, totals=timeouts)
+        tally = self._accounts.take(self.index, enabled=self.enabled, totals=timeouts)
         self._accounts.summarize(time.monotonic())
         return tally
 
@@ -187,7 +177,7 @@ class StoreScheduler:
         tracker.account.asked(request.num_tokens, num_local_tokens)
         if not self._options.loads:
             return 0
-        return connected.matching.offer(tracker, num_local_tokens, enabled=self._enabled)
+        return connected.matching.offer(tracker, num_local_tokens, enabled=self.enabled)
 
     def is_async_load(self, request_id: str) -> bool:
         """Whether the request, and not the step, waits for what was just promised."""
@@ -197,7 +187,7 @@ class StoreScheduler:
     def answer(self, request_id: str, *, first_token: int | None) -> dict[str, object] | None:
         """``kv_transfer_params`` for the answer to a request that ends now, before ``finish_request``."""
         tracker = self._trackers.get(request_id)
-        if tracker is None or not self._enabled:
+        if tracker is None or not self.enabled:
             return None
         return self._handovers.answer(tracker, first_token=first_token)
 
@@ -210,9 +200,8 @@ class StoreScheduler:
         spec, tracker.load = tracker.load, None
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, block_ids, num_external_tokens))
-            end_block = -(-(spec.num_local_tokens + num_external_tokens) // self._rules.block_tokens)
-            first_block = spec.num_local_tokens // self._rules.block_tokens
-            self._describe(connected, tracker, overlapping(spec.match, self._rules, first_block, end_block))
+            parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
+            self._describe(connected, tracker, ((part.ref, part.begin) for part in parts))
         connected.remote.end(request_id)
         self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
 
@@ -258,7 +247,7 @@ class StoreScheduler:
         request_id, saves = tracker.request.request_id, connected.saves
         if not block_ids or connected.loads.is_fetching(request_id):
             return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
-        if self._enabled and (save := tracker.take_final_save()):
+        if self.enabled and (save := tracker.take_final_save()):
             self._plan_save(connected, tracker, save, block_ids)
         if not saves.is_coming(request_id) and not (self._options.async_save and saves.is_storing(request_id)):
             return False
@@ -288,7 +277,7 @@ class StoreScheduler:
     ) -> None:
         """Put into a plan what is to be moved."""
         verifies: list[ReqMeta] = []
-        if self._enabled:
+        if self.enabled:
             for req_id in self._canary.waiting:
                 if num_tokens := num_scheduled_tokens.get(req_id, 0):
                     verifies += self._plan_verify(connected, req_id, num_tokens, block_ids_of)
@@ -305,15 +294,11 @@ class StoreScheduler:
         connected.loads.note_blocks(num_scheduled_tokens, block_ids_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
-        plan.removals = connected.saves.take_strays() + connected.index.take_removals()
-        plan.requests = [
-            *connected.loads.take_step(plan.number),
-            *verifies,
-            *self._handovers.take_step(),
-            *connected.saves.take_step(plan.number),
-        ]
-        plan.fetches = connected.loads.take_fetches()
-        plan.sourced = connected.loads.take_sourced()
+        connected.loads.fill(plan)
+        plan.requests += verifies
+        self._handovers.fill(plan)
+        connected.saves.fill(plan)
+        plan.removals += connected.index.take_removals()
         self._steps.follow(plan, [job.step for meta in verifies for job in meta.verifies])
 
     def _plan_verify(

@@ -100,7 +100,8 @@ class Accounts:
         self._tally = Tally()
         self._meter = Meter()
         self._index_meter = IndexMeter()
-        self._summary = _Summary()
+        self._recent = Tally()  # what was counted since the last summary, and when that was
+        self._since_s: float | None = None
         self._was_enabled: bool | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -167,46 +168,30 @@ class Accounts:
             self._tally.show(metrics.ENABLED.key(), float(enabled))
         tally, self._tally = self._tally, Tally()
         self.totals.add(tally)
-        self._summary.add(tally)
+        self._recent.add(Tally(tally.counters))
         return tally
 
     def summarize(self, now_s: float) -> None:
         """One line a minute, if anything happened."""
-        line = self._summary.take_line(now_s)
-        if line:
-            logger.info("%s", line)
-
-
-class _Summary:
-    """What happened since the last line."""
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._counters: Tally = Tally()
-
-    def add(self, tally: Tally) -> None:
-        self._counters.add(Tally(tally.counters))
-
-    def take_line(self, now_s: float) -> str:
-        """A line once a minute; empty in between, and if nothing happened."""
         if self._since_s is None:
             self._since_s = now_s
-        if now_s - self._since_s < SUMMARY_INTERVAL_S or not self._counters:
-            return ""
-        seconds, self._since_s = now_s - self._since_s, now_s
-        counters, self._counters = self._counters.counters, Tally()
+        if now_s - self._since_s >= SUMMARY_INTERVAL_S and self._recent:
+            logger.info("%s", _summary(self._recent.counters, now_s - self._since_s))
+            self._since_s, self._recent = now_s, Tally()
 
-        def total(metric: metrics.Metric, *values: str) -> float:
-            prefix = metric.key(*values)
-            return sum(number for key, number in counters.items() if f"{key}|".startswith(f"{prefix}|"))
 
-        asked, hit = total(metrics.ASKED_TOKENS), total(metrics.HIT_TOKENS)
-        tiers = ", ".join(f"{tier} {total(metrics.HIT_TOKENS, tier):.0f}" for (tier,) in metrics.HIT_TOKENS.values)
-        stored, evicted = total(metrics.STORED_CHUNKS), total(metrics.EVICTED_CHUNKS)
-        failed = (metrics.FAILED_LOADS, metrics.FAILED_STORES, metrics.TIER_ERRORS)
-        failures = sum(map(total, failed)) + sum(total(metrics.WRITES, tier, "failed") for tier in ("disk", "remote"))
-        return (
-            f"last {seconds:.0f} s: {total(metrics.LOOKUPS):.0f} requests asked for {asked:.0f} tokens, hit {hit:.0f} "
-            f"({tiers}); {stored:.0f} chunks stored, {evicted:.0f} evicted, "
-            f"{total(metrics.MOVED_BYTES) / 1e9:.2f} GB moved; {failures:.0f} failures"
-        )
+def _summary(counters: Mapping[str, float], seconds: float) -> str:
+    def total(metric: metrics.Metric, *values: str) -> float:
+        prefix = metric.key(*values)
+        return sum(number for key, number in counters.items() if f"{key}|".startswith(f"{prefix}|"))
+
+    asked, hit = total(metrics.ASKED_TOKENS), total(metrics.HIT_TOKENS)
+    tiers = ", ".join(f"{tier} {total(metrics.HIT_TOKENS, tier):.0f}" for (tier,) in metrics.HIT_TOKENS.values)
+    stored, evicted = total(metrics.STORED_CHUNKS), total(metrics.EVICTED_CHUNKS)
+    failed = (metrics.FAILED_LOADS, metrics.FAILED_STORES, metrics.TIER_ERRORS)
+    failures = sum(map(total, failed)) + sum(total(metrics.WRITES, tier, "failed") for tier in ("disk", "remote"))
+    return (
+        f"last {seconds:.0f} s: {total(metrics.LOOKUPS):.0f} requests asked for {asked:.0f} tokens, hit {hit:.0f} "
+        f"({tiers}); {stored:.0f} chunks stored, {evicted:.0f} evicted, "
+        f"{total(metrics.MOVED_BYTES) / 1e9:.2f} GB moved; {failures:.0f} failures"
+    )

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError
-from kvstore.tiers.tasks import Work, carry_out
+from kvstore.tiers.tasks import Work, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class Crew:
         self._stuck: set[Future[Any]] = set()
         self._is_closed = False
         for number in range(threads):
-            thread = threading.Thread(target=_serve, args=(self._work,), name=f"kvstore-{name}-{number}", daemon=True)
+            thread = threading.Thread(target=serve, args=(self._work,), name=f"kvstore-{name}-{number}", daemon=True)
             thread.start()
 
     def submit(self, operation: str, action: Callable[[], Result]) -> Future[Result]:
@@ -93,12 +93,5 @@ def start_aside(tier: str, operation: str, action: Callable[[], Result]) -> Futu
     work: SimpleQueue[Work | None] = SimpleQueue()
     work.put((future, action))
     work.put(None)
-    threading.Thread(target=_serve, args=(work,), name=f"kvstore-{tier}-{operation}", daemon=True).start()
+    threading.Thread(target=serve, args=(work,), name=f"kvstore-{tier}-{operation}", daemon=True).start()
     return future
-
-
-def _serve(work: SimpleQueue[Work | None]) -> None:
-    """A thread's life: calls in order, until None."""
-    while item := work.get():
-        carry_out(item)
-        del item  # or the last call's buffers would be kept alive until the next one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import FULL_BYTES, hasher_of, keys, known_tokens, load, make, refs_of, store
+from support.invariants import check_index, uses_of
 
 from kvstore.catalog.plans import NO_MATCH, Match, Place
 
@@ -17,9 +18,9 @@ def test_a_chunk_is_found_only_after_its_store_is_complete() -> None:
     assert [step.ref.num_blocks for step in steps] == [4, 4, 2]
     assert len({step.slot for step in steps}) == 3
     assert not any(bool(step.targets) for step in steps)
-    assert (known_tokens(index, 40), index.uses, index.slots_in_use) == (0, 3, 3)
+    assert (known_tokens(index, 40), uses_of(index), index.slots_in_use) == (0, 3, 3)
     index.complete_store(steps, set())
-    assert (known_tokens(index, 40), index.uses, index.slots_in_use) == (40, 0, 3)
+    assert (known_tokens(index, 40), uses_of(index), index.slots_in_use) == (40, 0, 3)
     assert index.lookup(hasher_of(40)) == Match(tuple(refs_of(40)), 40)
     assert index.counters.stored == 3
     assert all(index.in_memory(step.ref.prefix_key) for step in steps)
@@ -33,8 +34,8 @@ def test_a_failed_store_leaves_nothing_behind() -> None:
     assert index.take_removals() == [steps[1].ref]
     for step in steps:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=step is not steps[1])
-    index.check_invariants()
-    assert (len(index), index.uses, index.disk_used_bytes) == (2, 0, 2 * FULL_BYTES)
+    check_index(index)
+    assert (len(index), uses_of(index), index.disk_used_bytes) == (2, 0, 2 * FULL_BYTES)
     assert index.counters.failed_stores == index.counters.writes_failed == 1
     assert keys(index.prepare_store(refs_of(48))) == keys([steps[1]])  # it can be stored again
 
@@ -170,10 +171,10 @@ def test_loading_from_memory_moves_nothing() -> None:
     stored = store(index, 24)
     steps = index.prepare_load(index.lookup(hasher_of(24)).refs)
     assert steps == [(step.ref, step.slot, Place.MEMORY) for step in stored]
-    assert index.uses == 2
+    assert uses_of(index) == 2
     index.complete_load(steps, set(), set())
-    index.check_invariants()
-    assert index.uses == 0
+    check_index(index)
+    assert uses_of(index) == 0
 
 
 def test_loading_from_disk_promotes() -> None:
@@ -193,10 +194,10 @@ def test_a_second_load_waits_in_line_behind_the_first() -> None:
     first, second = index.prepare_load(refs), index.prepare_load(refs)
     assert [(s.slot, s.source) for s in (*first, *second)] == [(0, Place.DISK), (0, Place.MEMORY)]
     index.complete_load(first, set(), set())
-    index.check_invariants()
+    check_index(index)
     index.complete_load(second, set(), set())
-    index.check_invariants()
-    assert index.uses == 0
+    check_index(index)
+    assert uses_of(index) == 0
 
 
 def test_both_loads_of_a_missing_file_fail_and_it_is_announced_once() -> None:
@@ -206,8 +207,8 @@ def test_both_loads_of_a_missing_file_fail_and_it_is_announced_once() -> None:
     first, second = index.prepare_load(refs), index.prepare_load(refs)
     index.complete_load([*first, *second], keys(refs), keys(refs))
     assert index.take_removals() == list(refs)
-    index.check_invariants()
-    assert (len(index), index.uses, index.disk_used_bytes) == (0, 0, 0)
+    check_index(index)
+    assert (len(index), uses_of(index), index.disk_used_bytes) == (0, 0, 0)
     assert index.counters.failed_loads == 2
 
 
@@ -229,8 +230,8 @@ def test_prepare_load_ends_before_what_is_gone() -> None:
     steps = index.prepare_load(refs)
     assert [step.ref for step in steps] == [refs[0]]
     index.complete_load(steps, set(), set())
-    index.check_invariants()
-    assert index.uses == 0
+    check_index(index)
+    assert uses_of(index) == 0
 
 
 def test_lookup_counts_the_slots_that_chunks_from_disk_need() -> None:
@@ -252,11 +253,11 @@ def test_prepare_load_gives_up_what_no_longer_fits() -> None:
     held = store(index, 16, seed=1, write=False)
     steps = index.prepare_load(refs)
     assert [step.ref for step in steps] == [refs[0]]
-    index.check_invariants()
+    check_index(index)
     index.complete_load(steps, set(), set())
     index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
-    assert index.uses == 0
+    check_index(index)
+    assert uses_of(index) == 0
 
 
 def test_lookup_for_a_caller_who_has_a_part() -> None:
@@ -284,7 +285,7 @@ def test_remove(in_flight: bool) -> None:
     for step in steps:
         if in_flight:
             index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
-    index.check_invariants()
+    check_index(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes, index.take_removals()) == (0, 0, 0, [])
 
 
@@ -296,7 +297,7 @@ def test_a_file_written_after_its_removal_is_announced_again() -> None:
     assert index.take_removals() == [step.ref]
     index.complete_store([step], set())
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    index.check_invariants()
+    check_index(index)
     assert index.take_removals() == [step.ref]
     assert len(index) == 0
 
@@ -308,7 +309,7 @@ def test_removing_what_is_being_loaded() -> None:
     index.remove(keys(steps))
     assert known_tokens(index, 32) == 0
     index.complete_load(steps, keys(steps[:1]), keys(steps[:1]))
-    index.check_invariants()
+    check_index(index)
     assert (len(index), index.slots_in_use, index.disk_used_bytes) == (0, 0, 0)
 
 
@@ -324,5 +325,5 @@ def test_clear_forgets_all_and_announces_nothing() -> None:
     index.complete_store(in_flight, set())
     assert known_tokens(index, 16, 1) == 0
     index.complete_write(in_flight[0].ref.prefix_key, Place.DISK, stored=False)
-    index.check_invariants()
-    assert (len(index), index.slots_in_use, index.disk_used_bytes, index.uses) == (0, 0, 0, 0)
+    check_index(index)
+    assert (len(index), index.slots_in_use, index.disk_used_bytes, uses_of(index)) == (0, 0, 0, 0)

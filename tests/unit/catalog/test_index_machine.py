@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.invariants import check_index, uses_of
 from support.schedules import schedule_settings
 
 from kvstore.catalog.index import ChunkIndex
@@ -371,7 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        self.index.check_invariants()
+        check_index(self.index)
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)
@@ -384,7 +385,7 @@ class IndexMachine(RuleBasedStateMachine):
         pending = [*self.world.stores, *self.world.loads, *self.world.writes]
         leases = self.index._leases._leases
         leased = sum(len(lease.keys) for lease in leases.values())
-        assert (self.index.uses > leased) == bool(pending)
+        assert (uses_of(self.index) > leased) == bool(pending)
         for name, lease in leases.items():
             assert set(lease.keys) <= self.leases[name][1], "a lease on what was never leased, or has ended"
         if not pending:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm
+from support.invariants import uses_of
 from support.remote import FakeServer
 from typer.testing import CliRunner
 
@@ -117,7 +118,7 @@ class TestKv:
             "tiers": {"memory": 2 * CHUNK, "remote": 0},
         }
         assert client.post("/kv", json={"tokens": PROMPT}).json()["known_tokens"] == 0
-        assert vllm.index.uses == 0
+        assert uses_of(vllm.index) == 0
 
     def test_tails_and_chunks_elsewhere(self, tmp_path: Path) -> None:
         """As many as a request would find; a chunk counts where it is fastest."""
@@ -230,7 +231,7 @@ class TestPins:
                 vllm.step()
         assert asked.result().json() == {"status": "unpinned", "pins": 1}
         assert client.get("/pins").json()["pins"] == []
-        assert vllm.index.leases == vllm.index.uses == 0
+        assert vllm.index.leases == uses_of(vllm.index) == 0
 
     def test_one_that_waits_for_what_its_request_stored(self, vllm: FakeVllm) -> None:
         vllm.connected.pins._coming["pin x"] = (PrefixHasher(CHUNK, BLOCK), 10**9)

@@ -80,7 +80,7 @@ class _Client:
         elif chance < 0.58 and self.vllm.setup.server is not None:
             self.upset(self.vllm.setup.server)
         elif chance < 0.60:
-            self.vllm.scheduler.set_enabled(enabled=self.random.random() < 0.6)
+            self.vllm.scheduler.enabled = self.random.random() < 0.6
         elif chance < 0.605:
             self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
         else:
@@ -166,7 +166,7 @@ def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
         vllm.take = lambda offered: offered if vllm.random.random() < 0.8 else vllm.random.randint(0, offered)
         for _ in range(events):
             client.act()
-        vllm.scheduler.set_enabled(enabled=True)
+        vllm.scheduler.enabled = True
         vllm.settle()
         for prompt, salt, tags in client.pinned:
             vllm.ask("unpin", prompt, salt=salt, params=replace(WITHOUT_CACHE, pin=False, tags=tags))

@@ -215,7 +215,8 @@ class TestWaiting:
         planner.plan(tracker, LoadSpec(match, 0, CHUNK, async_load=True), TABLE, CHUNK)
         assert planner.must_wait(match, async_load=async_load)
         assert not planner.must_wait(other, async_load=async_load)
-        (fetch,) = planner.take_fetches()
+        planner.fill(plan := StepPlan(1, 0))
+        (fetch,) = plan.fetches
         planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
         assert not planner.must_wait(match, async_load=async_load)
 

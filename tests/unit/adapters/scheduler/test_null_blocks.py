@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_parts import BLOCK, CHUNK, FakeRequest
+from support.invariants import uses_of
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
@@ -78,7 +79,7 @@ def test_a_chunk_with_a_null_block_is_not_stored_and_those_behind_are(num_nulls:
         done(scheduler, step.number)
     assert scheduler.index is not None
     assert len(scheduler.index) == len(whole)
-    assert scheduler.index.uses == 0
+    assert uses_of(scheduler.index) == 0
 
 
 def test_saving_that_begins_again_leaves_out_what_has_left_the_window() -> None:
@@ -108,7 +109,7 @@ def test_what_lies_before_a_window_is_not_loaded() -> None:
     assert not fetch.lost_block_ids
     scheduler.complete(StepReport(fetches={fetch.number: FetchResult(ranks_ended=1)}))
     assert scheduler.index is not None
-    assert scheduler.index.uses == 0
+    assert uses_of(scheduler.index) == 0
 
 
 def test_what_was_lost_before_its_load_is_told_without_the_null_block() -> None:

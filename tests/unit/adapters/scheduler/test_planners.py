@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.fake_parts import BLOCK, CHUNK, FakeRequest
 from support.gate import HANG_GUARD_S
+from support.idle import are_loads_idle
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepReport, StepResult, WorkerFacts
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
@@ -89,10 +90,11 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     assert not planner.must_wait(match, async_load=False)
     planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, async_load=True), list(range(8)), 2 * CHUNK)
     assert planner.must_wait(match, async_load=False)
-    (fetch,) = planner.take_fetches()
+    planner.fill(plan := StepPlan(1, 0))
+    (fetch,) = plan.fetches
     planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
     assert not planner.must_wait(match, async_load=False)
-    assert planner.is_idle
+    assert are_loads_idle(planner)
 
 
 def scheduler_of(num_ranks: int) -> StoreScheduler:

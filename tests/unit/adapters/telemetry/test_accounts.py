@@ -197,24 +197,24 @@ class TestSwitch:
         vllm = build(folder=tmp_path, save_decode=True)
         vllm.ask("first", PROMPT)
         vllm.settle()
-        vllm.scheduler.set_enabled(enabled=False)
+        vllm.scheduler.enabled = False
         assert again(vllm) == 0
         vllm.ask("other", other(1), max_tokens=20)
         assert count(vllm, metrics.STORED_CHUNKS) == 4
         assert reasons(vllm) == {"never_stored": 1, "switched_off": 2}
         assert vllm.scheduler.totals.levels()["enabled"] == 0
-        vllm.scheduler.set_enabled(enabled=True)
+        vllm.scheduler.enabled = True
         assert again(vllm) == len(PROMPT) - 1
         vllm.settle()
         vllm.assert_nothing_leaked()
 
     def test_what_was_computed_meanwhile_is_stored_afterwards(self, build: Build) -> None:
         vllm = build(budget=CHUNK)
-        vllm.scheduler.set_enabled(enabled=False)
+        vllm.scheduler.enabled = False
         vllm.add("long", PROMPT)
         vllm.step()
         vllm.step()
-        vllm.scheduler.set_enabled(enabled=True)
+        vllm.scheduler.enabled = True
         vllm.run()
         assert again(vllm) == len(PROMPT) - 1
 
@@ -227,7 +227,7 @@ class TestSwitch:
             vllm.step()
             chance = vllm.random.random()
             if chance < 0.2:
-                vllm.scheduler.set_enabled(enabled=vllm.random.random() < 0.6)
+                vllm.scheduler.enabled = vllm.random.random() < 0.6
             elif chance < 0.3:
                 vllm.scheduler.call_soon(vllm.scheduler.clear)
             elif chance < 0.5:

@@ -1,0 +1,17 @@
+"""Whether the planners of a scheduler side have anything planned or in flight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.adapters.vllm.scheduler.loads import LoadPlanner
+    from kvstore.adapters.vllm.scheduler.saves import SavePlanner
+
+
+def are_loads_idle(loads: LoadPlanner) -> bool:
+    return not (loads._coming.requests or loads._coming_fetches or loads._in_flight or loads._fetching)
+
+
+def are_saves_idle(saves: SavePlanner) -> bool:
+    return not (saves._metas or saves._in_flight or saves._writes or saves.strays)

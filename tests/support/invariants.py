@@ -1,0 +1,96 @@
+"""What must hold in the index at all times: looked at chunk by chunk and lease by lease, between any two calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvstore.catalog.deadlines import _SLACK, Deadlines, Name
+from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.leases import Leases
+from kvstore.catalog.slots import Slots
+from kvstore.catalog.uses import Uses
+from kvstore.catalog.writebehind import DiskWrites, RemoteSends
+from kvstore.keys import PrefixKey
+
+
+def check_index(index: ChunkIndex) -> None:
+    """Its state is consistent."""
+    check_expiries(index._chunks)
+    check_slots(index._chunks, index._slots)
+    check_disk(index._disk)
+    check_sends(index._remote)
+    check_leases(index._leases)
+    check_uses(index._uses)
+
+
+def check_expiries(chunks: Entries) -> None:
+    """The times to live are those of the chunks."""
+    moments = {key: chunk.expires_s for key, chunk in chunks.items() if not chunk.forgotten}
+    check_deadlines(chunks.expiries, {key: at_s for key, at_s in moments.items() if at_s is not None})
+
+
+def check_deadlines(deadlines: Deadlines[Name], expected_s: Mapping[Name, float]) -> None:
+    """These are the deadlines, the heap knows all of them, and it is bounded."""
+    heap = deadlines._heap
+    assert deadlines._at_s == expected_s
+    assert {(at_s, name) for name, at_s in expected_s.items()} <= set(heap)
+    assert len(heap) <= 2 * len(expected_s) + _SLACK
+    assert all(heap[(place - 1) // 2] <= entry for place, entry in enumerate(heap) if place)
+
+
+def check_slots(chunks: Entries, slots: Slots) -> None:
+    """Every slot is free or belongs to one chunk, and the counts agree with the chunks."""
+    with_slot = {key: chunk.slot for key, chunk in chunks.items() if chunk.memory is not NO_SLOT}
+    assert sorted([*with_slot.values(), *slots.free]) == list(range(slots.num_slots)), "a slot is lost or owned twice"
+    assert slots.num_idle == sum(chunk.in_memory and not chunk.uses for chunk in chunks.values())
+    assert set(slots.order) == with_slot.keys()
+    assert slots.order.used_bytes == len(with_slot)
+
+
+def check_disk(disk: DiskWrites) -> None:
+    """The policy orders what is on disk or being written, it fits, and writes are counted."""
+    chunks = disk.chunks.items()
+    assert set(disk.order) == {key for key, chunk in chunks if chunk.disk is not NO_FILE}
+    assert disk.order.used_bytes <= disk.order.capacity_bytes, "more on disk than fits"
+    assert disk.num_writes == sum(chunk.disk is WRITING for _, chunk in chunks) <= disk.max_writes
+
+
+def check_sends(remote: RemoteSends) -> None:
+    """Writes to the remote tier are counted."""
+    sending = sum(chunk.remote is SENDING for chunk in remote.chunks.values())
+    assert remote.num_sends == sending <= remote.max_sends
+
+
+def uses_of(index: ChunkIndex) -> int:
+    """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
+    return sum(chunk.uses for chunk in index._chunks.values())
+
+
+def holds_of(leases: Leases) -> Counter[PrefixKey]:
+    """How many leases hold each chunk."""
+    return Counter(key for lease in leases._leases.values() for key in lease.keys)
+
+
+def check_leases(leases: Leases) -> None:
+    """Holders, holds and ends agree with the leases, and all are bounded."""
+    holds = holds_of(leases)
+    assert {key: len(names) for key, names in leases._holders.items()} == holds, "a lease is lost"
+    assert holds.total() == leases._num_holds <= leases._max_holds
+    assert len(holds) <= leases._max_chunks
+    check_deadlines(leases._ends, {name: lease.expires_s for name, lease in leases._leases.items()})
+
+
+def check_uses(uses: Uses) -> None:
+    """Whatever is unfinished is in use, and every lease counts as a use."""
+    for key, holds in holds_of(uses.leases).items():
+        chunk = uses.chunks[key]
+        assert not chunk.forgotten, "a lease on a chunk that is gone"
+        assert chunk.uses >= holds, "a lease without its use"
+    for key, chunk in uses.chunks.items():
+        assert chunk.ref.prefix_key == key
+        assert chunk.memory is not NO_SLOT or chunk.disk is not NO_FILE, "a chunk that is nowhere"
+        is_moving = chunk.memory in {GATHERING, LOADING} or chunk.disk is WRITING
+        assert chunk.uses > 0 or not (is_moving or chunk.forgotten), "unfinished, and nobody at it"
+        assert chunk.uses > 0 or uses.keep_in_memory or not chunk.in_memory, "a passage that keeps a chunk"
