@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 from support import rig as rigs
 from support.checks import check_idle
-from support.invariants import uses_of
 from support.layer_calls import (
     HANG_GUARD_S,
     LAYERS,
@@ -24,6 +23,7 @@ from support.layer_calls import (
 from support.remote import REMOTE
 from support.remote import install as install_remote
 from support.rig import POISON, Rig, tokens_of
+from support.uses import uses_of
 
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError

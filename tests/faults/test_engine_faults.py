@@ -14,8 +14,8 @@ import pytest
 from support.checks import check_idle
 from support.diskwork import flip
 from support.gate import HANG_GUARD_S, Gate, until
-from support.invariants import uses_of
 from support.rig import CHUNK, FILE_BYTES, FakeTier, Rig, install, tokens_of
+from support.uses import uses_of
 
 from kvstore.chunks import Outcome
 from kvstore.errors import TierError

@@ -55,7 +55,7 @@ from support.fake_parts import (
     sample,
 )
 from support.idle import are_loads_idle, are_saves_idle
-from support.invariants import uses_of
+from support.uses import uses_of
 
 
 class FakeRunner(FakeBlocks):

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from support.idle import are_loads_idle, are_saves_idle
-from support.invariants import uses_of
+from support.uses import uses_of
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256

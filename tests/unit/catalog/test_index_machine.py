@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.invariants import check_index, uses_of
 from support.schedules import schedule_settings
+from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.lookup import QUESTION_ROUNDS
@@ -372,7 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        check_index(self.index)
+        self.index.check_invariants()
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm
-from support.invariants import uses_of
 from support.remote import FakeServer
+from support.uses import uses_of
 from typer.testing import CliRunner
 
 from kvstore.adapters.vllm.requests.params import RequestParams

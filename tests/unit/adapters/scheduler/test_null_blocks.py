@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_parts import BLOCK, CHUNK, FakeRequest
-from support.invariants import uses_of
+from support.uses import uses_of
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover

@@ -7,22 +7,11 @@ from collections.abc import Mapping
 
 from kvstore.catalog.deadlines import _SLACK, Deadlines, Name
 from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
-from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import Leases
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.keys import PrefixKey
-
-
-def check_index(index: ChunkIndex) -> None:
-    """Its state is consistent."""
-    check_expiries(index._chunks)
-    check_slots(index._chunks, index._slots)
-    check_disk(index._disk)
-    check_sends(index._remote)
-    check_leases(index._leases)
-    check_uses(index._uses)
 
 
 def check_expiries(chunks: Entries) -> None:
@@ -61,11 +50,6 @@ def check_sends(remote: RemoteSends) -> None:
     """Writes to the remote tier are counted."""
     sending = sum(chunk.remote is SENDING for chunk in remote.chunks.values())
     assert remote.num_sends == sending <= remote.max_sends
-
-
-def uses_of(index: ChunkIndex) -> int:
-    """Plans and writes in flight, and leases, counted per chunk; 0 when idle."""
-    return sum(chunk.uses for chunk in index._chunks.values())
 
 
 def holds_of(leases: Leases) -> Counter[PrefixKey]:
