@@ -13,18 +13,10 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-# With several workers the first files go out first: the long ones do, so that no worker ends long after the others.
-# Folders by how long a file in them takes; before them the files that take minutes.
-LONGEST = (
-    "test_mixed",
-    "test_crowded",
-    "test_handover",
-    "test_faults",
-    "test_outputs",
-    "test_window",
-    "test_processes",
-)
+# Long files go to the workers first, so that none of them ends long after the others: folders by how long a file takes,
+# and the longest files of all.
 FOLDERS = ("e2e", "tools", "faults", "conformance", "unit", "adapters", "packaging")
+LONGEST = ("test_mixed", "test_outputs", "test_crowded", "test_handover", "test_faults", "test_window", "test_ranks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,4 +74,8 @@ def _has_gpu() -> bool:
 def _turn(item: pytest.Item) -> tuple[int, int]:
     """Where the file of a test stands; tests of a file stay in order."""
     folder, name = item.path.relative_to(TESTS).parts[0], item.path.stem
-    return FOLDERS.index(folder), LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    return _place(folder, FOLDERS), _place(name, LONGEST)
+
+
+def _place(name: str, order: tuple[str, ...]) -> int:
+    return order.index(name) if name in order else len(order)
