@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -24,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Files share the processors: two threads of torch would spend most of their time on waiting for each other. OpenMP
+    # reads this when torch is imported, here and in the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("numprocesses", None):
         return  # this process hands files out and runs none: it needs neither hypothesis nor torch
     from support.schedules import begin
