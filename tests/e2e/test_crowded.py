@@ -25,9 +25,9 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     from vllm.v1.core.sched.scheduler import Scheduler
 
     few_blocks = {"num_gpu_blocks_override": 48, "max_model_len": 768}
-    prompts = [prompt[:300] for prompt in make_prompts(seed=1) if len(prompt) >= 250][:10]
+    prompts = [prompt[:300] for prompt in make_prompts(seed=1) if len(prompt) >= 250][:16]
     with Engine(tiny_model) as engine:
-        plain = engine.generate(prompts, max_tokens=60, logprobs=2)
+        plain = engine.generate(prompts, max_tokens=80, logprobs=2)
     preempted = 0
     original = Scheduler._preempt_request
 
@@ -42,7 +42,7 @@ def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         with Engine(tiny_model, store, **few_blocks) as engine:
             for _ in ("cold", "warm"):
                 preempted = 0
-                assert_same_outputs(plain, engine.generate(prompts, max_tokens=60))
+                assert_same_outputs(plain, engine.generate(prompts, max_tokens=80))
                 assert preempted > 0
                 engine.settle()  # what is saved beside the last steps has its blocks until then
                 engine.forget_local()
