@@ -3,8 +3,11 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-# Most tests wait for timeouts, servers and processes, so three files run side by side, on two processors, too.
-SIDE_BY_SIDE := -n 3 --dist loadfile
+# Most tests wait for timeouts, servers and processes, so three files run side by side, on two processors, too. The
+# long ones begin (tests/conftest.py). Bytecode is kept, whatever the environment says of it: without it each worker
+# spends as long on making it as on most tests.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate clean
@@ -18,7 +21,7 @@ demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 test: venv  ## all tests but the long ones, real vLLM included
 	@$(BIN)/pytest $(SIDE_BY_SIDE)
 
-test-unit: venv-unit  ## tests of the engine: no vLLM, about a minute
+test-unit: venv-unit  ## tests of the engine: no vLLM, less than a minute
 	@$(BIN)/pytest $(SIDE_BY_SIDE) tests/unit
 
 test-gpu: venv-unit  ## tests that need a CUDA device; skipped where there is none

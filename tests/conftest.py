@@ -1,10 +1,23 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, and the order of its files."""
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import EntryPoints, entry_points
+from pathlib import Path
+
 import pytest
-import torch
-from support.schedules import begin_soak, join_soak
+
+TESTS = Path(__file__).parent
+
+# Long files go to the workers first, so that none of them ends long after the others: folders by how long a file takes,
+# and the longest files of all.
+FOLDERS = ("e2e", "tools", "faults", "conformance", "unit", "adapters", "packaging")
+LONGEST = ("test_mixed", "test_outputs", "test_crowded", "test_handover", "test_faults", "test_window", "test_ranks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,15 +25,61 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--soak"):
-        begin_soak()
+    # Files share the processors: two threads of torch would spend most of their time on waiting for each other. OpenMP
+    # reads this when torch is imported, here and in the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.getoption("numprocesses", None):
+        return  # this process hands files out and runs none: it needs neither hypothesis nor torch
+    from support.schedules import begin
+
+    begin(is_soak=config.getoption("--soak"))
+    gc.disable()  # imports make no garbage
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from support.schedules import join_soak
+
     for item in items:
         join_soak(item)
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="needs --soak"))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=_turn)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _installed_once() -> Iterator[None]:
+    """Read what is installed once: reading it for each engine took a sixth of the unit tests."""
+    from kvstore import tiers
+
+    read, path = cache(lambda group: entry_points(group=group)), list(sys.path)
+
+    def remembered(*, group: str) -> EntryPoints:
+        return read(group) if sys.path == path else entry_points(group=group)  # a test has installed something
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "entry_points", remembered)
+        yield
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay to the end: no collection need look at them
+    gc.enable()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    """Where the file of a test stands; tests of a file stay in order."""
+    folder, name = item.path.relative_to(TESTS).parts[0], item.path.stem
+    return _place(folder, FOLDERS), _place(name, LONGEST)
+
+
+def _place(name: str, order: tuple[str, ...]) -> int:
+    return order.index(name) if name in order else len(order)

@@ -30,7 +30,7 @@ class ProxyThread(HttpThread):
 
     def __enter__(self) -> httpx.Client:
         self.start()
-        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=30)
+        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=30, verify=False)
         return self.client
 
     def __exit__(self, *_error: object) -> None:

@@ -23,6 +23,9 @@ _QUIET = (
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
+# Where a test asks for nothing else: examples enough for a run, and no word on how long one took.
+settings.register_profile("suite", max_examples=40, deadline=None, suppress_health_check=_QUIET, print_blob=True)
+
 
 class _Mode:
     """Of this run; set before any test is collected."""
@@ -30,9 +33,10 @@ class _Mode:
     is_soak = False
 
 
-def begin_soak() -> None:
-    """Let all that is asked for from now on be thousands."""
-    _Mode.is_soak = True
+def begin(*, is_soak: bool) -> None:
+    """Decide how much is tried, before any test is collected. In a soak all that is asked for is thousands."""
+    _Mode.is_soak = is_soak
+    settings.load_profile("suite")
 
 
 def schedule_settings(examples: int = EXAMPLES, **others: Any) -> settings:

@@ -25,6 +25,7 @@ Prompt = list[int]
 
 def prepare_environment(*, two_processes: bool) -> None:
     """Settings that vLLM reads when an engine is made."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # engines of several files would share one core
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
         HF_HUB_OFFLINE="1",

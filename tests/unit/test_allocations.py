@@ -1,6 +1,6 @@
 """The data path takes no memory for payload: what it moves goes between places that were there before.
 
-A layer of a chunk is 2 MiB here, so any copy of one would show. Python and numpy report to tracemalloc what they
+A layer of a chunk is 512 KiB here, so any copy of one would show. Python and numpy report to tracemalloc what they
 allocate; torch does not, and no tier but the GPU's uses it for payload.
 """
 
@@ -22,8 +22,8 @@ from kvstore.tools.bench.samples import NAMESPACE
 from kvstore.tools.bench.server import private_server
 from kvstore.tools.bench.workbench import Workbench
 
-MOST_BYTES = 1 << 20
-GEOMETRY = Geometry("wide", layers=2, kv_heads=8, head_size=128, chunk_tokens=512)
+MOST_BYTES = 1 << 18
+GEOMETRY = Geometry("wide", layers=2, kv_heads=8, head_size=128, chunk_tokens=128)
 CHUNKS = 3
 POOL_BYTES = 2 * CHUNKS * GEOMETRY.chunk_bytes
 Opened = Callable[[Path], AbstractContextManager[EngineOptions]]

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from support.schedules import schedules
 
 from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs import Codec, open_codec
 from kvstore.layout import KVLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.chunks import ByteArray
 
 ELEMENTS = {"bf16": 2, "f16": 2, "f32": 4, "f8": 1}
@@ -77,15 +80,37 @@ def kv_like(tokens: int, channels: int, element: str = "bf16") -> ByteArray:
 # Lossless
 
 
+def random_bytes() -> ByteArray:
+    return np.random.default_rng(1).integers(0, 256, SEVERAL_PIECES, dtype=np.uint8)
+
+
+def nans(element: str) -> ByteArray:
+    layer = as_element(np.full(80_000, np.nan), element)
+    layer[::7] ^= 1  # with payloads
+    return layer
+
+
+KINDS: dict[str, Callable[[str], ByteArray]] = {
+    "zeros": lambda _: np.zeros(SEVERAL_PIECES, np.uint8),
+    "random": lambda _: random_bytes(),
+    "normal": lambda element: normal(600_000, element)[:SEVERAL_PIECES],
+    "kv": lambda element: kv_like(256, 1500, element),
+    "nan": nans,
+    "inf": lambda element: as_element(np.full(80_000, -np.inf), element),
+    "denormal": lambda element: as_element(np.random.default_rng(1).standard_normal(80_000) * 1e-39, element),
+    "half": lambda _: np.concatenate([np.zeros(SEVERAL_PIECES // 2, np.uint8), random_bytes()]),
+}
+
+
 @by_codec
-@settings(max_examples=60, deadline=None)
+@schedules(40)
 @given(layer=npst.arrays(np.uint8, st.integers(1, 600)))
 def test_any_bytes_come_back(name: str, element: str, layer: ByteArray) -> None:
     assert np.array_equal(round_trip(open_codec(name, layout_of_any(element)), layer)[1], layer)
 
 
 @by_codec
-@settings(max_examples=40, deadline=None)
+@schedules()
 @given(
     pattern=st.binary(min_size=1, max_size=9),
     size=st.integers(1, 40_000),
@@ -101,22 +126,9 @@ def test_repeating_bytes_come_back(
 
 
 @by_codec
-@pytest.mark.parametrize("what", ["zeros", "random", "normal", "kv", "nan", "inf", "denormal", "half"])
+@pytest.mark.parametrize("what", KINDS)
 def test_every_kind_of_layer_comes_back(name: str, element: str, what: str) -> None:
-    dice = np.random.default_rng(1)
-    random = dice.integers(0, 256, SEVERAL_PIECES, dtype=np.uint8)
-    nan, inf = (as_element(np.full(80_000, value), element) for value in (np.nan, -np.inf))
-    nan[::7] ^= 1  # with payloads
-    layer = {
-        "zeros": np.zeros(SEVERAL_PIECES, np.uint8),
-        "random": random,
-        "normal": normal(600_000, element)[:SEVERAL_PIECES],
-        "kv": kv_like(256, 1500, element),
-        "nan": nan,
-        "inf": inf,
-        "denormal": as_element(dice.standard_normal(80_000) * 1e-39, element),
-        "half": np.concatenate([np.zeros(SEVERAL_PIECES // 2, np.uint8), random]),
-    }[what]
+    layer = KINDS[what](element)
     size, back = round_trip(open_codec(name, layout_of_any(element)), layer)
     assert np.array_equal(back, layer)
     if what == "zeros":
@@ -192,7 +204,7 @@ def test_one_codec_serves_many_threads() -> None:
 
 
 @pytest.mark.parametrize(("name", "element"), [*LOSSLESS, ("int8", "bf16"), ("int8", "f32")])
-@settings(max_examples=150, deadline=None)
+@schedules(50)
 @given(data=st.data())
 def test_malformed_input_ends_cleanly(name: str, element: str, data: st.DataObject) -> None:
     """A flipped bit, a cut, an insertion, or garbage: a layer or a ``CodecError``, and nothing beside it changes."""

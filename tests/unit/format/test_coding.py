@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.schedules import schedules
 
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage, Encoding, encode_header
@@ -115,7 +116,7 @@ def test_what_size_an_image_can_have() -> None:
     assert [coder.may_be(4, size) for size in sizes] == [False, True, True, False, False]
 
 
-@settings(max_examples=200, deadline=None)
+@schedules(80)
 @given(offset=st.integers(0, 1 << 20), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_an_image_is_seen(offset: int, bit: int) -> None:
     coder, image = make_image()
@@ -123,7 +124,7 @@ def test_any_flipped_bit_of_an_image_is_seen(offset: int, bit: int) -> None:
     assert coder.decode(KEY, 4, image, np.empty(LAYOUT.slot_bytes, np.uint8)) is not None
 
 
-@settings(max_examples=100, deadline=None)
+@schedules(40)
 @given(start=st.integers(0, 4095), garbage=st.binary(min_size=1, max_size=300))
 def test_garbage_in_a_header_never_raises(start: int, garbage: bytes) -> None:
     coder, image = make_image()

@@ -19,7 +19,7 @@ from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 
 LAYOUT = KVLayout((4096, 8192, 4096), planes=2, block_tokens=16, chunk_tokens=64)
-BIG = KVLayout((1 << 20,) * 5, planes=2, block_tokens=16, chunk_tokens=64)
+BIG = KVLayout((1 << 18,) * 5, planes=2, block_tokens=16, chunk_tokens=64)
 MINE = Namespace({"model": "mine"})
 
 
@@ -102,9 +102,9 @@ def test_what_is_there_is_not_sent_again(transport: TcpTransport, tier: Tier) ->
 
 def test_more_than_one_client_may_hold_at_once() -> None:
     """A quarter of the server's memory is all that a client may be writing to; the rest follows."""
-    with serving_tcp(pool_bytes=400 << 20) as server:
+    with serving_tcp(pool_bytes=100 << 20) as server:
         transport = open_transport(server.url, MINE, BIG, {"timeout_s": 10.0})
-        parcels = [parcel(number, layout=BIG) for number in range(6)]  # 40 MiB each
+        parcels = [parcel(number, layout=BIG) for number in range(6)]  # 10 MiB each
         assert transport.deliver(parcels, iter([range(2), range(2, 5)])) == [Outcome.STORED] * 6
         tier = open_tier("server", TierSetup(MINE, BIG, UNBOUNDED_BYTES, {"url": server.url}))
         assert all(tier.contains([sent.ref for sent in parcels]))
@@ -126,7 +126,9 @@ def test_what_waits_for_room_is_not_sent_without_the_last_layer() -> None:
         transport.close()
 
 
-def test_a_receiver_that_goes_away_in_the_middle(server: ServerThread, transport: TcpTransport) -> None:
+def test_a_receiver_that_goes_away_in_the_middle(server: ServerThread) -> None:
+    transport = open_transport(server.url, MINE, LAYOUT, {"timeout_s": 0.5})
+
     def computed() -> Iterator[range]:
         yield range(1)
         server.close()
@@ -134,6 +136,7 @@ def test_a_receiver_that_goes_away_in_the_middle(server: ServerThread, transport
 
     with pytest.raises(TierError):
         transport.deliver([parcel(1)], computed())
+    transport.close()
 
 
 def test_a_sender_that_dies_leaves_nothing(server: ServerThread, tier: Tier) -> None:

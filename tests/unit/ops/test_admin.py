@@ -51,7 +51,7 @@ def controls(vllm: FakeVllm) -> SchedulerControls:
 @pytest.fixture
 def client(controls: SchedulerControls) -> Iterator[httpx.Client]:
     server = AdminServer(controls, "127.0.0.1", 0)
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=30) as made:
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=30, verify=False) as made:
         yield made
     server.close()
 

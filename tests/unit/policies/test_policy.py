@@ -294,10 +294,10 @@ def test_a_request_does_not_give_up_its_own_front_for_its_end() -> None:
 def test_experience_fades() -> None:
     table = SurvivalTable()
     at_first = table.values[0][0]
-    table.hit(0, 0, 10_000)
+    table.hit(0, 0, 300)
     table.update()
     assert table.values[0][0] > 2 * at_first
-    for _ in range(5_000):
+    for _ in range(2_000):
         table.update()
     assert table.values[0][0] < 1.01 * at_first
 

@@ -210,4 +210,4 @@ class StockMachine(RuleBasedStateMachine):
 
 @pytest.mark.schedules
 def test_every_page_is_accounted_for_in_any_order() -> None:
-    run_state_machine_as_test(StockMachine, settings=schedule_settings(120, stateful_step_count=60))
+    run_state_machine_as_test(StockMachine, settings=schedule_settings(40, stateful_step_count=60))

@@ -17,7 +17,7 @@ QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 
 
 def test_the_engine_against_a_model() -> None:
-    profile = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=QUIET)
+    profile = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=QUIET)
     run_state_machine_as_test(EngineMachine, settings=profile)
 
 

@@ -32,11 +32,12 @@ from kvstore.chunks import Outcome
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.layout import KVLayout
+from kvstore.tiers.disk import chunkio
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.tier import DiskTier
 
 CAPACITY_BYTES = 16 * CHUNK_BYTES
-LARGE = KVLayout(page_bytes=(1 << 20,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
+LARGE = KVLayout(page_bytes=(1 << 17,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
 
 Open = Callable[..., DiskTier]
 
@@ -139,14 +140,21 @@ def test_unreadable_sector_fails_one_chunk(open_tier: Open, monkeypatch: pytest.
     assert get(tier, make_ref(1)) is Outcome.HIT
 
 
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large chunk is four pieces."""
+    monkeypatch.setattr(chunkio, "PIECE_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("direct", [None, False])
 def test_large_chunks_that_several_threads_read_in_pieces(folder: Path, direct: bool | None) -> None:
     """Each is what its own file holds, whoever has read it, and no read outlives its call."""
     refs = [make_ref(number) for number in range(6)]
     tier = DiskTier(folder, MINE, LARGE, len(refs) * chunkfile.file_bytes(LARGE, 8), direct=direct)
     put(tier, *refs, layout=LARGE)
-    flip(path_of(folder, refs[1]), 30 << 20)
-    os.truncate(path_of(folder, refs[2]), 20 << 20)
+    flip(path_of(folder, refs[1]), 30 << 17)
+    os.truncate(path_of(folder, refs[2]), 20 << 17)
     path_of(folder, refs[4]).unlink()
     with ThreadPoolExecutor(4) as threads:
         outcomes = list(threads.map(lambda ref: get(tier, ref, LARGE), refs))
@@ -156,14 +164,16 @@ def test_large_chunks_that_several_threads_read_in_pieces(folder: Path, direct: 
     tier.close()
 
 
+@pytest.mark.usefixtures("in_pieces")
 def test_an_unreadable_piece_fails_its_own_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(folder, MINE, LARGE, 4 * chunkfile.file_bytes(LARGE, 8))
+    assert len(tier._io._pieces[8]) == 4
     refs = [make_ref(number) for number in range(4)]
     put(tier, *refs, layout=LARGE)
     broken, read = path_of(folder, refs[2]), os.preadv
 
     def refuse(fd: int, views: Sequence[memoryview], at: int) -> int:
-        if at > 20 << 20 and os.path.samestat(os.fstat(fd), broken.stat()):
+        if at > 20 << 17 and os.path.samestat(os.fstat(fd), broken.stat()):
             raise OSError(errno.EIO, "Input/output error")
         return read(fd, views, at)
 
