@@ -7,8 +7,12 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.tools.bench.gpu.needs import explain, missing_packages
+
+if TYPE_CHECKING:
+    import torch
 
 _WIDTH = 160  # where the output is no terminal
 _WRONG_USAGE = 2
@@ -36,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _one(given: argparse.Namespace, device: object) -> int:
+def _one(given: argparse.Namespace, device: torch.device) -> int:
     """One step, in this process."""
     from kvstore.tools.bench.gpu.child import run_one  # noqa: PLC0415 - see main
 
@@ -44,7 +48,7 @@ def _one(given: argparse.Namespace, device: object) -> int:
     return 0
 
 
-def _run(given: argparse.Namespace, device: object) -> int:
+def _run(given: argparse.Namespace, device: torch.device) -> int:
     """Some steps, each in its own process, and the table."""
     from rich.console import Console  # noqa: PLC0415 - see main
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from itertools import count
+from itertools import count as numbers
 from time import perf_counter, sleep
 
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.gpu.bed import Bed
-from kvstore.tools.bench.gpu.figures import MS, Figure, duration, percentile
+from kvstore.tools.bench.gpu.figures import MS, Figure, count, duration, percentile
 from kvstore.tools.bench.gpu.model import Model
 from kvstore.tools.bench.gpu.scale import Scale
 from kvstore.tools.bench.samples import BenchError, require
@@ -38,14 +38,14 @@ class Traffic:
         bed.store(0, self.source)
         self.target = bed.workbench.other_blocks(self.source)
         self._stores, self._loads = bed.stores(1, self.source), bed.loads(0, self.target)
-        self._numbers = count(1)
+        self._numbers = numbers(1)
         self._saving = self._loading = 0
         self.saved = self.loaded = 0
 
     def save(self) -> None:
         """Start to save the next chunk, unless two are under way."""
         if self._saving < 2:
-            job = self._stores[self.saved_or_saving % len(self._stores)]
+            job = self._stores[(self.saved + self._saving) % len(self._stores)]
             self._saving += 1
             self._background.save(next(self._numbers), [job], ())
 
@@ -55,11 +55,6 @@ class Traffic:
             job = self._loads[(self.loaded + self._loading) % len(self._loads)]
             self._loading += 1
             self._background.fetch(Fetch(next(self._numbers), "bench", [job]))
-
-    @property
-    def saved_or_saving(self) -> int:
-        """Chunks whose save has begun."""
-        return self.saved + self._saving
 
     def take(self) -> None:
         """Take what has ended, as a worker does once a step.
@@ -87,16 +82,19 @@ class Traffic:
             sleep(_POLL_S)
 
     def check(self) -> None:
-        """Compare every byte that was moved, if all chunks were.
+        """Move the chunks that have not been, and compare every byte.
 
         Raises:
             BenchError: something differs.
         """
+        while self.saved + self._saving < len(self._stores) or self.loaded + self._loading < len(self._loads):
+            self.save()
+            self.load()
+            sleep(_POLL_S)
+            self.take()
         self.drain()
-        if self.loaded >= len(self._loads):
-            self._bed.workbench.check(self.source, self.target)
-        if self.saved >= len(self._stores):
-            self._bed.check_slots(1)
+        self._bed.workbench.check(self.source, self.target)
+        self._bed.check_slots(1)
 
     def close(self) -> None:
         """End the threads."""
@@ -114,18 +112,21 @@ def measure_beside(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
         traffic = opened.enter_context(closing(Traffic(bed)))
         model = Model(scale)
         times: dict[str, list[float]] = {mode: [] for mode in MODES}
-        began_s = perf_counter()
+        each = max(2, scale.model_steps // _TURNS)
         for _ in range(_TURNS):
             for mode in MODES:
-                times[mode] += _steps(model, traffic, mode, max(2, scale.model_steps // _TURNS))
-        moved = {"saved_chunks": traffic.saved, "loaded_chunks": traffic.loaded, "seconds": perf_counter() - began_s}
+                times[mode] += _steps(model, traffic, mode, each)
+        saved, loaded = traffic.saved, traffic.loaded
         traffic.check()
     for mode in MODES:
         for share in (50, 99):
             goal = P99_GOAL if mode == "with saves" and share == 99 else None
             name = f"{geometry.name}: step {mode}, p{share}"
             value_s, limit_s = (percentile(times[of], share) for of in (mode, "alone"))
-            yield duration(name, value_s, limit_s, MS, goal, samples_s=times[mode], **moved)
+            yield duration(name, value_s, limit_s, MS, goal, more={"samples_s": times[mode]})
+    steps = 2 * _TURNS * (_WARM_UP_STEPS + each)
+    yield count(f"{geometry.name}: chunks saved in steps with saves", saved, steps, None)
+    yield count(f"{geometry.name}: chunks loaded in steps with loads", loaded, steps, None)
 
 
 def _steps(model: Model, traffic: Traffic, mode: str, num_steps: int) -> list[float]:

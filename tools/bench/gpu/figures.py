@@ -81,10 +81,18 @@ def speed(name: str, pairs: Sequence[Pair], size_bytes: int, goal: float | None 
     return Figure(name, size_bytes / path_s / 1e9, size_bytes / limit_s / 1e9, ratio, GB_PER_S, goal, more=samples)
 
 
-def duration(name: str, value_s: float, limit_s: float, unit: str, goal: float | None = None, **more: object) -> Figure:
+def duration(
+    name: str,
+    value_s: float,
+    limit_s: float,
+    unit: str,
+    goal: float | None = None,
+    *,
+    more: Mapping[str, object] | None = None,
+) -> Figure:
     """A time, which should not exceed its limit by more than ``goal``."""
     scale = {MS: 1e3, US: 1e6}[unit]
-    return Figure(name, value_s * scale, limit_s * scale, value_s / limit_s, unit, goal, at_most=True, more=more)
+    return Figure(name, value_s * scale, limit_s * scale, value_s / limit_s, unit, goal, at_most=True, more=more or {})
 
 
 def count(name: str, value: int, of: int, goal: float | None = 1.0) -> Figure:

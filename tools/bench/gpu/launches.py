@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from kvstore.tools.bench.geometry import Geometry
@@ -50,7 +49,7 @@ def _profiled(way: str, move: Callable[[], object], bed: Bed, folder: Path) -> I
         move()
         bed.paged.wait()
     profiled.export_chrome_trace(str(folder / f"gpu-trace-{way}.json.gz"))
-    on_device = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    on_device = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]
     kinds = Counter("copies" if event.name.startswith("Mem") else "kernels" for event in on_device)
     names = Counter(event.name for event in on_device)
     figure = partial(Figure, unit=COUNT, goal=1.0, at_most=True, more={"launches": dict(names)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
@@ -10,7 +10,10 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
-from kvstore.paged.staging import Moment
+import torch
+
+from kvstore.paged.base import ChunkBlocks
+from kvstore.paged.streams import Moment
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.gpu.bed import Bed
 from kvstore.tools.bench.gpu.copies import PinnedCopies
@@ -132,23 +135,19 @@ def _issues(bed: Bed, scale: Scale) -> dict[str, list[Issue]]:
     issues: dict[str, list[Issue]] = {"out": [], "in": []}
     for _ in range(WARM_UP_ROUNDS + scale.rounds):
         source = bed.new_batch()
-        chunks = list(zip(bed.of_chunks(source), bed.payloads(0), strict=True))
         scale.wait()
-        issues["out"].append(_issued(bed, [partial(bed.paged.gather, ids, payload) for ids, payload in chunks]))
+        issues["out"].append(_issued(bed, bed.paged.gather_chunks, source))
         target, _ = bed.workbench.destination()
-        blocks = bed.workbench.geometry.blocks_per_chunk
-        chunks = list(zip(bed.of_chunks(target), bed.payloads(0), strict=True))
         scale.wait()
-        scatters = [partial(bed.paged.scatter, ids, payload, blocks, 0) for ids, payload in chunks]
-        issues["in"].append(_issued(bed, scatters))
+        issues["in"].append(_issued(bed, bed.paged.scatter_chunks, target))
         bed.workbench.check(target)
     return {way: found[WARM_UP_ROUNDS:] for way, found in issues.items()}
 
 
-def _issued(bed: Bed, launches: Sequence[Callable[[], object]]) -> Issue:
+def _issued(bed: Bed, launch: Callable[[list[ChunkBlocks]], object], block_ids: torch.Tensor) -> Issue:
+    places = list(zip(bed.of_chunks(block_ids), bed.payloads(0), strict=True))
     begin_s = perf_counter()
-    for launch in launches:
-        launch()
+    launch([bed.paged.chunk(ids, payload) for ids, payload in places])
     issued_s = perf_counter()
     bed.paged.wait()
     return Issue(issued_s - begin_s, perf_counter() - begin_s)

@@ -8,9 +8,10 @@ out, and must find wrong bytes: otherwise the check shows nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,13 +20,13 @@ from kvstore.chunks import ByteArray
 from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.staging import Moment, Way, Work
+from kvstore.paged.streams import CudaStreams, Moment, Streams, Way, Work
 from kvstore.tools.bench.gpu.figures import Figure, count
 from kvstore.tools.bench.gpu.scale import Scale
 from kvstore.tools.bench.samples import BenchError, require
 
-LAYERS, BLOCKS, CHUNK_BLOCKS, CHUNKS = 3, 64, 4, 8
-_PAGE = (2, 16, 8, 64)  # 32 KiB in bfloat16
+LAYERS, BLOCKS, BLOCK_TOKENS, CHUNK_BLOCKS, CHUNKS = 3, 64, 16, 4, 8
+_PAGE = (2, BLOCK_TOKENS, 8, 64)  # 32 KiB in bfloat16
 _SLEEP_CYCLES = (1_000_000, 20_000_000)  # up to 10 ms
 _LATER = 251  # what kernels behind a gather write
 _TIMEOUT_S = 30.0
@@ -39,18 +40,18 @@ class Ground:
         shape = (BLOCKS, *_PAGE)
         self.caches = [torch.zeros(shape, dtype=torch.bfloat16, device=scale.device) for _ in range(LAYERS)]
         self._bytes = [cache.view(torch.uint8).view(BLOCKS, -1) for cache in self.caches]
-        self.paged: PagedKV = bind_paged_kv(
-            {f"layers.{n}": cache for n, cache in enumerate(self.caches)},
-            num_blocks=BLOCKS,
-            block_tokens=_PAGE[1],
-            chunk_tokens=CHUNK_BLOCKS * _PAGE[1],
-        )
+        self.paged = self.bind({f"layers.{n}": cache for n, cache in enumerate(self.caches)})
         layout = self.paged.layout
         self.size_bytes = layout.payload_bytes(CHUNK_BLOCKS)
         self._pool = SlabPool(CHUNKS, layout.slot_bytes)
         if not self._pool.wait_populated(_TIMEOUT_S):
             raise BenchError(f"the pool was not there within {_TIMEOUT_S:.0f} s")
         self._plain = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(CHUNKS)]
+
+    def bind(self, caches: Mapping[str, torch.Tensor]) -> PagedKV:
+        """The paged cache of these tensors."""
+        chunk_tokens = CHUNK_BLOCKS * BLOCK_TOKENS
+        return bind_paged_kv(caches, num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, chunk_tokens=chunk_tokens)
 
     def slots(self, *, pinned: bool) -> list[ByteArray]:
         """One slot for each chunk."""
@@ -102,61 +103,58 @@ class Case(NamedTuple):
     pinned: bool
 
 
-def check_order(scale: Scale) -> Iterator[Figure]:
+def check_order(scale: Scale, make: Callable[[Scale], Ground] = Ground) -> Iterator[Figure]:
     """Random orders of writes, gathers, scatters and reads, each way, to pinned memory and to other.
+
+    Args:
+        scale: how many orders.
+        make: the cache that they are tried on.
 
     Raises:
         BenchError: a byte was wrong.
     """
-    ground = Ground(scale)
-    for way in ("out", "in"):
-        cases = [Case(way, seed, pinned) for seed in range(scale.seeds) for pinned in (True, False)]
-        wrong = [case for case in cases if not _is_right(ground, case)]
-        require(not wrong, f"{len(wrong)} of {len(cases)} orders gave wrong bytes, the first: {wrong[:1]}")
-        yield count(f"orders with the right bytes, {way}", len(cases) - len(wrong), len(cases))
-    ground.close()
+    with closing(make(scale)) as ground:
+        for way in ("out", "in"):
+            cases = [Case(way, seed, pinned) for seed in range(scale.seeds) for pinned in (True, False)]
+            wrong = [case for case in cases if not _is_right(ground, case)]
+            require(not wrong, f"{len(wrong)} of {len(cases)} orders gave wrong bytes, the first: {wrong[:1]}")
+            yield count(f"orders with the right bytes, {way}", len(cases), len(cases))
 
 
-def check_broken_order(scale: Scale, streams: type | None = None) -> Iterator[Figure]:
+def check_broken_order(
+    scale: Scale, make: Callable[[Scale], Ground] = Ground, streams: type[Streams] = CudaStreams
+) -> Iterator[Figure]:
     """The same without the waits between streams: wrong bytes must come out.
 
     Args:
         scale: how many orders.
-        streams: the class whose waits are left out; None for CUDA's.
+        make: the cache that they are tried on.
+        streams: whose waits are left out.
 
     Raises:
         BenchError: all bytes were right.
     """
-    from kvstore.paged.staging import CudaStreams  # noqa: PLC0415
-
-    with without_waits(streams or CudaStreams):
-        ground = Ground(scale)
-        for way in ("out", "in"):
-            cases = [Case(way, seed, pinned=True) for seed in range(scale.seeds)]
+    for way in ("out", "in"):
+        cases = [Case(way, seed, pinned=True) for seed in range(scale.seeds)]
+        with without_waits(streams), closing(make(scale)) as ground:
             wrong = sum(not _is_right(ground, case) for case in cases)
-            require(
-                wrong > 0, f"without its waits {way} still gave the right bytes {len(cases)} times: nothing is shown"
-            )
-            yield count(f"broken orders that were noticed, {way}", wrong, len(cases), None)
-        ground.close()
+        require(wrong > 0, f"without waits {len(cases)} orders {way} still gave the right bytes: nothing is shown")
+        yield count(f"broken orders that were noticed, {way}", wrong, len(cases), None)
 
 
 @contextmanager
-def without_waits(streams: type) -> Iterator[None]:
+def without_waits(streams: type[Streams]) -> Iterator[None]:
     """Leave out what orders copy streams after the model's stream, and the other way round."""
-    launch, hold = streams.launch, streams.hold  # type: ignore[attr-defined]
+    launch = streams.launch
 
-    def launch_at_once(self: object, way: Way, work: Work, after: Moment) -> Moment:  # noqa: ARG001 - it is left out
-        moment: Moment = launch(self, way, work, None)
-        return moment
+    def launch_at_once(self: Streams, way: Way, work: Work, _after: Moment) -> Moment:
+        return launch(self, way, work, None)
 
-    setattr(streams, "launch", launch_at_once)  # noqa: B010 - of any class
-    setattr(streams, "hold", lambda _self, _moment: None)  # noqa: B010
-    try:
+    def hold(_self: Streams, _moment: Moment) -> None:
+        pass
+
+    with patch.multiple(streams, launch=launch_at_once, hold=hold):
         yield
-    finally:
-        setattr(streams, "launch", launch)  # noqa: B010
-        setattr(streams, "hold", hold)  # noqa: B010
 
 
 def _is_right(ground: Ground, case: Case) -> bool:

@@ -48,7 +48,7 @@ def measure_pinning(scale: Scale) -> Iterator[Figure]:
         for share in (50, 99, 100):
             value_s, limit_s = (percentile(samples, share) for samples in (beside_s, alone_s))
             name = f"launch while registering {title}, p{share}"
-            yield duration(name, value_s, limit_s, US, launches=len(beside_s))
+            yield duration(name, value_s, limit_s, US, more={"launches": len(beside_s)})
 
 
 class _Pinning(threading.Thread):
