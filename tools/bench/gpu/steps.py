@@ -28,7 +28,12 @@ from kvstore.tools.bench.gpu.stress import check_stress
 
 MODULE = "kvstore.tools.bench.gpu"
 VISIT_S = 25 * 60.0
-GPU_TESTS = ("tests/unit/paged", "tests/unit/memory", "tests/conformance/test_gpu_streams.py")
+GPU_TESTS = (
+    "tests/unit/paged",
+    "tests/unit/memory",
+    "tests/conformance/test_gpu_streams.py",
+    "tests/conformance/test_gpu_paths.py",
+)
 _SMALLEST = "moves-qwen-0.5b"  # what checkers and profilers of kernels run, as they make everything slow
 Measure = Callable[[Scale, Path], Iterator[Figure]]
 
