@@ -29,8 +29,8 @@ class Scale:
     """
 
     device: torch.device
-    batch_bytes: int = 256 * MIB
-    rounds: int = 15
+    batch_bytes: int = 192 * MIB
+    rounds: int = 9
     model_steps: int = 300
     model_side: int = 4096
     products: int = 48
