@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
 from vllm.v1.kv_offload.cpu import gpu_worker
 
 from kvstore.adapters.vllm.offline.offloading import OffloadingCopies
@@ -30,9 +27,7 @@ BLOCKS, PAGE, BLOCKS_PER_CHUNK, CHUNKS = 32, (16, 2, 8), 4, 3
 class OnDevice(torch.Tensor):
     """A tensor in host memory that says it is on a GPU."""
 
-    @property
-    def is_cuda(self) -> bool:
-        return True
+    is_cuda = True
 
 
 class Stream:

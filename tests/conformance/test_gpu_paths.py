@@ -5,8 +5,9 @@ Every test runs on a device that the CPU simulates, and on a real one where ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob
+
+T = TypeVar("T")
 
 LATER = 251  # what the model writes to blocks right after they were gathered, or read
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -279,10 +282,9 @@ def test_saves_and_loads_of_a_worker_beside_a_model_that_writes(kind: str, dtype
         mover.close(60.0)
 
 
-def taken(take: object, number: int) -> list[object]:
+def taken(take: Callable[[], Sequence[T]], number: int) -> list[T]:
     """What a worker takes until it has so many."""
-    assert callable(take)
-    found: list[object] = []
+    found: list[T] = []
     while len(found) < number:
         found += take()
     return found

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,7 +201,7 @@ def test_results_are_written_before_the_next_step(tmp_path: Path) -> None:
     assert lines(tmp_path)[0]["run"]["device"] == "CPU"
 
 
-def lines(folder: Path) -> list[dict[str, dict[str, object]]]:
+def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / RESULTS).read_text(encoding="utf-8").splitlines()]
 
 
@@ -289,7 +290,7 @@ def test_checkers_and_profilers_run_a_step_that_there_is(tmp_path: Path) -> None
 
 def rows(ended: list[Ended]) -> Iterator[tuple[str, ...]]:
     table = figure_table(ended, "title")
-    return zip(*(list(column.cells) for column in table.columns), strict=True)  # type: ignore[arg-type]
+    return zip(*(list(column.cells) for column in table.columns), strict=True)
 
 
 def test_the_table() -> None:
