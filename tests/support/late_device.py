@@ -14,7 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,13 @@ class LateMoment:
         return self.stream.done >= self.place
 
 
+class Failure(NamedTuple):
+    """What a launch raises: instead of launching its work, or when that is under way."""
+
+    error: BaseException
+    is_under_way: bool = False
+
+
 class LateDevice:
     """Streams, memory, and a current stream for each thread.
 
@@ -102,7 +109,7 @@ class LateDevice:
         self.clock = 0
         self.stalled: list[LateStream] = []
         self.counts: Counter[str] = Counter()  # of the calls to its LateStreams
-        self.failures: deque[BaseException] = deque()  # raised by the next launches
+        self.failures: deque[Failure | None] = deque()  # of the next launches, one each
         self.memory = Arena(size_bytes)
         self.is_capturing = False
         self._eagerness = eagerness
@@ -284,20 +291,25 @@ class LateStreams(Streams):
 
     def _run(self, work: Work) -> None:
         self.late.counts["run"] += 1
-        self._fail()
-        self.current.launch(work)
+        with self._failing():
+            self.current.launch(work)
 
     def _launch(self, way: Way, work: Work, after: Any) -> Any:
         self.late.counts[way.name] += 1
-        self._fail()
         stream = self.copying[way]
         stream.hold(after)
-        stream.launch(work)
+        with self._failing():
+            stream.launch(work)
         return stream.now()
 
-    def _fail(self) -> None:
-        if self.late.failures:
-            raise self.late.failures.popleft()
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        failure = self.late.failures.popleft() if self.late.failures else None
+        if failure is not None and not failure.is_under_way:
+            raise failure.error
+        yield
+        if failure is not None:
+            raise failure.error
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
         self.late.check_capture()
@@ -308,9 +320,15 @@ class LateStreams(Streams):
 
 
 def late_paged(
-    device: LateDevice, caches: Mapping[str, LayerCache], *, num_blocks: int, block_tokens: int, chunk_tokens: int
+    device: LateDevice,
+    caches: Mapping[str, LayerCache],
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    chunk_tokens: int,
+    staging_bytes: int = 0,
 ) -> DevicePagedKV:
-    """A paged cache on a late device. The model writes its blocks by ``device.current.launch``."""
+    """A paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``."""
     bound = bind_paged_kv(caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
     planes = [find_planes(name, cache, num_blocks) for name, cache in caches.items()]
-    return DevicePagedKV(planes, bound.layout, num_blocks, streams=LateStreams(device))
+    return DevicePagedKV(planes, bound.layout, num_blocks, streams=LateStreams(device), staging_bytes=staging_bytes)
