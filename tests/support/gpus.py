@@ -128,6 +128,7 @@ class LateGpu(Gpu):
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         self.late = LateDevice(seed, eagerness=0.1)
+        self._waits: int | None = None
         super().__init__(dtype, torch.device("cpu"))
         self._slots = [np.zeros(self.layout.slot_bytes, np.uint8) for _ in range(SLOTS)]
 
@@ -139,7 +140,9 @@ class LateGpu(Gpu):
         self.late.current.launch(work)
 
     def hold_up(self) -> None:
-        """It is late anyway."""
+        """It is late anyway. From the first time on nobody may wait for it."""
+        if self._waits is None:
+            self._waits = self._num_waits
 
     def wait(self) -> None:
         self.late.run_all()
@@ -149,7 +152,11 @@ class LateGpu(Gpu):
 
     @property
     def is_behind(self) -> bool:
-        return not self.late.counts["reach"] + self.late.counts["wait"]
+        return self._waits == self._num_waits
+
+    @property
+    def _num_waits(self) -> int:
+        return self.late.counts["reach"] + self.late.counts["wait"]
 
 
 @contextmanager
