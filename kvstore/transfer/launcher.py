@@ -1,0 +1,72 @@
+"""Copies between slots and the model's blocks: launched on a device, where each slot is in use until its copy has ended.
+
+On the host they are done when the call returns, and nothing is in use afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvstore.chunks import ByteArray
+from kvstore.memory.labelled import LabelledPool
+from kvstore.paged.streams import Moment, Streams, Way
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+
+class Launcher:
+    """For one thread at a time, whose copies use ``streams``.
+
+    Args:
+        cpu: the pool whose slots are copied to and from.
+        streams: of the device where the model's blocks are.
+        on_failure: told how many chunks were not copied, for want of memory on the device.
+    """
+
+    def __init__(self, cpu: LabelledPool, streams: Streams, on_failure: Callable[[int], None]) -> None:
+        self._cpu = cpu
+        self._streams = streams
+        self._on_failure = on_failure
+        self._throttle = Throttle(logger)
+
+    def claim(self, slot: int) -> ByteArray:
+        """Take a slot to gather a chunk into it, after all that the device still does with it."""
+        return self._cpu.claim_on_device(slot, self._streams)
+
+    def launch(self, slots: Sequence[int], way: Way, copy: Callable[[], Sequence[Moment]]) -> Sequence[Moment] | None:
+        """Launch copies from or to slots, which the device uses until the moments that ``copy`` returns for them.
+
+        None if the device had no memory left for it.
+        """
+        moments: list[Moment] = []
+        try:
+            is_launched = self.attempt(len(slots), lambda: moments.extend(copy()))
+        finally:
+            if not moments:  # but part of it may have been launched
+                self.hold(slots, way)
+        for slot, moment in zip(slots, moments, strict=False):
+            self._cpu.note_use(slot, moment)
+        return moments if is_launched else None
+
+    def attempt(self, num_chunks: int, copy: Callable[[], object]) -> bool:
+        """Launch copies of so many chunks. False if the device had no memory left for it.
+
+        Other errors are raised: a device that is broken stays so.
+        """
+        try:
+            copy()
+        except torch.OutOfMemoryError as error:
+            self._on_failure(num_chunks)
+            self._throttle.log("memory", "%d chunks are not copied: %s", num_chunks, error)
+            return False
+        return True
+
+    def hold(self, slots: Sequence[int], way: Way) -> None:
+        """Keep slots in use until all copies that were launched this way have ended."""
+        end = self._streams.launch(way, lambda: None, None)
+        for slot in slots:
+            self._cpu.note_use(slot, end)
