@@ -81,7 +81,7 @@ class LabelledPool:
         return all(self._streams.is_reached(moment) for moment in uses)
 
     def publish(self, slot: int, ref: ChunkRef) -> bool:
-        """Declare that a claimed slot now holds all of ``ref``; if it was emptied meanwhile, it holds nothing: False."""
+        """Declare that a claimed slot now holds all of ``ref``. False if it was emptied meanwhile: it holds nothing."""
         with self._lock:
             if slot in self._claimed:
                 self._claimed.remove(slot)

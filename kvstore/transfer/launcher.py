@@ -1,4 +1,4 @@
-"""Copies between slots and the model's blocks: launched on a device, where each slot is in use until its copy has ended.
+"""Copies between slots and the model's blocks: launched on a device, where a slot is in use until its copy has ended.
 
 On the host they are done when the call returns, and nothing is in use afterwards.
 """
@@ -6,7 +6,7 @@ On the host they are done when the call returns, and nothing is in use afterward
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -43,30 +43,33 @@ class Launcher:
         None if the device had no memory left for it.
         """
         moments: list[Moment] = []
-        try:
-            is_launched = self.attempt(len(slots), lambda: moments.extend(copy()))
-        finally:
-            if not moments:  # but part of it may have been launched
-                self.hold(slots, way)
-        for slot, moment in zip(slots, moments, strict=False):
+        if not self.attempt(slots, way, lambda: moments.extend(copy())):
+            return None
+        for slot, moment in zip(slots, moments, strict=True):
             self._cpu.note_use(slot, moment)
-        return moments if is_launched else None
+        return moments
 
-    def attempt(self, num_chunks: int, copy: Callable[[], object]) -> bool:
-        """Launch copies of so many chunks. False if the device had no memory left for it.
+    def attempt(self, slots: Sequence[int], way: Way, copy: Callable[[], object]) -> bool:
+        """Launch copies from or to slots, whose use the caller notes. False if the device had no memory left for it.
 
         Other errors are raised: a device that is broken stays so.
         """
         try:
             copy()
-        except torch.OutOfMemoryError as error:
-            self._on_failure(num_chunks)
-            self._throttle.log("memory", "%d chunks are not copied: %s", num_chunks, error)
+        except BaseException as error:
+            self._hold(slots, way)
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._on_failure(len(slots))
+            self._throttle.log("memory", "%d chunks are not copied: %s", len(slots), error)
             return False
         return True
 
-    def hold(self, slots: Sequence[int], way: Way) -> None:
-        """Keep slots in use until all copies that were launched this way have ended."""
-        end = self._streams.launch(way, lambda: None, None)
+    def note_uses(self, slots: Iterable[int], moment: Moment) -> None:
+        """The device uses slots until ``moment``."""
         for slot in slots:
-            self._cpu.note_use(slot, end)
+            self._cpu.note_use(slot, moment)
+
+    def _hold(self, slots: Sequence[int], way: Way) -> None:
+        """Part of what raised may have been launched: slots are in use until all copies this way have ended."""
+        self.note_uses(slots, self._streams.launch(way, lambda: None, None))

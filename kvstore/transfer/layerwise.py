@@ -64,6 +64,7 @@ class LayerLoad:
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
         self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
+        self._moment: Moment = None  # when the slots have been read, so far
         self._uses_thread = not mover.launches
         self._next_layer: Future[None] | None = None  # scattered while the model computes
         self._returned_s = -math.inf  # when the last layer was there
@@ -112,10 +113,13 @@ class LayerLoad:
 
     def _scatter(self, layer: int, arrived: dict[int, ChunkBlocks]) -> None:
         """Copy one layer of chunks, by the numbers of their jobs."""
-        chunks = list(arrived.values())
-        if not self._mover.launcher.attempt(len(chunks), lambda: self._mover.paged.scatter_layer(layer, chunks)):
-            self._result.failed.update(self._jobs[number].step.ref.prefix_key for number in arrived)
+        steps = [self._jobs[number].step for number in arrived]
 
+        def scatter() -> None:
+            self._moment = self._mover.paged.scatter_layer(layer, list(arrived.values()))
+
+        if not self._mover.launcher.attempt([step.slot for step in steps], Way.IN, scatter):
+            self._result.failed.update(step.ref.prefix_key for step in steps)
 
     def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
         """Where a job's chunk is; found for the first layer, and the same for all."""
@@ -145,7 +149,7 @@ class LayerLoad:
                 self._mover.note_arrival(reading.step)
             else:
                 self._result.failed.add(reading.step.ref.prefix_key)
-        self._mover.launcher.hold([job.step.slot for job in self._jobs], Way.IN)
+        self._mover.launcher.note_uses((job.step.slot for job in self._jobs), self._moment)
         self._mover.counters.mislabelled_slots += self._mislabelled
         if are_blocks_ours and self._done_layers == self._num_layers:
             self._note_loads()
@@ -245,18 +249,19 @@ class LayerStore:
                 for job in self._jobs
                 if job.step.gather and job.step.slot not in self._stuck
             }
-        if layer == self._done_layers and self._mover.launcher.attempt(len(self._chunks), lambda: self._gather(layer)):
-            self._done_layers = layer + 1
 
-    def _gather(self, layer: int) -> None:
-        self._moment = self._mover.paged.gather_layer(layer, list(self._chunks.values()))
+        def gather() -> None:
+            self._moment = self._mover.paged.gather_layer(layer, list(self._chunks.values()))
+
+        if layer == self._done_layers and self._mover.launcher.attempt(list(self._chunks), Way.OUT, gather):
+            self._done_layers = layer + 1
 
     def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
         """Let the chunks be read, and start their writes. Returns the keys of those that failed.
 
         All fail if a layer is missing, or the gathered bytes are not ``trusted``.
         """
-        self._mover.launcher.hold(list(self._chunks), Way.OUT)  # in any case: the slots are given back
+        self._mover.launcher.note_uses(self._chunks, self._moment)  # in any case: the slots are given back
         if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
             return self._mover.refuse(self._jobs)
         self._mover.paged.reach(self._moment)

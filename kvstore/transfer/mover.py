@@ -3,8 +3,8 @@
 On the host gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile.
 On a device they are launched, in the order of what the model launches, and nobody waits for them but who needs the
 bytes: slots remember how long the device uses them. Reads from slower tiers run on their lanes' threads, several at
-once, and the caller scatters each chunk as it arrives. Writes run on other threads, after the call, so that a load never
-queues behind a store.
+once, and the caller scatters each chunk as it arrives. Writes run on other threads, after the call, so that a load
+never queues behind a store.
 """
 
 from __future__ import annotations

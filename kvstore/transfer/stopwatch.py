@@ -1,4 +1,4 @@
-"""How long copies take, on a device too, where they end after the call, and begin after what the model still computes."""
+"""How long copies take, also on a device, where they begin after what the model still computes, and end later."""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ class LoadPlanner:
         self._coming_fetches: dict[str, Fetch] = {}
         self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
-        self._untimed: dict[int, _StepLoads] = {}  # of these, what is done, but some rank has yet to say how long it took
+        self._untimed: dict[
+            int, _StepLoads
+        ] = {}  # of these, what is done, but some rank has yet to say how long it took
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0

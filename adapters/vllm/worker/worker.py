@@ -57,15 +57,15 @@ class WorkerOptions:
         layer_names: the model's layers, in the order of the layout.
         layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
         async_save: stores run while the next step computes; otherwise a step ends when they have been gathered.
-        overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
         push: how KV is handed over to other engines; None if it is not.
+        overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
     """
 
     layer_names: tuple[str, ...] = ()
     layerwise: bool = False
     async_save: bool = False
-    overwrites_early: bool = False
     push: PushOptions | None = None
+    overwrites_early: bool = False
 
 
 class StoreWorker:
