@@ -16,10 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import KVStoreError
+from kvstore.errors import DeviceFullError, KVStoreError
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
@@ -150,7 +148,7 @@ class Pusher:
             job.ref.num_blocks,
         )
 
-    def _fail(self, error: torch.OutOfMemoryError, jobs: Sequence[PushJob] = ()) -> None:
+    def _fail(self, error: DeviceFullError, jobs: Sequence[PushJob] = ()) -> None:
         """Say that the device had no memory left; count chunks that belong to no delivery."""
         with self.counters.lock:
             self.counters.failed += len(jobs)
@@ -217,7 +215,7 @@ class StepPush:
         while self._done_layers in self._computed and not self._has_failed:
             try:
                 moment = self._paged.gather_layer(self._done_layers, self._chunks)
-            except torch.OutOfMemoryError as error:
+            except DeviceFullError as error:
                 self._has_failed = True
                 self._fail(error)
                 return
@@ -264,7 +262,7 @@ class StepPush:
                 continue
             try:
                 moment = self._paged.gather(job.block_ids, self._pool.slot(slots[0]))
-            except torch.OutOfMemoryError as error:
+            except DeviceFullError as error:
                 self._room.give_back(slots)
                 self._fail(error, [job])
                 continue

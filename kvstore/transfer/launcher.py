@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from kvstore.chunks import ByteArray
+from kvstore.errors import DeviceFullError
 from kvstore.memory.labelled import LabelledPool
 from kvstore.paged.streams import Moment, Streams, Way
 from kvstore.throttle import Throttle
@@ -58,7 +57,7 @@ class Launcher:
             copy()
         except BaseException as error:
             self._hold(slots, way)
-            if not isinstance(error, torch.OutOfMemoryError):
+            if not isinstance(error, DeviceFullError):
                 raise
             self._on_failure(len(slots))
             self._throttle.log("memory", "%d chunks are not copied: %s", len(slots), error)

@@ -141,7 +141,8 @@ class FakeRunner(FakeBlocks):
         if self.late is None:
             return paged
         planes = [find_planes(name, cache, blocks) for name, cache in layers.items()]
-        return DevicePagedKV(planes, paged.layout, blocks, 1, streams=LateStreams(self.late))
+        streams = LateStreams(self.late)
+        return DevicePagedKV(planes, paged.layout, blocks, 1, streams=streams, staging_bytes=2 * CHUNK_SLOT_BYTES)
 
     def _launch(self, work: Callable[[], None]) -> None:
         """Have the model do something: at once, or on its stream."""
