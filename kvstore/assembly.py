@@ -127,7 +127,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
     folders = tuple(map(Path, named))
     disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
-        cpu = LabelledPool(SlabPool(num_slots, slot_bytes))
+        cpu = LabelledPool(SlabPool(num_slots, slot_bytes), paged.streams)
         opened.callback(cpu.close)
         if options.remote is not None:
             remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)

@@ -112,7 +112,6 @@ class StepResult:
     unread: set[PrefixKey] = field(default_factory=set)  # could not be compared
     mismatches: set[PrefixKey] = field(default_factory=set)  # what is stored is not what was computed
     lost_blocks: bool = False
-    load_s: float = 0.0  # of the slowest rank
     ranks_loaded: int = 0
     ranks_ended: int = 0
 
@@ -124,7 +123,6 @@ class StepResult:
         self.unread |= other.unread
         self.mismatches |= other.mismatches
         self.lost_blocks |= other.lost_blocks
-        self.load_s = max(self.load_s, other.load_s)
         self.ranks_loaded += other.ranks_loaded
         self.ranks_ended += other.ranks_ended
 
@@ -132,6 +130,19 @@ class StepResult:
     def is_poisoned(self) -> bool:
         """Whether the step computed on blocks that were never loaded."""
         return bool(self.failed_loads) or self.lost_blocks
+
+
+@dataclass
+class LoadTime:
+    """What the loads of a step took on the slowest of so many ranks. A device tells it some steps later."""
+
+    seconds: float = 0.0
+    ranks: int = 0
+
+    def merge(self, other: LoadTime) -> None:
+        """Add other ranks."""
+        self.seconds = max(self.seconds, other.seconds)
+        self.ranks += other.ranks
 
 
 @dataclass
@@ -166,6 +177,7 @@ class StepReport:
 
     Attributes:
         computed: the step that this report comes with, if it computed something.
+        load_times: of steps whose loads have ended, by their numbers.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -175,12 +187,15 @@ class StepReport:
     remote_answers: bool = True
     tally: Tally = field(default_factory=Tally)
     computed: int | None = None
+    load_times: dict[int, LoadTime] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
         self.computed = self.computed or other.computed
         for number, theirs in other.steps.items():
             self.steps.setdefault(number, StepResult()).merge(theirs)
+        for number, time in other.load_times.items():
+            self.load_times.setdefault(number, LoadTime()).merge(time)
         for number, fetched in other.fetches.items():
             self.fetches.setdefault(number, FetchResult()).merge(fetched)
         self.writes += other.writes

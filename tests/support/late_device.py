@@ -163,6 +163,12 @@ class LateDevice:
                     return
                 assert self._do_one(), "streams wait for each other"
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing left to do."""
+        with self.lock:
+            return all(stream.done == stream.launched for stream in self._streams)
+
     def run_all(self) -> None:
         """Do everything that was launched."""
         with self.lock:

@@ -196,7 +196,7 @@ def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
     refused: list[PushJob] = []
     room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
     assert room.take(1) == [0]
-    step = StepPush(rig.paged, room, pool, refused.append)
+    step = StepPush(rig.paged, room, pool, refused.append, refused.append)
     step.add([job(number) for number in range(5)], cast("Sender", None))
     step.finish(trusted=True)
     pool.close()

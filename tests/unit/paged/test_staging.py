@@ -121,10 +121,12 @@ def test_an_engine_waits_for_what_it_needs(by_layer: bool) -> None:
 
 
 def overwrite_slots(engine: CacheEngine) -> None:
-    """They are given back, so somebody else may fill them."""
+    """They are given back, so somebody else may fill them, after what the device still does with them."""
     pool = engine._mover.cpu
-    for slot in range(pool._pool.num_slots):
-        pool._pool.slot(slot)[:] = 0xEE
+    for slot in range(pool.num_slots):
+        buffer = pool.claim(slot)
+        pool.settle(slot)
+        buffer[:] = 0xEE
 
 
 def test_places_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
