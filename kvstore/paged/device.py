@@ -17,6 +17,7 @@ from kvstore.chunks import ByteArray
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
+from kvstore.paged.footprint import buffer_bytes
 from kvstore.paged.staging import Moment, Staging, Streams
 
 
@@ -42,7 +43,7 @@ class DevicePagedKV:
         self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
         self._planes = len(layers[0])
         self.device = rows[0].device
-        self._staging = Staging(layout.slot_bytes, self.device, streams)
+        self._staging = Staging(buffer_bytes(layout), self.device, streams)
         self._uploaded: tuple[list[BlockIds], torch.Tensor] | None = None  # the ids of the last layer's chunks
         has_stream = has_stream and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]

@@ -12,10 +12,11 @@ from enum import Enum
 
 import torch
 
+from kvstore.paged.footprint import BUFFERS
+
 Moment = torch.cuda.Event | None  # None where everything is done at once
 Work = Callable[[], object]
 Use = Callable[[torch.Tensor], object]  # of a buffer
-BUFFERS = 2
 
 
 class Way(Enum):
