@@ -6,16 +6,18 @@ to fit into what that leaves. Nothing is taken later.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvstore.layout import KVLayout
 
 BUFFERS = 2  # of each thread: one is copied while the other is gathered or scattered
 WORKER_THREADS = 3  # the model's, and those that load and save beside it
 _ID_BYTES = 8
+_KIB, _MIB = 2**10, 2**20
 
 
-class DeviceBytes(NamedTuple):
+@dataclass(frozen=True)
+class DeviceBytes:
     """What is taken, by purpose."""
 
     staging: int
@@ -26,7 +28,13 @@ class DeviceBytes(NamedTuple):
     @property
     def total(self) -> int:
         """All of it."""
-        return sum(self)
+        return self.staging + self.ids + self.tables + self.tier
+
+    def __str__(self) -> str:
+        return (
+            f"staging {self.staging / _MIB:.1f} MiB, ids and tables {(self.ids + self.tables) / _KIB:.1f} KiB, "
+            f"GPU tier {self.tier / _MIB:.1f} MiB"
+        )
 
 
 def buffer_bytes(layout: KVLayout) -> int:
