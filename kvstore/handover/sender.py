@@ -11,7 +11,7 @@ from kvstore.chunks import Outcome
 from kvstore.errors import KVStoreError
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.base import PagedKV
-from kvstore.paged.staging import Moment
+from kvstore.paged.streams import Moment
 
 PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 

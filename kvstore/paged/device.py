@@ -17,8 +17,8 @@ from kvstore.chunks import ByteArray
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
-from kvstore.paged.footprint import buffer_bytes
-from kvstore.paged.staging import Moment, Staging, Streams
+from kvstore.paged.staging import Staging, Use
+from kvstore.paged.streams import Moment, Streams, streams_of
 
 
 class DevicePagedKV:
@@ -31,8 +31,8 @@ class DevicePagedKV:
         num_blocks: int,
         reserved_blocks: int = 0,
         *,
-        has_stream: bool = False,
         streams: Streams | None = None,
+        gathered: dict[Streams, Moment] | None = None,
     ) -> None:
         self._layers = layers
         self.layout = layout
@@ -43,14 +43,21 @@ class DevicePagedKV:
         self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
         self._planes = len(layers[0])
         self.device = rows[0].device
-        self._staging = Staging(buffer_bytes(layout), self.device, streams)
+        self.streams = streams_of(self.device) if streams is None else streams
+        self._staging = Staging(layout.slot_bytes, self.streams)
+        self._gathered = {} if gathered is None else gathered
         self._uploaded: tuple[list[BlockIds], torch.Tensor] | None = None  # the ids of the last layer's chunks
-        has_stream = has_stream and self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
 
     def for_thread(self) -> PagedKV:
         """See ``PagedKV``."""
-        return DevicePagedKV(self._layers, self.layout, self.num_blocks, self._allowed.start, has_stream=True)
+        return DevicePagedKV(
+            self._layers,
+            self.layout,
+            self.num_blocks,
+            self._allowed.start,
+            streams=self.streams.for_thread(),
+            gathered=self._gathered,
+        )
 
     def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
         """See ``PagedKV``: the device copies by itself."""
@@ -58,31 +65,48 @@ class DevicePagedKV:
 
     def moment(self) -> Moment:
         """See ``PagedKV``."""
-        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        return self.streams.now()
 
     def after(self, moment: Moment) -> None:
         """See ``PagedKV``."""
-        if self._stream is not None and moment is not None:
-            torch.cuda.set_stream(self._stream)  # of this thread
-            self._stream.wait_event(moment)
+        self.streams.hold(moment)
+
+    def fence(self) -> None:
+        """See ``PagedKV``."""
+        for moment in list(self._gathered.values()):
+            self.streams.hold(moment)
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``."""
         size_bytes = self.layout.payload_bytes(len(block_ids))
         target = torch.from_numpy(payload)[:size_bytes]
-        return self._staging.carry_out(
-            lambda staged: self.gather_on_device(block_ids, staged[:size_bytes]),
+        ids = self._ids(block_ids)
+        return self._carry_out(
+            lambda staged: self._gather_into(staged[:size_bytes], ids),
             lambda staged: _copy(target, staged[:size_bytes]),
         )
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
-        check_block_ids(block_ids, self._allowed)  # before anything is copied
+        return [self.gather(chunk.block_ids, chunk.payload) for chunk in chunks]
+
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``."""
+        return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
+
+    def _carry_out(self, gather: Use, copy: Use) -> Moment:
+        moment = self._staging.carry_out(gather, copy)
+        self._gathered[self.streams] = self._staging.gathered
+        return moment
+
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+        """See ``PagedKV``."""
+        ids = self._ids(block_ids)
         size_bytes = self.layout.payload_bytes(chunk_blocks)
         source = torch.from_numpy(payload)[:size_bytes]
-        self._staging.carry_in(
+        return self._staging.carry_in(
             lambda staged: _copy(staged[:size_bytes], source),
-            lambda staged: self.scatter_on_device(block_ids, staged[:size_bytes], chunk_blocks, first_block),
+            lambda staged: self._scatter_from(staged[:size_bytes], ids, chunk_blocks, first_block),
         )
 
     def chunk(
@@ -100,11 +124,13 @@ class DevicePagedKV:
                 last = self._gather_plane(layer, plane, batch, self._ids_of(batch))
         return last
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
+        last: Moment = None
         for batch in self._batches(layer, chunks):
             for plane in range(self._planes):
-                self._scatter_plane(layer, plane, batch, self._ids_of(batch))
+                last = self._scatter_plane(layer, plane, batch, self._ids_of(batch))
+        return last
 
     def _gather_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> Moment:
         rows = self._rows[layer * self._planes + plane]
@@ -113,49 +139,63 @@ class DevicePagedKV:
             for target, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
                 _copy(target, part)
 
-        return self._staging.carry_out(
+        return self._carry_out(
             lambda staged: torch.index_select(rows, 0, ids, out=_as_rows(staged, rows, len(ids))), copy
         )
 
-    def _scatter_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> None:
+    def _scatter_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> Moment:
         rows = self._rows[layer * self._planes + plane]
 
         def copy(staged: torch.Tensor) -> None:
             for source, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
                 _copy(part, source)
 
-        self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
+        return self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
 
     def reach(self, moment: Moment) -> None:
         """See ``PagedKV``."""
-        self._staging.streams.reach(moment)
+        self.streams.reach(moment)
+
+    def is_reached(self, moment: Moment) -> bool:
+        """See ``PagedKV``."""
+        return self.streams.is_reached(moment)
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:
+        """See ``PagedKV``."""
+        return self.streams.seconds_between(begin, end)
 
     def wait(self) -> None:
         """See ``PagedKV``."""
-        self._staging.streams.wait()
+        self.streams.wait()
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
         ids = self._ids(block_ids)
-        for rows, target in self._pages(payload, len(block_ids)):
-            torch.index_select(rows, 0, ids, out=target)
+        self.streams.run(lambda: self._gather_into(payload, ids))
 
     def scatter_on_device(
         self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
     ) -> None:
         """See ``PagedKV``."""
         ids = self._ids(block_ids)
-        last_block = first_block + len(block_ids)
+        self.streams.run(lambda: self._scatter_from(payload, ids, chunk_blocks, first_block))
+
+    def _gather_into(self, payload: torch.Tensor, ids: torch.Tensor) -> None:
+        for rows, target in self._pages(payload, len(ids)):
+            torch.index_select(rows, 0, ids, out=target)
+
+    def _scatter_from(self, payload: torch.Tensor, ids: torch.Tensor, chunk_blocks: int, first_block: int) -> None:
+        last_block = first_block + len(ids)
         for rows, source in self._pages(payload, chunk_blocks):
             rows.index_copy_(0, ids, source[first_block:last_block])
 
     def _ids(self, block_ids: BlockIds) -> torch.Tensor:
-        """Checked ids, on the device.
-
-        The driver has read them, from ordinary memory, when the call returns: nobody has to wait.
-        """
+        """Checked ids, on the device."""
         check_block_ids(block_ids, self._allowed)
-        return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
+        source = torch.from_numpy(block_ids.copy())
+        ids = torch.empty_like(source, device=self.device)
+        self.streams.run(lambda: ids.copy_(source, non_blocking=True))
+        return ids
 
     def _pages(self, payload: torch.Tensor, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair each plane's rows with its ``[chunk_blocks, words]`` part of a payload on the device."""

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 from kvstore.layout import KVLayout
 
-BUFFERS = 2  # of each thread: one is copied while the other is gathered or scattered
+BUFFERS = 3  # of each thread: one is copied while another is gathered or scattered, and a third waits for either
+STAGING_BYTES = 32 << 20  # of each; a copy of that size comes within 1% of PCIe's bandwidth
+MAX_BLOCKS = 4096  # of one launch, at least a chunk's
+MIN_LAUNCHES = 8  # whose places there is room for
+NUMBERS = 4  # to a place, and to a plane
+WORD_BYTES = 8
 WORKER_THREADS = 3  # the model's, and those that load and save beside it
-_ID_BYTES = 8
-_KIB, _MIB = 2**10, 2**20
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -21,35 +25,34 @@ class DeviceBytes:
     """What is taken, by purpose."""
 
     staging: int
-    ids: int
     tables: int
     tier: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.staging + self.ids + self.tables + self.tier
+        return self.staging + self.tables + self.tier
 
     def __str__(self) -> str:
         return (
-            f"staging {self.staging / _MIB:.1f} MiB, ids and tables {(self.ids + self.tables) / _KIB:.1f} KiB, "
+            f"staging {self.staging / _MIB:.1f} MiB, tables {self.tables / _MIB:.1f} MiB, "
             f"GPU tier {self.tier / _MIB:.1f} MiB"
         )
 
 
 def buffer_bytes(layout: KVLayout) -> int:
-    """One staging buffer."""
-    return layout.slot_bytes
+    """One staging buffer, which holds at least a chunk."""
+    return max(STAGING_BYTES, layout.slot_bytes)
 
 
-def ids_bytes(layout: KVLayout) -> int:
-    """The ids of the blocks that one thread moves at once: as many as fill a staging buffer with one plane."""
-    return _ID_BYTES * (buffer_bytes(layout) // min(layout.page_bytes))
+def ring_bytes(layout: KVLayout) -> int:
+    """The places of the blocks that one thread moves."""
+    return MIN_LAUNCHES * NUMBERS * WORD_BYTES * max(MAX_BLOCKS, layout.blocks_per_chunk)
 
 
-def table_bytes(layout: KVLayout) -> int:  # noqa: ARG001 - no kernel reads a table so far
-    """Where the planes are, for the kernels of one thread."""
-    return 0
+def table_bytes(layout: KVLayout) -> int:
+    """Where the planes are, for the kernels of all threads; with one that is empty, and an end."""
+    return (layout.num_layers * layout.planes + 2) * NUMBERS * WORD_BYTES
 
 
 def device_bytes(layout: KVLayout, *, threads: int = WORKER_THREADS, tier_bytes: int = 0) -> DeviceBytes:
@@ -62,7 +65,6 @@ def device_bytes(layout: KVLayout, *, threads: int = WORKER_THREADS, tier_bytes:
     """
     return DeviceBytes(
         staging=threads * BUFFERS * buffer_bytes(layout),
-        ids=threads * ids_bytes(layout),
-        tables=threads * table_bytes(layout),
+        tables=threads * ring_bytes(layout) + table_bytes(layout),
         tier=tier_bytes // layout.slot_bytes * layout.slot_bytes,
     )

@@ -53,7 +53,7 @@ class HotChunks:
                 "raise max_local_gpu_size, or set it to 0"
             )
         self._paged = paged
-        self._slots = DeviceSlots(num_slots, slot_bytes, paged.device)
+        self._slots = DeviceSlots(num_slots, slot_bytes, paged.streams)
         self._free = list(range(num_slots))
         self._copies: OrderedDict[ChunkRef, _Copy] = OrderedDict()  # the longest unused first
         self._loads: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks without a copy

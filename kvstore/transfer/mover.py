@@ -25,7 +25,7 @@ from kvstore.keys import Namespace, PrefixKey
 from kvstore.memory.labelled import Filling, LabelledPool
 from kvstore.paged.base import BlockIds, PagedKV
 from kvstore.paged.copiers import Copiers
-from kvstore.paged.staging import Moment
+from kvstore.paged.streams import Moment
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.hot import HotChunks

@@ -38,7 +38,7 @@ class Gpu:
         self.layout = self.paged.layout
 
     def open(self, slots: int = 1) -> DeviceSlots:
-        return DeviceSlots(slots, self.layout.slot_bytes, self.paged.device)
+        return DeviceSlots(slots, self.layout.slot_bytes, self.paged.streams)
 
     def fill(self, value: int) -> None:
         for cache in self.caches.values():

@@ -66,12 +66,16 @@ def test_what_does_not_say_enough(tmp_path: Path) -> None:
 
 
 def test_what_a_gpu_gives() -> None:
-    """Two buffers of a chunk for each of three threads, and whole slots of the tier."""
+    """Three buffers for each of three threads, of a chunk or what copies well, and whole slots of the tier."""
     geometry = Geometry(layers=32, kv_heads=8, head_elements=256, dtype="bfloat16")
     sizes = calculate(geometry, chunk_tokens=256, block_tokens=16, tp_size=1, memory_gib=[10, 200], gpu_tier_gib=1.01)
-    assert sizes.device.staging == 6 * (32 << 20)
+    assert sizes.device.staging == 9 * (32 << 20)
     assert sizes.device.tier == 32 * (32 << 20)
     assert sizes.device.total >= sizes.device.staging + sizes.device.tier
+    large = calculate(geometry, chunk_tokens=512, block_tokens=16, tp_size=1, memory_gib=[])
+    small = calculate(geometry, chunk_tokens=256, block_tokens=16, tp_size=8, memory_gib=[])
+    assert large.device.staging == 2 * sizes.device.staging
+    assert small.device.staging == sizes.device.staging
     assert sizes.pin_s == {"10": pytest.approx(1.1), "200": pytest.approx(22.0)}
 
 

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.keys import PrefixKey
-from kvstore.paged.staging import Moment
+from kvstore.paged.streams import Moment
 from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StoreJob
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Background:
     """
 
     def __init__(self, mover: Mover) -> None:
+        self._mover = mover
         self._loader, self._storer = mover.for_thread(), mover.for_thread()
         self._loads = ThreadPoolExecutor(1, "kvstore-fetch")
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
@@ -64,12 +65,12 @@ class Background:
 
     def fetch(self, fetch: Fetch) -> None:
         """Start a load, after what the model's thread has launched so far."""
-        moment = self._loader.paged.moment()
+        moment = self._mover.paged.moment()
         self._fetching[fetch.number] = (fetch, self._loads.submit(self._load, fetch, moment))
 
     def save(self, step: int, jobs: Sequence[StoreJob], ended: Collection[str]) -> None:
         """Start a step's stores, after what the model's thread has launched so far, and after all earlier ones."""
-        moment = self._storer.paged.moment()
+        moment = self._mover.paged.moment()
         self._saving.append((step, ended, self._stores.submit(self._store, jobs, moment)))
 
     def revoke_fetches(self) -> None:

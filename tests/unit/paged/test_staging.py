@@ -19,7 +19,8 @@ from kvstore.options import EngineOptions
 from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
 from kvstore.paged.binding import bind_paged_kv
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.staging import Staging, Streams, Way, Work
+from kvstore.paged.staging import Staging
+from kvstore.paged.streams import Streams, Way, Work
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, TOKENS, CHUNKS, CHUNK_BLOCKS, LAYERS = 40, 4, 5, 4, 3
@@ -29,6 +30,7 @@ class LateStreams(Streams):
     """A queue for each way; a moment is a place in one of them."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.queues: dict[Way, list[Work | None]] = {way: [] for way in Way}
         self.launched: list[Way] = []
 
@@ -195,7 +197,7 @@ def test_ids_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
     streams = LateStreams()
-    staging = Staging(8, torch.device("cpu"), streams)
+    staging = Staging(8, streams)
     seen: list[int] = []
     for number in range(5):
         staging.carry_out(partial(torch.fill_, value=number), lambda buffer: seen.append(int(buffer[0])))
