@@ -69,7 +69,11 @@ class PagedKV(Protocol):
     layout: KVLayout
     num_blocks: int
     device: torch.device
-    streams: Streams  # of the device, for who uses this cache
+    streams: Streams  # of the device
+
+    @property
+    def device_bytes(self) -> int:
+        """The device's memory that this takes besides the cache; each ``for_thread`` takes as much again."""
 
     def for_thread(self) -> PagedKV:
         """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs.
@@ -267,6 +271,7 @@ class HostPagedKV:
         self._allowed = range(reserved_blocks, num_blocks)
         self.device = torch.device("cpu")
         self.streams = Streams(self.device)
+        self.device_bytes = 0
         self._copiers = ALONE
         planes = [plane.rows.numpy() for layer in layers for plane in layer]
         self._planes_per_layer = len(layers[0])

@@ -12,12 +12,13 @@ from enum import Enum
 
 import torch
 
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError, DeviceFullError
 
 Moment = torch.cuda.Event | None  # None where everything is done at once; for the streams that made it
 Work = Callable[[], object]
 
 _GIB = 2**30
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class Way(Enum):
@@ -47,7 +48,7 @@ class Streams:
         """Launch ``work`` on the current stream.
 
         Raises:
-            KVStoreError: the device had no memory for it, and did not do it.
+            DeviceFullError: the device had no memory for it.
         """
         with _full_is_ours(self.device):
             self._run(work)
@@ -56,7 +57,7 @@ class Streams:
         """Launch ``work`` on a copy stream, after ``after``. Returns its end.
 
         Raises:
-            KVStoreError: as of ``run``.
+            DeviceFullError: as of ``run``.
         """
         with _full_is_ours(self.device):
             return self._launch(way, work, after)
@@ -90,6 +91,11 @@ class Streams:
                 f"cannot take {size_bytes / _GIB:.1f} GiB of the memory of {self.device}{self._room()}: lower "
                 "max_local_gpu_size, or what the engine takes (vLLM: --gpu-memory-utilization)"
             ) from error
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """Host memory as uint8 ``[size_bytes]``, from which a device copies while the host goes on."""
+        with torch.inference_mode(mode=False):
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def keep(self, memory: torch.Tensor) -> None:
         """Tell the allocator that these streams use ``memory``, which may be dropped at any time."""
@@ -200,8 +206,10 @@ def streams_of(device: torch.device) -> Streams:
 def _full_is_ours(device: torch.device) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise KVStoreError(
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _CUDA_OUT_OF_MEMORY:
+            raise  # a device that failed goes on failing
+        raise DeviceFullError(
             f"{device} has no memory left to copy a chunk: lower what the engine takes (vLLM: --gpu-memory-utilization)"
         ) from error
 

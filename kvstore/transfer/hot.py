@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.memory.device import DeviceSlots
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class HotChunks:
         try:
             with self._slots.using(copy.slot) as memory:
                 self._paged.scatter_on_device(block_ids, memory[:payload_bytes], ref.num_blocks, first_block)
-        except RuntimeError as error:
+        except (RuntimeError, DeviceFullError) as error:
             self._give_up("scatter", error)
             return False
         self._copies.move_to_end(ref)
@@ -110,7 +110,7 @@ class HotChunks:
         try:
             with self._slots.using(slot) as memory:
                 self._paged.gather_on_device(block_ids, memory[:payload_bytes])
-        except RuntimeError as error:
+        except (RuntimeError, DeviceFullError) as error:
             self._give_up("gather", error)
             return
         self._free.pop()
@@ -121,7 +121,7 @@ class HotChunks:
         if ref in self._copies:
             self._free.append(self._copies.pop(ref).slot)
 
-    def _give_up(self, what: str, error: RuntimeError) -> None:
+    def _give_up(self, what: str, error: Exception) -> None:
         """A device that fails once goes on failing."""
         self._leave_out()
         logger.warning(

@@ -102,7 +102,7 @@ class LateDevice:
         self.clock = 0
         self.stalled: list[LateStream] = []
         self.counts: Counter[str] = Counter()  # of the calls to its LateStreams
-        self.failures: deque[BaseException] = deque()  # raised by the next launches
+        self.failures: deque[BaseException | None] = deque()  # of the next launches, one each
         self.memory = Arena(size_bytes)
         self.is_capturing = False
         self._eagerness = eagerness
@@ -296,8 +296,9 @@ class LateStreams(Streams):
         return stream.now()
 
     def _fail(self) -> None:
-        if self.late.failures:
-            raise self.late.failures.popleft()
+        error = self.late.failures.popleft() if self.late.failures else None
+        if error is not None:
+            raise error
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
         self.late.check_capture()
@@ -308,9 +309,15 @@ class LateStreams(Streams):
 
 
 def late_paged(
-    device: LateDevice, caches: Mapping[str, LayerCache], *, num_blocks: int, block_tokens: int, chunk_tokens: int
+    device: LateDevice,
+    caches: Mapping[str, LayerCache],
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    chunk_tokens: int,
+    staging_bytes: int = 0,
 ) -> DevicePagedKV:
-    """A paged cache on a late device. The model writes its blocks by ``device.current.launch``."""
+    """A paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``."""
     bound = bind_paged_kv(caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
     planes = [find_planes(name, cache, num_blocks) for name, cache in caches.items()]
-    return DevicePagedKV(planes, bound.layout, num_blocks, streams=LateStreams(device))
+    return DevicePagedKV(planes, bound.layout, num_blocks, streams=LateStreams(device), staging_bytes=staging_bytes)
