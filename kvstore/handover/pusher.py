@@ -70,7 +70,7 @@ class Pusher:
         self.counters = counters
         self._paged = paged
         self._connect = connect
-        self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes)
+        self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
         self._room = _Room(self._pool.num_slots)
         self._senders: OrderedDict[Receiver, Sender] = OrderedDict()  # the longest unused first
         self._leaving: list[Sender] = []  # get nothing more

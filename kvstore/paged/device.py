@@ -20,13 +20,11 @@ from kvstore.chunks import ByteArray
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
+from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
 from kvstore.paged.kernels import Kernels, Launch, kernels_for
 from kvstore.paged.places import Piece, PlaceRing, Places
-from kvstore.paged.staging import BUFFERS, Staging
+from kvstore.paged.staging import Staging
 from kvstore.paged.streams import Moment, Streams, streams_of
-
-STAGING_BYTES = 32 << 20  # a copy of that size comes within 1% of PCIe's bandwidth
-MAX_BLOCKS = 4096  # of one launch, at least a chunk's
 
 _Region = tuple[torch.Tensor, int]
 """Bytes in host memory, and where they begin in a staging buffer."""

@@ -17,11 +17,8 @@ import torch
 
 from kvstore.errors import InvalidCallError
 from kvstore.paged.base import BlockIds
+from kvstore.paged.footprint import MIN_LAUNCHES, NUMBERS, WORD_BYTES
 from kvstore.paged.streams import Moment, Streams
-
-_NUMBERS = 4  # to a place
-_WORD_BYTES = 8
-_LAUNCHES = 8  # at the least, that the ring has room for
 
 
 class Piece(NamedTuple):
@@ -64,10 +61,10 @@ class PlaceRing:
 
     def __init__(self, max_blocks: int, streams: Streams) -> None:
         self.max_blocks = max_blocks
-        self._size = _LAUNCHES * _NUMBERS * max_blocks
+        self._size = MIN_LAUNCHES * NUMBERS * max_blocks
         self._streams = streams
-        self._on_host = streams.pinned(self._size * _WORD_BYTES).view(torch.int64)
-        self._on_device = streams.allocate(self._size * _WORD_BYTES).view(torch.int64)
+        self._on_host = streams.pinned(self._size * WORD_BYTES).view(torch.int64)
+        self._on_device = streams.allocate(self._size * WORD_BYTES).view(torch.int64)
         streams.keep(self._on_device)
         allocated = streams.now()
         self._oldest_first: deque[Places] = deque()
@@ -77,18 +74,18 @@ class PlaceRing:
     @property
     def device_bytes(self) -> int:
         """What it takes of the device's memory."""
-        return self._size * _WORD_BYTES
+        return self._size * WORD_BYTES
 
     def write(self, pieces: Sequence[Piece]) -> Places:
         """The places of some pieces, on the host. Waits only if the ring is full of launches under way."""
         num_blocks = sum(len(piece.block_ids) for piece in pieces)
         if num_blocks > self.max_blocks:
             raise InvalidCallError(f"{num_blocks} blocks in one launch: {self.max_blocks} have room")
-        begin = self._take(_NUMBERS * num_blocks)
-        part = slice(begin, begin + _NUMBERS * num_blocks)
+        begin = self._take(NUMBERS * num_blocks)
+        part = slice(begin, begin + NUMBERS * num_blocks)
         on_host = self._on_host[part]
-        places = Places(pieces, begin, on_host, self._on_device[part].view(_NUMBERS, num_blocks))
-        _fill(on_host.numpy().reshape(_NUMBERS, num_blocks), pieces)
+        places = Places(pieces, begin, on_host, self._on_device[part].view(NUMBERS, num_blocks))
+        _fill(on_host.numpy().reshape(NUMBERS, num_blocks), pieces)
         self._oldest_first.append(places)
         return places
 

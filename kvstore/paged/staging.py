@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
+from kvstore.paged.footprint import BUFFERS
 from kvstore.paged.streams import Moment, Streams, Way, Work
 
 Use = Callable[[torch.Tensor], object]  # of a buffer
-BUFFERS = 3
 
 
 class Staging:

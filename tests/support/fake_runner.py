@@ -326,7 +326,8 @@ class FakeRunner(FakeBlocks):
         """The files of the chunks on one rank's disk."""
         assert self.setup.folder is not None
         home = self.setup.folder / f"rank-{rank}"
-        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._pool._closing.is_set()
+        mover = self.workers[rank]._mover
+        assert mover.settle(10) or mover.cpu._pool._preparation._closing.is_set()
         return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
 
     def assert_nothing_leaked(self) -> None:

@@ -63,6 +63,9 @@ def doctor(
 def calc(
     *,
     model: ModelPath = None,
+    geometry: Annotated[
+        str | None, typer.Option(help="Instead of --model: llama-8b, llama-70b-tp8, qwen-0.5b or deepseek-mla.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Attention layers, instead of --model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, with --layers.")] = None,
     head_size: Annotated[int | None, typer.Option(min=1, help="Numbers per head, with --layers.")] = None,
@@ -71,6 +74,8 @@ def calc(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a vLLM block.")] = 16,
     tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel workers.")] = 1,
     memory: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,200.")] = "20,200",
+    gpu: Annotated[bool, typer.Option("--gpu", help="Also the memory of a GPU, and how long pinning takes.")] = False,
+    gpu_tier: Annotated[float, typer.Option(min=0, help="max_local_gpu_size, in GiB.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Show how many bytes of KV a token and a chunk take, and how many tokens fit in memory; all for one worker.
@@ -80,24 +85,26 @@ def calc(
     from kvstore.tools.calc import calculate  # noqa: PLC0415
 
     sizes = calculate(
-        _geometry(model, layers, kv_heads, head_size, kv_dtype),
+        _geometry(model, geometry, (layers, kv_heads, head_size), kv_dtype),
         chunk_tokens=chunk_size,
         block_tokens=block_size,
         tp_size=tp,
         memory_gib=_numbers(memory),
+        gpu_tier_gib=gpu_tier,
     )
     if as_json:
         print(json.dumps(asdict(sizes)))
         return
-    geometry = sizes.geometry
-    print(
-        f"{geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_elements} numbers, "
-        f"{geometry.dtype}, {tp} worker(s)"
-    )
+    of = sizes.geometry
+    print(f"{of.layers} layers, {of.kv_heads} KV heads of {of.head_elements} numbers, {of.dtype}, {tp} worker(s)")
     print(f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})")
     print(f"a chunk of {chunk_size} tokens takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}")
     for gib, tokens in sizes.holds_tokens.items():
         print(f"{gib} GiB hold {tokens:,} tokens")
+    if gpu:
+        print(f"of a GPU {size(sizes.device.total)} are taken: {sizes.device}")
+        for gib, seconds in sizes.pin_s.items():
+            print(f"{gib} GiB of memory are pinned in about {seconds:.0f} s")
 
 
 def version(as_json: AsJson = False) -> None:
@@ -116,16 +123,23 @@ def version(as_json: AsJson = False) -> None:
 
 
 def _geometry(
-    model: Path | None, layers: int | None, kv_heads: int | None, head_size: int | None, kv_dtype: str
+    model: Path | None, name: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str
 ) -> Geometry:
+    from kvstore.tools.bench.geometry import GEOMETRIES  # noqa: PLC0415
     from kvstore.tools.calc import Geometry, check_dtype, geometry_of  # noqa: PLC0415
 
     if model is not None:
         return geometry_of(model, kv_dtype)
-    if layers is None or kv_heads is None or head_size is None:
-        raise ConfigError("give --model, or all of --layers, --kv-heads and --head-size")
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     check_dtype(dtype)
+    if name is not None:
+        if name not in GEOMETRIES:
+            raise ConfigError(f"--geometry is {name!r}: it must be one of {', '.join(GEOMETRIES)}")
+        known = GEOMETRIES[name]
+        return Geometry(known.layers, known.kv_heads, known.token_elements // known.kv_heads, dtype)
+    layers, kv_heads, head_size = numbers
+    if layers is None or kv_heads is None or head_size is None:
+        raise ConfigError("give --model, --geometry, or all of --layers, --kv-heads and --head-size")
     return Geometry(layers, kv_heads, 2 * head_size, dtype)
 
 

@@ -109,6 +109,7 @@ def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         remote=remote,
         disk_codec=config.local_disk_serde,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
+        pin_in_background=config.pin_in_background,
     )
 
 

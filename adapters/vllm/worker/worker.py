@@ -26,7 +26,7 @@ from kvstore.adapters.vllm.plan import (
 from kvstore.adapters.vllm.worker.background import Background, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
-from kvstore.assembly import open_tiers
+from kvstore.assembly import log_device_bytes, open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
@@ -36,6 +36,7 @@ from kvstore.ops.meters import WorkerMeter
 from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
+from kvstore.paged.footprint import WORKER_THREADS
 from kvstore.throttle import Throttle
 from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
@@ -114,6 +115,7 @@ class StoreWorker:
             opened.callback(self._pushes.close, 0)
             self._background = Background(self._mover)  # takes memory on the device, which may have none left
             opened.pop_all()
+        log_device_bytes(paged, engine, threads=WORKER_THREADS)
         self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
