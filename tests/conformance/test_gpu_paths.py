@@ -260,9 +260,9 @@ def test_a_load_on_another_thread_is_there_when_it_has_ended(gpu: Gpu) -> None:
 def test_saves_and_loads_of_a_worker_beside_a_model_that_writes(kind: str, dtype: torch.dtype) -> None:
     """As soon as a save has ended its blocks are written again; as soon as a load has, its blocks are read."""
     with opened(kind, dtype) as gpu:
-        pool = SlabPool(SLOTS, gpu.layout.slot_bytes)
+        pool = SlabPool(SLOTS, gpu.layout.slot_bytes, gpu.paged.device)
         assert pool.wait_populated(60.0)
-        mover = Mover(gpu.paged, LabelledPool(pool), {})
+        mover = Mover(gpu.paged, LabelledPool(pool, gpu.paged.streams), {})
         background = Background(mover)
         refs = [ChunkRef(bytes([number]) * 16, CHUNK_BLOCKS) for number in range(SLOTS)]
         for number, (ids, value, _) in enumerate(chunks_of(gpu)):
@@ -278,7 +278,8 @@ def test_saves_and_loads_of_a_worker_beside_a_model_that_writes(kind: str, dtype
             background.fetch(Fetch(number + 1, "request", [job]))
         assert not any(fetched.result.failed for fetched in taken(background.take_fetched, SLOTS))
         assert [read_now(gpu, IDS[number - 1]) for number in range(SLOTS)] == [{value} for value in VALUES]
-        background.close(60.0)
+        background.stop()
+        assert background.wait(60.0)
         mover.close(60.0)
 
 

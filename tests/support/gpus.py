@@ -88,7 +88,7 @@ class CudaGpu(Gpu):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("cuda", torch.cuda.current_device()))
-        self._pool = SlabPool(SLOTS, self.layout.slot_bytes)
+        self._pool = SlabPool(SLOTS, self.layout.slot_bytes, self.paged.device)
         assert self._pool.wait_populated(60.0)
         slots, ids = self.slots(), np.arange(CHUNK_BLOCKS, dtype=np.int64)
         self.fill(ids, 1)

@@ -33,10 +33,10 @@ class Bed:
         self.workbench = Workbench(fitted, scale.batch_chunks(fitted), device=scale.device)
         self.paged = self.workbench.paged
         self.num_chunks = self.workbench.num_chunks
-        self._pool = SlabPool(2 * self.num_chunks, self.paged.layout.slot_bytes)
+        self._pool = SlabPool(2 * self.num_chunks, self.paged.layout.slot_bytes, self.paged.device)
         if not self._pool.wait_populated(_TIMEOUT_S):
             raise BenchError(f"the pool was not there within {_TIMEOUT_S:.0f} s")
-        self.mover = Mover(self.paged, LabelledPool(self._pool), {})
+        self.mover = Mover(self.paged, LabelledPool(self._pool, self.paged.streams), {})
         self._refs = [[self._new_ref() for _ in range(self.num_chunks)] for _ in range(2)]
 
     def close(self) -> None:
@@ -72,20 +72,22 @@ class Bed:
         return list(block_ids.view(self.num_chunks, -1).numpy())
 
     def store(self, half: int, block_ids: torch.Tensor) -> None:
-        """Store a batch.
+        """Store a batch, and wait until all of it is in memory.
 
         Raises:
             BenchError: a chunk was not stored.
         """
         require(not self.mover.store(self.stores(half, block_ids)), "a chunk was not stored")
+        self.paged.wait()
 
     def load(self, half: int, block_ids: torch.Tensor) -> None:
-        """Load a batch.
+        """Load a batch, and wait until all of it is in its blocks.
 
         Raises:
             BenchError: a chunk was not loaded.
         """
         require(not self.mover.load(self.loads(half, block_ids)).failed, "a chunk was not loaded")
+        self.paged.wait()
 
     def check_slots(self, half: int) -> None:
         """Load half of the pool to random blocks, and compare every byte of the cache.

@@ -98,7 +98,8 @@ class Traffic:
 
     def close(self) -> None:
         """End the threads."""
-        self._background.close(_TIMEOUT_S)
+        self._background.stop()
+        self._background.wait(_TIMEOUT_S)
 
 
 def measure_beside(geometry: Geometry, scale: Scale) -> Iterator[Figure]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Literal
 
 import torch
@@ -23,21 +24,27 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def check_captures(mode: Mode, scale: Scale) -> Iterator[Figure]:
-    """Capture graphs for as long as a pool of ours is made ready, and see that all of it is pinned in the end.
+    """Capture graphs behind a pool that was pinned at start, and beside one that is pinned in the background.
 
     Raises:
-        BenchError: a capture failed or computed something else, or a slot is not pinned.
+        BenchError: a capture failed or computed something else, or a slot is not pinned in the end.
     """
+    for in_background in (False, True):
+        when = "in the background" if in_background else "at start"
+        yield from _check_captures(mode, scale, f"pinned {when}, captures {mode}", in_background=in_background)
+
+
+def _check_captures(mode: Mode, scale: Scale, title: str, *, in_background: bool) -> Iterator[Figure]:
     memory = torch.ones(1024, device=scale.device)
-    pool = SlabPool(max(2, scale.pool_bytes // _SLOT_BYTES), _SLOT_BYTES)
-    captures, failed = _captures(memory, scale, mode, lambda: pool.wait_populated(0.0))
-    require(not failed, f"{len(failed)} of {captures} captures failed while a pool was pinned: {failed[:1]}")
-    yield count(f"captures while our pool is pinned, {mode}", captures - len(failed), captures)
-    slots = [torch.from_numpy(pool.slot(number)) for number in range(pool.num_slots)]
-    pinned = sum(slot.is_pinned() for slot in slots) if scale.is_cuda else len(slots)
-    require(pinned == len(slots), f"only {pinned} of {len(slots)} slots are pinned after {captures} captures")
-    yield count(f"slots pinned after captures, {mode}", pinned, len(slots))
-    pool.close()
+    num_slots = max(2, scale.pool_bytes // 2 // _SLOT_BYTES)
+    with closing(SlabPool(num_slots, _SLOT_BYTES, memory.device, pin_in_background=in_background)) as pool:
+        captures, failed = _captures(memory, scale, mode, lambda: pool.wait_populated(0.0))
+        require(not failed, f"{title}: {len(failed)} of {captures} captures failed: {failed[:1]}")
+        yield count(f"{title}: captures", captures, captures)
+        slots = [torch.from_numpy(pool.slot(number)) for number in range(num_slots)]
+        pinned = sum(slot.is_pinned() for slot in slots) if scale.is_cuda else num_slots
+        require(pinned == num_slots, f"{title}: only {pinned} of {num_slots} slots are pinned")
+        yield count(f"{title}: slots", pinned, num_slots)
 
 
 def find_collisions(scale: Scale) -> Iterator[Figure]:

@@ -43,7 +43,7 @@ class Ground:
         self.paged = self.bind({f"layers.{n}": cache for n, cache in enumerate(self.caches)})
         layout = self.paged.layout
         self.size_bytes = layout.payload_bytes(CHUNK_BLOCKS)
-        self._pool = SlabPool(CHUNKS, layout.slot_bytes)
+        self._pool = SlabPool(CHUNKS, layout.slot_bytes, self.paged.device)
         if not self._pool.wait_populated(_TIMEOUT_S):
             raise BenchError(f"the pool was not there within {_TIMEOUT_S:.0f} s")
         self._plain = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(CHUNKS)]

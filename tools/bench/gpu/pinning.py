@@ -11,7 +11,7 @@ import torch
 
 from kvstore.chunks import ByteArray
 from kvstore.memory.mapped import map_bytes, populate
-from kvstore.memory.pinning import Pinner, find_pinner
+from kvstore.memory.pinning import Pinner, Refusal, find_pinner
 from kvstore.tools.bench.gpu.figures import GB_PER_S, US, Figure, duration, percentile
 from kvstore.tools.bench.gpu.scale import MIB, Scale
 from kvstore.tools.bench.samples import require
@@ -33,7 +33,7 @@ def measure_pinning(scale: Scale) -> Iterator[Figure]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     _launches(tiny, scale, _LAUNCHES.__gt__)
     alone_s = _launches(tiny, scale, _LAUNCHES.__gt__)
-    pinner = find_pinner()
+    pinner = find_pinner(tiny.device)
     for piece_bytes in sorted({min(size, scale.pinned_bytes) for size in _PIECES_BYTES}):
         memory = map_bytes(scale.pinned_bytes)
         begin_s = perf_counter()
@@ -54,11 +54,11 @@ def measure_pinning(scale: Scale) -> Iterator[Figure]:
 class _Pinning(threading.Thread):
     """Pins a range piece by piece; ``end`` unpins it."""
 
-    def __init__(self, pinner: Pinner, memory: ByteArray, piece_bytes: int) -> None:
+    def __init__(self, pinner: Pinner | None, memory: ByteArray, piece_bytes: int) -> None:
         super().__init__(daemon=True)
         self._pinner, self._memory, self._piece_bytes = pinner, memory, piece_bytes
         self._seconds = _LEAST_S
-        self._problem: str | None = None
+        self._problem: Refusal | None = None
         self._pinned: list[int] = []
         self.start()
 
@@ -66,6 +66,8 @@ class _Pinning(threading.Thread):
         begin_s = perf_counter()
         for begin in range(0, len(self._memory), self._piece_bytes):
             piece = self._memory[begin : begin + self._piece_bytes]
+            if self._pinner is None:  # a CPU needs no pinned memory
+                continue
             self._problem = self._pinner.pin(piece.ctypes.data, len(piece))
             if self._problem is not None:
                 return
@@ -79,7 +81,7 @@ class _Pinning(threading.Thread):
             BenchError: a piece could not be pinned.
         """
         self.join()
-        for address in self._pinned:
+        for address in self._pinned if self._pinner is not None else ():
             self._pinner.unpin(address)
         require(self._problem is None, f"memory cannot be pinned: {self._problem}")
         return self._seconds

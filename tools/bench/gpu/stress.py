@@ -86,7 +86,8 @@ class Stress:
 
     def close(self) -> None:
         """End the threads."""
-        self._background.close(_TIMEOUT_S)
+        self._background.stop()
+        self._background.wait(_TIMEOUT_S)
 
     def _fill(self) -> None:
         for cache in self._caches:
