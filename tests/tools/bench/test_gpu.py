@@ -229,6 +229,7 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     command = ["bench", "--device", "cpu", "--small", "--out", str(tmp_path), "--only"]
     assert main([*command, "good"]) == 0
     assert main([*command, "*"]) == 1
+    assert main([*command, "neither,b?d"]) == 1
     assert main([*command, "neither"]) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench"]) == 2

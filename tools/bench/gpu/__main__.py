@@ -57,7 +57,8 @@ def _run(given: argparse.Namespace, device: torch.device) -> int:
     from kvstore.tools.bench.gpu.steps import PLANS  # noqa: PLC0415
     from kvstore.tools.bench.gpu.table import figure_table  # noqa: PLC0415
 
-    steps = [step for step in PLANS[given.plan] if fnmatchcase(step.name, given.only)]
+    globs = given.only.split(",")
+    steps = [step for step in PLANS[given.plan] if any(fnmatchcase(step.name, glob) for glob in globs)]
     if not steps:
         print(f"error: --only {given.only!r} matches no step", file=sys.stderr)
         return _WRONG_USAGE
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan", choices=("bench", "visit", "one"), help="which steps to run; one: --step, in this process"
     )
     parser.add_argument("step", nargs="?", help="the step, behind one")
-    parser.add_argument("--only", metavar="GLOB", default="*", help="steps whose name matches")
+    parser.add_argument("--only", metavar="GLOBS", default="*", help="steps whose name matches: limit,moves-*")
     parser.add_argument("--device", help="cuda (the default), cuda:1, cpu")
     parser.add_argument("--small", action="store_true", help="little data: for tests of the bench itself")
     parser.add_argument("--out", type=Path, help="folder for results (bench-results)")

@@ -41,6 +41,11 @@ def _ten(jobs: list[Any]) -> list[Any]:
     return [jobs[number % len(jobs)] for number in range(CHUNKS)]
 
 
+def _is_work(event: Any) -> bool:  # noqa: ANN401 - torch's
+    """Whether an event is a kernel or a copy, and not a range that somebody named."""
+    return event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+
+
 def _profiled(way: str, move: Callable[[], object], bed: Bed, folder: Path) -> Iterator[Figure]:
     activities = [ProfilerActivity.CPU]
     if bed.paged.device.type == "cuda":
@@ -49,7 +54,7 @@ def _profiled(way: str, move: Callable[[], object], bed: Bed, folder: Path) -> I
         move()
         bed.paged.wait()
     profiled.export_chrome_trace(str(folder / f"gpu-trace-{way}.json.gz"))
-    on_device = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]
+    on_device = [event for event in profiled.events() or () if _is_work(event)]
     kinds = Counter("copies" if event.name.startswith("Mem") else "kernels" for event in on_device)
     names = Counter(event.name for event in on_device)
     figure = partial(Figure, unit=COUNT, goal=1.0, at_most=True, more={"launches": dict(names)})

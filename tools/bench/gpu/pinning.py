@@ -81,8 +81,9 @@ class _Pinning(threading.Thread):
             BenchError: a piece could not be pinned.
         """
         self.join()
-        for address in self._pinned if self._pinner is not None else ():
-            self._pinner.unpin(address)
+        if self._pinner is not None:
+            for address in self._pinned:
+                self._pinner.unpin(address)
         require(self._problem is None, f"memory cannot be pinned: {self._problem}")
         return self._seconds
 
