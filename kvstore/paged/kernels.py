@@ -151,8 +151,8 @@ class TritonKernels:
 
 
 if triton is not None:
-
-    @triton.jit(  # type: ignore[untyped-decorator] # one variant of each direction: what is compiled while a model runs would hold it up
+    # One variant of each direction: what has to be compiled while a model runs holds it up.
+    @triton.jit(  # type: ignore[untyped-decorator]
         do_not_specialize=["num_blocks", "first_plane"],
         do_not_specialize_on_alignment=["table", "places", "staged"],
     )

@@ -14,7 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,13 @@ class LateMoment:
         return self.stream.done >= self.place
 
 
+class Failure(NamedTuple):
+    """What a launch raises: instead of launching its work, or when that is under way."""
+
+    error: BaseException
+    is_under_way: bool = False
+
+
 class LateDevice:
     """Streams, memory, and a current stream for each thread.
 
@@ -102,7 +109,7 @@ class LateDevice:
         self.clock = 0
         self.stalled: list[LateStream] = []
         self.counts: Counter[str] = Counter()  # of the calls to its LateStreams
-        self.failures: deque[BaseException | None] = deque()  # of the next launches, one each
+        self.failures: deque[Failure | None] = deque()  # of the next launches, one each
         self.memory = Arena(size_bytes)
         self.is_capturing = False
         self._eagerness = eagerness
@@ -284,21 +291,25 @@ class LateStreams(Streams):
 
     def _run(self, work: Work) -> None:
         self.late.counts["run"] += 1
-        self._fail()
-        self.current.launch(work)
+        with self._failing():
+            self.current.launch(work)
 
     def _launch(self, way: Way, work: Work, after: Any) -> Any:
         self.late.counts[way.name] += 1
-        self._fail()
         stream = self.copying[way]
         stream.hold(after)
-        stream.launch(work)
+        with self._failing():
+            stream.launch(work)
         return stream.now()
 
-    def _fail(self) -> None:
-        error = self.late.failures.popleft() if self.late.failures else None
-        if error is not None:
-            raise error
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        failure = self.late.failures.popleft() if self.late.failures else None
+        if failure is not None and not failure.is_under_way:
+            raise failure.error
+        yield
+        if failure is not None:
+            raise failure.error
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
         self.late.check_capture()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.late_device import LateDevice, LateStreams, late_paged
+from support.late_device import Failure, LateDevice, late_paged
 
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.paged import device as device_module
@@ -278,17 +277,20 @@ def test_what_is_taken_at_start_is_what_is_taken() -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("launches_before", [0, 1])
-def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launches_before: int) -> None:
-    device = LateDevice(seed)
+@pytest.mark.parametrize("way", Way)
+def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launches_before: int, way: Way) -> None:
+    device = LateDevice(seed, eagerness=device_eagerness(seed))
     model = Model(device)
+    full = Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way=seed % 3 > 0)
     for _ in range(12):
         model.compute(device.dice.randrange(BLOCKS))
         spare = [Slot(model.paged.layout.slot_bytes) for _ in range(2)]
         chunks = [model.paged.chunk(as_block_ids([n]), slot.payload) for n, slot in enumerate(spare)]
-        device.failures.extend([None] * launches_before + [torch.OutOfMemoryError("CUDA out of memory")])
-        with suppress(DeviceFullError):
-            model.paged.gather_chunks(chunks)
-            pytest.fail("nothing was said")
+        device.failures.extend([None] * launches_before + [full])
+        with pytest.raises(DeviceFullError, match="cpu has no memory left to copy a chunk: lower"):
+            (model.paged.gather_chunks if way is Way.OUT else model.paged.scatter_chunks)(chunks)
+        model.compute(0)  # blocks of a failed load hold garbage
+        model.compute(1)
         model.gather(model.paged, 2, by_layer=device.dice.random() < 0.5)
         model.scatter(model.paged, 2, by_layer=device.dice.random() < 0.5)
     model.check()
@@ -297,7 +299,7 @@ def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launche
 def test_a_broken_device_is_not_a_full_one() -> None:
     device = LateDevice(0)
     model = Model(device)
-    device.failures.append(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    device.failures.append(Failure(torch.AcceleratorError("CUDA error: an illegal memory access was encountered")))
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         model.paged.gather(as_block_ids([1]), model.slots[0].payload)
 
@@ -325,20 +327,30 @@ def test_buffers_that_are_dropped_are_lent_again_when_the_last_copy_is_done(seed
 
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("way", Way)
-def test_calls_for_each_launch(way: Way, by_layer: bool) -> None:
-    """One kernel for three chunks or, by layer, for all planes of a layer, one group of copies, a few events."""
+def test_calls_for_each_launch(way: Way, by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for three chunks or, by layer, for all planes of a layer; a copy for each slot; a few moments."""
     device = LateDevice(0)
     model = Model(device, 3 * SMALL_BUFFERS)
     chunks = [
         model.paged.chunk(as_block_ids([2 * n, 2 * n + 1]), slot.payload) for n, slot in enumerate(model.slots[:3])
     ]
     device.counts.clear()
+    copies = []
+    copy = torch.Tensor.copy_
+
+    def counted(target: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        copies.append(len(source))
+        return copy(target, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
     out = way is Way.OUT
     if by_layer:
         _by_layer(model.paged.gather_layer if out else model.paged.scatter_layer, chunks)
     else:
         (model.paged.gather_chunks if out else model.paged.scatter_chunks)(chunks)
+    device.run_all()
     launches = LAYERS if by_layer else 1
     assert (device.counts["run"], device.counts[way.name]) == (launches, launches)
+    assert len(copies) == 1 + 3 * launches  # the places once, and a copy for each slot
     assert device.counts["now"] + device.counts["hold"] <= 3 * launches
-    assert isinstance(model.paged.streams, LateStreams)
+    assert device.counts["reach"] == 0

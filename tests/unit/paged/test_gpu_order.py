@@ -13,9 +13,16 @@ import torch
 from support.late_device import LateDevice, late_paged
 
 from kvstore.memory.device import DeviceSlots
+from kvstore.paged import device as device_module
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS = 8, 4, 2, 2
+
+
+@pytest.fixture(autouse=True)
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that their parts are soon used again."""
+    monkeypatch.setattr(device_module, "MAX_BLOCKS", CHUNK_BLOCKS)
 
 
 class Model:
@@ -137,3 +144,24 @@ def test_work_that_raised_is_put_in_order_as_well(seed: int) -> None:
     device.run_all()
     quick.wanted[2:4] = [3, 0]
     quick.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_of_closed_slots_is_lent_again_when_its_last_use_has_ended(seed: int) -> None:
+    device = LateDevice(seed)
+    model = Model(device)
+    slots = make_slots(model)
+    model.compute(4, 5)
+    model.compute(5, 5)
+    gather(slots, 0, model, [4, 5])
+    scatter(slots, 0, model, [0, 1])
+    model.wanted[0:2] = [5, 5]
+    pool = slots._pool
+    slots.close()
+    device.memory.drop(pool)
+    streams = model.paged.streams
+    for _ in range(2):
+        other = streams.allocate(pool.nbytes)
+        streams.run(partial(other.fill_, 9))
+    device.run_all()
+    model.check()
