@@ -13,7 +13,7 @@ from kvstore.layout import KVLayout
 BUFFERS = 3  # of each thread: one is copied while another is gathered or scattered, and a third waits for either
 STAGING_BYTES = 32 << 20  # of each; a copy of that size comes within 1% of PCIe's bandwidth
 MAX_BLOCKS = 4096  # of one launch, at least a chunk's
-MIN_LAUNCHES = 8  # whose places there is room for
+LAUNCHES = 8  # at the least, whose places there is room for
 NUMBERS = 4  # to a place, and to a plane
 WORD_BYTES = 8
 WORKER_THREADS = 3  # the model's, and those that load and save beside it
@@ -47,7 +47,7 @@ def buffer_bytes(layout: KVLayout) -> int:
 
 def ring_bytes(layout: KVLayout) -> int:
     """The places of the blocks that one thread moves."""
-    return MIN_LAUNCHES * NUMBERS * WORD_BYTES * max(MAX_BLOCKS, layout.blocks_per_chunk)
+    return LAUNCHES * NUMBERS * WORD_BYTES * max(MAX_BLOCKS, layout.blocks_per_chunk)
 
 
 def table_bytes(layout: KVLayout) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from kvstore.errors import InvalidCallError
 from kvstore.paged.base import BlockIds
-from kvstore.paged.footprint import MIN_LAUNCHES, NUMBERS, WORD_BYTES
+from kvstore.paged.footprint import LAUNCHES, NUMBERS, WORD_BYTES
 from kvstore.paged.streams import Moment, Streams
 
 
@@ -61,7 +61,7 @@ class PlaceRing:
 
     def __init__(self, max_blocks: int, streams: Streams) -> None:
         self.max_blocks = max_blocks
-        self._size = MIN_LAUNCHES * NUMBERS * max_blocks
+        self._size = LAUNCHES * NUMBERS * max_blocks
         self._streams = streams
         self._on_host = streams.pinned(self._size * WORD_BYTES).view(torch.int64)
         self._on_device = streams.allocate(self._size * WORD_BYTES).view(torch.int64)

@@ -9,21 +9,24 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.late_device import Failure, LateDevice, late_paged
+from support.late_device import Failure, LateDevice, LateStreams, late_paged
 
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.paged import device as device_module
+from kvstore.paged import places as places_module
 from kvstore.paged.base import ChunkBlocks, PagedKV
 from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
 SMALL_BUFFERS = 4096  # for one chunk, which is rounded up to this
-MAX_BLOCKS = 6  # of a launch: three chunks, so that the rings are soon used again
+MAX_BLOCKS = 6  # of a launch: three chunks
 
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that their parts are soon used again."""
+    monkeypatch.setattr(places_module, "LAUNCHES", 2)
     monkeypatch.setattr(device_module, "MAX_BLOCKS", MAX_BLOCKS)
 
 
@@ -221,7 +224,8 @@ def test_a_thread_of_its_own_does_not_wait_for_the_model() -> None:
     assert device.current.done < device.current.launched
 
 
-def test_the_host_waits_for_nothing() -> None:
+def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places_module, "LAUNCHES", 8)
     device = LateDevice(2)
     model = Model(device)
     slots = [Slot(model.paged.layout.slot_bytes) for _ in range(6)]
@@ -253,6 +257,38 @@ def test_a_payload_is_free_before_its_blocks_are_there() -> None:
     model.paged.reach(end)
     assert model.paged.seconds_between(begin, end) > 0
     assert model.paged.is_reached(None)
+
+
+@pytest.mark.parametrize(("first", "second"), [(Way.OUT, Way.OUT), (Way.OUT, Way.IN), (Way.IN, Way.OUT)])
+def test_the_next_layer_waits_for_the_places_that_another_stream_has_sent(first: Way, second: Way) -> None:
+    device = LateDevice(4)
+    model = Model(device)
+    device.run_all()
+    streams = model.paged.streams
+    assert isinstance(streams, LateStreams)
+    chunks = [model.paged.chunk(as_block_ids([3, 5]), model.slots[0].payload)]
+    device.stalled = [device.current if first is Way.OUT else streams.copying[Way.IN]]
+    for layer, way in enumerate((first, second)):
+        with device.on(device.make_stream() if layer else device.current):
+            (model.paged.gather_layer if way is Way.OUT else model.paged.scatter_layer)(layer, chunks)
+            end = streams.now()
+    with pytest.raises(AssertionError, match="wait for each other"):
+        streams.reach(end)
+
+
+def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
+    device = LateDevice(5)
+    model = Model(device)
+    for block in range(BLOCKS):
+        model.compute(block)
+    slot, other = model.slots[:2]
+    slot.values = [model.wanted[3], model.wanted[5]]
+    chunks = [model.paged.chunk(as_block_ids([3, 5]), slot.payload)]
+    for layer in range(LAYERS):
+        slot.busy = [model.paged.gather_layer(layer, chunks)]
+        for block in range(BLOCKS):
+            model.paged.gather(as_block_ids([block]), other.payload)
+    model.check()
 
 
 # Memory
@@ -294,6 +330,23 @@ def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launche
         model.gather(model.paged, 2, by_layer=device.dice.random() < 0.5)
         model.scatter(model.paged, 2, by_layer=device.dice.random() < 0.5)
     model.check()
+
+
+@pytest.mark.parametrize("way", Way)
+def test_copies_before_one_that_failed_are_uses(way: Way) -> None:
+    device = LateDevice(0)
+    model = Model(device)
+    device.run_all()
+    streams = model.paged.streams
+    assert isinstance(streams, LateStreams)
+    device.stalled = [streams.copying[way]]
+    full = Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way=True)
+    device.failures.extend([None, full] if way is Way.OUT else [full])
+    chunks = [model.paged.chunk(as_block_ids([1]), model.slots[0].payload)]
+    with pytest.raises(DeviceFullError):
+        (model.paged.gather_chunks if way is Way.OUT else model.paged.scatter_chunks)(chunks)
+    with pytest.raises(AssertionError, match="wait for each other"):
+        streams.reach(streams.now())
 
 
 def test_a_broken_device_is_not_a_full_one() -> None:
