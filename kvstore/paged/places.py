@@ -21,7 +21,7 @@ from kvstore.paged.streams import Moment, Streams
 
 _NUMBERS = 4  # to a place
 _WORD_BYTES = 8
-_LAUNCHES = 8  # at the least, that the ring has room for
+LAUNCHES = 8  # at the least, that the ring has room for
 
 
 class Piece(NamedTuple):
@@ -64,7 +64,7 @@ class PlaceRing:
 
     def __init__(self, max_blocks: int, streams: Streams) -> None:
         self.max_blocks = max_blocks
-        self._size = _LAUNCHES * _NUMBERS * max_blocks
+        self._size = LAUNCHES * _NUMBERS * max_blocks
         self._streams = streams
         self._on_host = streams.pinned(self._size * _WORD_BYTES).view(torch.int64)
         self._on_device = streams.allocate(self._size * _WORD_BYTES).view(torch.int64)

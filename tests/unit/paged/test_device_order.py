@@ -9,21 +9,25 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.late_device import Failure, LateDevice, late_paged
+from support.late_cuda import late_cuda
+from support.late_device import Failure, LateDevice, LateStreams, late_paged
 
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.paged import device as device_module
+from kvstore.paged import places as places_module
 from kvstore.paged.base import ChunkBlocks, PagedKV
-from kvstore.paged.streams import Moment, Way
+from kvstore.paged.streams import Moment, Streams, Way
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
 SMALL_BUFFERS = 4096  # for one chunk, which is rounded up to this
-MAX_BLOCKS = 6  # of a launch: three chunks, so that the rings are soon used again
+MAX_BLOCKS = 6  # of a launch: three chunks
 
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that their parts are soon used again."""
+    monkeypatch.setattr(places_module, "LAUNCHES", 2)
     monkeypatch.setattr(device_module, "MAX_BLOCKS", MAX_BLOCKS)
 
 
@@ -39,7 +43,7 @@ class Slot:
 class Model:
     """A paged cache whose blocks hold one value each, plus 31 a layer, and what they must hold when all is done."""
 
-    def __init__(self, device: LateDevice, staging_bytes: int = SMALL_BUFFERS) -> None:
+    def __init__(self, device: LateDevice, staging_bytes: int = SMALL_BUFFERS, streams: Streams | None = None) -> None:
         self.device, self.dice = device, device.dice
         shape = (2, BLOCKS, N, 2, 3)
         self.caches = {f"l{n}": torch.full(shape, 31 * n, dtype=torch.uint8) for n in range(LAYERS)}
@@ -50,6 +54,7 @@ class Model:
             block_tokens=N,
             chunk_tokens=CHUNK_BLOCKS * N,
             staging_bytes=staging_bytes,
+            streams=streams,
         )
         self.side = self.paged.for_thread()
         self.wanted = [0] * BLOCKS
@@ -140,8 +145,17 @@ def _by_layer(move, chunks: Sequence[ChunkBlocks]) -> list[Moment]:  # type: ign
 @pytest.mark.parametrize("seed", range(12))
 def test_late_work_has_the_same_results(seed: int, staging_bytes: int) -> None:
     device = LateDevice(seed, eagerness=device_eagerness(seed))
-    model = Model(device, staging_bytes)
-    dice = device.dice
+    work_at_random(Model(device, staging_bytes))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cuda_streams_put_it_in_the_same_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(seed, eagerness=device_eagerness(seed))
+    work_at_random(Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch)))
+
+
+def work_at_random(model: Model) -> None:
+    dice = model.dice
     for _ in range(60):
         number, by_layer = dice.randint(1, 4), dice.random() < 0.4
         match dice.randrange(6):
@@ -208,9 +222,10 @@ def test_another_thread_saves_while_the_model_computes(seed: int) -> None:
     model.check()
 
 
-def test_a_thread_of_its_own_does_not_wait_for_the_model() -> None:
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_thread_of_its_own_does_not_wait_for_the_model(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(1)
-    model = Model(device)
+    model = Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch) if on_cuda else None)
     model.compute(3)
     device.stalled = [device.current]
     for by_layer in (False, True):
@@ -221,7 +236,8 @@ def test_a_thread_of_its_own_does_not_wait_for_the_model() -> None:
     assert device.current.done < device.current.launched
 
 
-def test_the_host_waits_for_nothing() -> None:
+def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places_module, "LAUNCHES", 8)
     device = LateDevice(2)
     model = Model(device)
     slots = [Slot(model.paged.layout.slot_bytes) for _ in range(6)]
@@ -236,10 +252,11 @@ def test_the_host_waits_for_nothing() -> None:
     assert device.counts["reach"] == device.counts["wait"] == 0
 
 
-def test_a_payload_is_free_before_its_blocks_are_there() -> None:
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_payload_is_free_before_its_blocks_are_there(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moment of a scatter is the end of the copy in: the slot is given back while the scatter waits."""
     device = LateDevice(3)
-    model = Model(device)
+    model = Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch) if on_cuda else None)
     device.run_all()
     model.compute(0)
     device.stalled = [device.current]
@@ -253,6 +270,38 @@ def test_a_payload_is_free_before_its_blocks_are_there() -> None:
     model.paged.reach(end)
     assert model.paged.seconds_between(begin, end) > 0
     assert model.paged.is_reached(None)
+
+
+@pytest.mark.parametrize(("first", "second"), [(Way.OUT, Way.OUT), (Way.OUT, Way.IN), (Way.IN, Way.OUT)])
+def test_the_next_layer_waits_for_the_places_that_another_stream_has_sent(first: Way, second: Way) -> None:
+    device = LateDevice(4)
+    model = Model(device)
+    device.run_all()
+    streams = model.paged.streams
+    assert isinstance(streams, LateStreams)
+    chunks = [model.paged.chunk(as_block_ids([3, 5]), model.slots[0].payload)]
+    device.stalled = [device.current if first is Way.OUT else streams.copying[Way.IN]]
+    for layer, way in enumerate((first, second)):
+        with device.on(device.make_stream() if layer else device.current):
+            (model.paged.gather_layer if way is Way.OUT else model.paged.scatter_layer)(layer, chunks)
+            end = streams.now()
+    with pytest.raises(AssertionError, match="wait for each other"):
+        streams.reach(end)
+
+
+def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
+    device = LateDevice(5)
+    model = Model(device)
+    for block in range(BLOCKS):
+        model.compute(block)
+    slot, other = model.slots[:2]
+    slot.values = [model.wanted[3], model.wanted[5]]
+    chunks = [model.paged.chunk(as_block_ids([3, 5]), slot.payload)]
+    for layer in range(LAYERS):
+        slot.busy = [model.paged.gather_layer(layer, chunks)]
+        for block in range(BLOCKS):
+            model.paged.gather(as_block_ids([block]), other.payload)
+    model.check()
 
 
 # Memory
@@ -294,6 +343,23 @@ def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launche
         model.gather(model.paged, 2, by_layer=device.dice.random() < 0.5)
         model.scatter(model.paged, 2, by_layer=device.dice.random() < 0.5)
     model.check()
+
+
+@pytest.mark.parametrize("way", Way)
+def test_copies_before_one_that_failed_are_uses(way: Way) -> None:
+    device = LateDevice(0)
+    model = Model(device)
+    device.run_all()
+    streams = model.paged.streams
+    assert isinstance(streams, LateStreams)
+    device.stalled = [streams.copying[way]]
+    full = Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way=True)
+    device.failures.extend([None, full] if way is Way.OUT else [full])
+    chunks = [model.paged.chunk(as_block_ids([1]), model.slots[0].payload)]
+    with pytest.raises(DeviceFullError):
+        (model.paged.gather_chunks if way is Way.OUT else model.paged.scatter_chunks)(chunks)
+    with pytest.raises(AssertionError, match="wait for each other"):
+        streams.reach(streams.now())
 
 
 def test_a_broken_device_is_not_a_full_one() -> None:
