@@ -339,14 +339,13 @@ class Mover:
         Returns its key if it failed, as everything was forgotten meanwhile.
         """
         ref, slot = job.step.ref, job.step.slot
-        if job.step.gather:
-            if not self.cpu.publish(slot, ref):
-                return self.refuse([job])
+        is_there = not job.step.gather or self.cpu.publish(slot, ref)
+        if job.step.gather and is_there:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.layout.payload_bytes(ref.num_blocks)
         for target in job.step.targets:
             self._lanes[target].write(ref, slot, sweeps[target])
-        return set()
+        return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
         """Fail stores whose source blocks are not to be trusted, and return their keys."""

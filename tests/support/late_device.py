@@ -333,8 +333,11 @@ def late_paged(
     block_tokens: int,
     chunk_tokens: int,
     staging_bytes: int = 0,
+    streams: Streams | None = None,
 ) -> DevicePagedKV:
     """A paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``."""
     bound = bind_paged_kv(caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
     planes = [find_planes(name, cache, num_blocks) for name, cache in caches.items()]
-    return DevicePagedKV(planes, bound.layout, num_blocks, streams=LateStreams(device), staging_bytes=staging_bytes)
+    return DevicePagedKV(
+        planes, bound.layout, num_blocks, streams=streams or LateStreams(device), staging_bytes=staging_bytes
+    )

@@ -9,13 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.late_cuda import late_cuda
 from support.late_device import Failure, LateDevice, LateStreams, late_paged
 
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
 from kvstore.paged.base import ChunkBlocks, PagedKV
-from kvstore.paged.streams import Moment, Way
+from kvstore.paged.streams import Moment, Streams, Way
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
@@ -42,7 +43,7 @@ class Slot:
 class Model:
     """A paged cache whose blocks hold one value each, plus 31 a layer, and what they must hold when all is done."""
 
-    def __init__(self, device: LateDevice, staging_bytes: int = SMALL_BUFFERS) -> None:
+    def __init__(self, device: LateDevice, staging_bytes: int = SMALL_BUFFERS, streams: Streams | None = None) -> None:
         self.device, self.dice = device, device.dice
         shape = (2, BLOCKS, N, 2, 3)
         self.caches = {f"l{n}": torch.full(shape, 31 * n, dtype=torch.uint8) for n in range(LAYERS)}
@@ -53,6 +54,7 @@ class Model:
             block_tokens=N,
             chunk_tokens=CHUNK_BLOCKS * N,
             staging_bytes=staging_bytes,
+            streams=streams,
         )
         self.side = self.paged.for_thread()
         self.wanted = [0] * BLOCKS
@@ -143,8 +145,17 @@ def _by_layer(move, chunks: Sequence[ChunkBlocks]) -> list[Moment]:  # type: ign
 @pytest.mark.parametrize("seed", range(12))
 def test_late_work_has_the_same_results(seed: int, staging_bytes: int) -> None:
     device = LateDevice(seed, eagerness=device_eagerness(seed))
-    model = Model(device, staging_bytes)
-    dice = device.dice
+    work_at_random(Model(device, staging_bytes))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cuda_streams_put_it_in_the_same_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(seed, eagerness=device_eagerness(seed))
+    work_at_random(Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch)))
+
+
+def work_at_random(model: Model) -> None:
+    dice = model.dice
     for _ in range(60):
         number, by_layer = dice.randint(1, 4), dice.random() < 0.4
         match dice.randrange(6):
@@ -211,9 +222,10 @@ def test_another_thread_saves_while_the_model_computes(seed: int) -> None:
     model.check()
 
 
-def test_a_thread_of_its_own_does_not_wait_for_the_model() -> None:
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_thread_of_its_own_does_not_wait_for_the_model(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(1)
-    model = Model(device)
+    model = Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch) if on_cuda else None)
     model.compute(3)
     device.stalled = [device.current]
     for by_layer in (False, True):
@@ -240,10 +252,11 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.counts["reach"] == device.counts["wait"] == 0
 
 
-def test_a_payload_is_free_before_its_blocks_are_there() -> None:
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_payload_is_free_before_its_blocks_are_there(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moment of a scatter is the end of the copy in: the slot is given back while the scatter waits."""
     device = LateDevice(3)
-    model = Model(device)
+    model = Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch) if on_cuda else None)
     device.run_all()
     model.compute(0)
     device.stalled = [device.current]
