@@ -133,8 +133,7 @@ class LateGpu(Gpu):
         self._slots = [np.zeros(self.layout.slot_bytes, np.uint8) for _ in range(SLOTS)]
 
     def _bind(self, caches: Mapping[str, torch.Tensor]) -> PagedKV:
-        sizes = {"num_blocks": BLOCKS, "block_tokens": BLOCK_TOKENS, "chunk_tokens": CHUNK_TOKENS}
-        return late_paged(self.late, caches, **sizes)
+        return late_paged(self.late, caches, num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS)
 
     def launch(self, work: Callable[[], object]) -> None:
         self.late.current.launch(work)
