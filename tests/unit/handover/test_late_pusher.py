@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 from support.gate import HANG_GUARD_S
-from support.late_bench import Bench, blocks_of, ref_of
+from support.late_bench import FULL, LAYERS, Bench, blocks_of, ref_of
 from support.late_device import Failure
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 
@@ -16,9 +15,6 @@ from kvstore.chunks import Outcome
 from kvstore.handover.pusher import PushCounters, Pusher, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.transfer.mover import as_block_ids
-
-LAYERS = 2
-FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.fixture
@@ -28,9 +24,6 @@ def bench() -> Iterator[Bench]:
     bench.device.stalled = []
     bench.device.failures.clear()
     assert bench.mover.close(HANG_GUARD_S)
-
-
-# -- hand-over -----------------------------------------------------------------------------------------------------
 
 
 class Inbox(Transport):
