@@ -240,13 +240,16 @@ class Mover:
         self.counters.failed_copies += num_chunks
 
     def deviation(self, job: LoadJob) -> float | None:
-        """How far a chunk's blocks differ from its bytes in its slot; None if the slot does not hold it."""
+        """How far a chunk's blocks differ from its bytes in its slot; None if one of them cannot be read."""
         stored = self.cpu.read(job.step.slot, job.step.ref)
         if stored is None:
             return None
         num_blocks = len(job.block_ids)
         fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
-        self.paged.reach(self.paged.gather(job.block_ids, fresh))
+        slots, ends = [job.step.slot], list[Moment]()
+        if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
+            return None
+        self.paged.reach(ends[0])
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:

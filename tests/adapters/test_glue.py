@@ -144,7 +144,7 @@ def test_blocks_may_be_overwritten_before_the_connector_hears_of_it(monkeypatch:
     del silent.use_v2_model_runner
     assert [overwrites_early(runner, mixed) for runner in (first, second, silent)] == [False, True, True]
     assert not overwrites_early(second, cache_config())
-    assert overwrites_early(second, SimpleNamespace())  # type: ignore[arg-type] # a version that does not say
+    assert overwrites_early(second, SimpleNamespace())  # a version that does not say
     monkeypatch.setattr(vllm, "__version__", "1.0")
     assert overwrites_early(first, cache_config())
 

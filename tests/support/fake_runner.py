@@ -159,8 +159,9 @@ class FakeRunner(FakeBlocks):
         self.late.current.launch(noting_errors)
 
     def _let_time_pass(self) -> None:
-        for _ in range(0 if self.late is None else 20):
-            self.late.run_at_random()
+        if self.late is not None:
+            for _ in range(20):
+                self.late.run_at_random()
 
     def namespace(self, rank: int = 0, weights: int = 0) -> Namespace:
         """Of a rank's chunks, as computed with certain weights."""
