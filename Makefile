@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,14 +40,17 @@ format: venv-unit  ## put the code into the format that check expects
 bench: venv  ## every path against the limit of this machine, real vLLM included
 	@$(BIN)/kvstore bench
 
-bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes bench-results/gpu-*.json
-	@BIN=$(BIN) tools/dev/gpu.sh
+bench-gpu: venv  ## on a machine with a GPU: its tests, then every path; writes bench-results/gpu.jsonl
+	@BIN=$(BIN) tools/dev/gpu.sh bench $(ARGS)
 
 soak: venv  ## the long tests
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --soak -m soak
 
 mutate: venv  ## defects on purpose: do the tests notice? ARGS="--only 'disk/*'" tries one area
 	@$(BIN)/python -m kvstore.tools.dev.mutate $(ARGS)
+
+mutate-gpu: venv  ## the same for the order of work on a GPU, which a device on the CPU simulates
+	@$(BIN)/python -m kvstore.tools.dev.mutate --only 'gpu/*' $(ARGS)
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full

@@ -19,6 +19,7 @@ from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
 from kvstore.options import EngineOptions, RemoteOptions, Shard
 from kvstore.paged.base import PagedKV
+from kvstore.paged.footprint import device_bytes
 from kvstore.tiers import open_tier, tier_behind
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Tier, TierSetup
 from kvstore.tiers.directory import RemoteDirectory
@@ -127,7 +128,8 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
     folders = tuple(map(Path, named))
     disk, remote, hot, survivors = None, None, None, []
     with ExitStack() as opened:
-        cpu = LabelledPool(SlabPool(num_slots, slot_bytes))
+        pool = SlabPool(num_slots, slot_bytes, paged.device, pin_in_background=options.pin_in_background)
+        cpu = LabelledPool(pool, paged.streams)
         opened.callback(cpu.close)
         if options.remote is not None:
             remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)
@@ -149,6 +151,19 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             hot = HotChunks(paged, options.max_local_gpu_bytes)
         opened.pop_all()
     return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
+
+
+def log_device_bytes(paged: PagedKV, options: EngineOptions, *, threads: int) -> None:
+    """Say what is taken of a GPU, which the serving engine must leave free.
+
+    Args:
+        paged: the model's KV cache.
+        options: how much stays on the device.
+        threads: how many move chunks at once.
+    """
+    if paged.device.type != "cpu":
+        taken = device_bytes(paged.layout, threads=threads, tier_bytes=options.max_local_gpu_bytes)
+        logger.info("%.1f MiB of %s are taken: %s", taken.total / 2**20, paged.device, taken)
 
 
 def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:

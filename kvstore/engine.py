@@ -25,7 +25,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from kvstore.assembly import open_tiers, slow_timeout_s
+from kvstore.assembly import log_device_bytes, open_tiers, slow_timeout_s
 from kvstore.catalog.plans import IndexCounters, Match, Place
 from kvstore.catalog.sequence import pin_name
 from kvstore.chunks import ChunkRef
@@ -135,6 +135,7 @@ class CacheEngine:
             is_passage=not options.local_cpu,
             copy_threads=copy_threads(),
         )
+        log_device_bytes(paged, options, threads=1)
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
         self._clears = 0  # and resets

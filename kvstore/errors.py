@@ -4,6 +4,7 @@
     ├── ConfigError            a key, a value or a flag is wrong; nothing was started
     ├── LayoutError            a KV cache that cannot be stored as opaque blocks
     ├── InvalidCallError       an argument of a public call breaks its contract
+    ├── DeviceFullError        a device has no memory left to move a chunk; that load or store fails, later ones may not
     ├── CodecError             bytes that no codec made; becomes a miss before it reaches a caller of a tier
     ├── ProtocolError          a message that a cache server or its client would not send; it ends the connection
     ├── TierError              a tier is broken: it may work again later
@@ -38,6 +39,10 @@ class LayoutError(KVStoreError, ValueError):
 
 class InvalidCallError(KVStoreError, ValueError):
     """A caller broke the contract of a public method."""
+
+
+class DeviceFullError(KVStoreError):
+    """A device had no memory left for what it was given, and did not do it."""
 
 
 class CodecError(KVStoreError, ValueError):

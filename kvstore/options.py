@@ -65,6 +65,7 @@ class EngineOptions:
         disk_policy: the same for the disk; None for the same as in memory.
         disk_codec: how chunks on disk are encoded, a name in ``CODEC_NAMES``.
         max_local_gpu_bytes: device memory for copies of the chunks loaded most often; 0 for none.
+        pin_in_background: on a GPU, pin the pool after the start, where that cannot disturb the capture of graphs.
     """
 
     max_local_cpu_bytes: int
@@ -82,6 +83,7 @@ class EngineOptions:
     disk_policy: str | None = None
     disk_codec: str = "none"
     max_local_gpu_bytes: int = 0
+    pin_in_background: bool = False
 
 
 class Shard(NamedTuple):

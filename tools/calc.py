@@ -1,4 +1,4 @@
-"""``kvstore calc``: the size of a token's and a chunk's KV, and how many tokens fit in memory."""
+"""``kvstore calc``: the size of a token's and a chunk's KV, how many tokens fit in memory, and what a GPU gives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.format import chunkfile
 from kvstore.layout import KVLayout
+from kvstore.paged.footprint import DeviceBytes, device_bytes
 
 GIB = 1 << 30
+PIN_S_PER_GIB = 0.11  # what drivers take, by other people's figures
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -46,6 +48,8 @@ class Sizes:
         chunk_bytes: payload of a full chunk.
         file_bytes: size of its file on disk, without a codec.
         holds_tokens: for each memory size asked for, in GiB, how many tokens fit, in whole chunks.
+        pin_s: for each of these, about how long it takes to pin it.
+        device: bytes of a GPU that are taken.
     """
 
     geometry: Geometry
@@ -55,10 +59,18 @@ class Sizes:
     chunk_bytes: int
     file_bytes: int
     holds_tokens: dict[str, int]
+    pin_s: dict[str, float]
+    device: DeviceBytes
 
 
 def calculate(
-    geometry: Geometry, *, chunk_tokens: int, block_tokens: int, tp_size: int, memory_gib: Sequence[float]
+    geometry: Geometry,
+    *,
+    chunk_tokens: int,
+    block_tokens: int,
+    tp_size: int,
+    memory_gib: Sequence[float],
+    gpu_tier_gib: float = 0.0,
 ) -> Sizes:
     """Work out all sizes.
 
@@ -79,6 +91,8 @@ def calculate(
         layout.payload_bytes(blocks),
         chunkfile.file_bytes(layout, blocks),
         holds,
+        {f"{gib:g}": gib * PIN_S_PER_GIB for gib in memory_gib},
+        device_bytes(layout, tier_bytes=int(gpu_tier_gib * GIB)),
     )
 
 

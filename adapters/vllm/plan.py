@@ -99,24 +99,34 @@ class StepPlan:
 
 
 @dataclass
-class FetchResult:
-    """What a fetch did not bring; the rest is there once every rank has ended the fetch."""
+class LoadsResult:
+    """What loads did not bring; the rest is there once every rank has ended them."""
 
     failed_loads: set[PrefixKey] = field(default_factory=set)
     lost_chunks: set[PrefixKey] = field(default_factory=set)  # of these, missing or damaged
-    load_s: float = 0.0  # of the slowest rank
     ranks_ended: int = 0
 
     def merge(self, other: Self) -> None:
         """Add another part: what failed on one rank failed."""
         self.failed_loads |= other.failed_loads
         self.lost_chunks |= other.lost_chunks
-        self.load_s = max(self.load_s, other.load_s)
         self.ranks_ended += other.ranks_ended
 
 
 @dataclass
-class StepResult(FetchResult):
+class FetchResult(LoadsResult):
+    """What became of a fetch, and how long it took on the slowest rank."""
+
+    load_s: float = 0.0
+
+    def merge(self, other: Self) -> None:
+        """Add another rank's part."""
+        super().merge(other)
+        self.load_s = max(self.load_s, other.load_s)
+
+
+@dataclass
+class StepResult(LoadsResult):
     """What failed in one step; the rest of its plan is done once every rank has ended the step.
 
     A rank may report a step in two parts: its loads with the forward pass, and its stores with a later one, if a draft
@@ -144,6 +154,19 @@ class StepResult(FetchResult):
         return bool(self.failed_loads) or self.lost_blocks
 
 
+@dataclass
+class LoadTime:
+    """What the loads of a step took on the slowest of so many ranks. A device tells it some steps later."""
+
+    seconds: float = 0.0
+    ranks: int = 0
+
+    def merge(self, other: LoadTime) -> None:
+        """Add other ranks."""
+        self.seconds = max(self.seconds, other.seconds)
+        self.ranks += other.ranks
+
+
 class Written(NamedTuple):
     """A write-behind that has ended: whether the chunk was stored, and how many bytes it takes on disk."""
 
@@ -159,6 +182,7 @@ class StepReport:
 
     Attributes:
         computed: the step that this report comes with, if it computed something.
+        load_times: of steps whose loads have ended, by their numbers.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -168,12 +192,15 @@ class StepReport:
     remote_answers: bool = True
     tally: Tally = field(default_factory=Tally)
     computed: int | None = None
+    load_times: dict[int, LoadTime] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
         self.computed = self.computed or other.computed
         for number, theirs in other.steps.items():
             self.steps.setdefault(number, StepResult()).merge(theirs)
+        for number, time in other.load_times.items():
+            self.load_times.setdefault(number, LoadTime()).merge(time)
         for number, fetched in other.fetches.items():
             self.fetches.setdefault(number, FetchResult()).merge(fetched)
         self.writes += other.writes

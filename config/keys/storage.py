@@ -42,6 +42,9 @@ class StorageKeys(Keys):
     max_local_gpu_size: Gib = Field(default=0.0, ge=0)
     """GPU memory for the most often loaded chunks ([gpu-tier.md](gpu-tier.md) says when it pays). vLLM must leave it
     free: lower `--gpu-memory-utilization`. 0 for none."""
+    pin_in_background: bool = False
+    """On a GPU, pin `max_local_cpu_size` while vLLM starts and serves, in small pieces, instead of before it starts,
+    which takes about 0.1 s a GiB ([gpu.md](gpu.md#pinned-memory)). Copies are slower until it is done."""
     local_disk: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_folders)] = None
     """Folder for chunks on disk: a path or a `file://` URI. `~` is expanded; a relative path starts at the working
     directory. A list of folders, one on each disk, uses several disks at once (in a file or in vLLM's extra config).

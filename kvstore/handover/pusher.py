@@ -1,8 +1,9 @@
 """Hands chunks that a model computes over to other engines: gathers them layer by layer, and sends them in background.
 
 The blocks are copied to a buffer of the pusher's own while the step that computes them runs, so they are free as soon
-as it ends, however slow a receiver is. A step may have computed from KV that could not be loaded. What it hands over
-must not be found, so the transport is not told of the last layer before the step is known to be right.
+as it ends, however slow a receiver is: on a device, for what the model launches from then on. There only the sender's
+thread waits for the bytes. A step may have computed from KV that could not be loaded. What it hands over must not be
+found, so the transport is not told of the last layer before the step is known to be right.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.chunks import ChunkRef, Outcome
-from kvstore.errors import KVStoreError
+from kvstore.errors import DeviceFullError, KVStoreError
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
+from kvstore.paged.streams import Moment, Way
 from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class Pusher:
         self.counters = counters
         self._paged = paged
         self._connect = connect
-        self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes)
+        self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
         self._room = _Room(self._pool.num_slots)
         self._senders: OrderedDict[Receiver, Sender] = OrderedDict()  # the longest unused first
         self._leaving: list[Sender] = []  # get nothing more
@@ -77,7 +79,7 @@ class Pusher:
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
         """Begin the hand-overs of a step that is about to compute; the same receiver may occur several times."""
-        step = StepPush(self._paged, self._room, self._pool, self._refuse)
+        step = StepPush(self._paged, self._room, self._pool, self._refuse, self._fail)
         for receiver, jobs in pushes:
             sender = self._sender(receiver)
             if sender is not None:
@@ -112,6 +114,7 @@ class Pusher:
         if any(sender.is_alive for sender in senders):
             logger.warning("a receiver of KV does not answer; its thread is left running")
         else:
+            self._paged.reach(self._paged.streams.launch(Way.OUT, lambda: None, None))  # the last copy to the buffer
             self._pool.close()
 
     def _sender(self, receiver: Receiver) -> Sender | None:
@@ -145,6 +148,12 @@ class Pusher:
             job.ref.num_blocks,
         )
 
+    def _fail(self, error: DeviceFullError, jobs: Sequence[PushJob] = ()) -> None:
+        """Say that the device had no memory left; count chunks that belong to no delivery."""
+        with self.counters.lock:
+            self.counters.failed += len(jobs)
+        self._throttle.log("memory", "chunks are not handed over: %s", error)
+
     def _note(self, delivery: Delivery, outcomes: Sequence[Outcome], error: KVStoreError | None) -> None:
         """Count a delivery that has ended. On a sender's thread."""
         layout = self._paged.layout
@@ -170,16 +179,25 @@ class StepPush:
     waits ``STALL_S`` for that in all, and not at all if an earlier step waited in vain and nothing was sent since.
     """
 
-    def __init__(self, paged: PagedKV, room: _Room, pool: SlabPool, refuse: Callable[[PushJob], None]) -> None:
+    def __init__(
+        self,
+        paged: PagedKV,
+        room: _Room,
+        pool: SlabPool,
+        refuse: Callable[[PushJob], None],
+        fail: Callable[..., None],
+    ) -> None:
         self._paged = paged
         self._room = room
         self._pool = pool
         self._refuse = refuse
+        self._fail = fail
         self._deliveries: list[Delivery] = []
         self._chunks: list[ChunkBlocks] = []  # gathered layer by layer
         self._late: list[tuple[PushJob, Sender]] = []  # and at the end
         self._computed: set[int] = set()
         self._done_layers = 0
+        self._has_failed = False
 
     def add(self, jobs: Sequence[PushJob], sender: Sender) -> None:
         """Add chunks for a receiver."""
@@ -194,20 +212,30 @@ class StepPush:
     def reach(self, layer: int) -> None:
         """Gather all layers that are next in order, now that this one has been computed."""
         self._computed.add(layer)
-        while self._done_layers in self._computed:
-            moment = self._paged.gather_layer(self._done_layers, self._chunks)
+        while self._done_layers in self._computed and not self._has_failed:
+            try:
+                moment = self._paged.gather_layer(self._done_layers, self._chunks)
+            except DeviceFullError as error:
+                self._has_failed = True
+                self._fail(error)
+                return
             self._done_layers += 1
-            for delivery in self._deliveries:
-                delivery.advance(self._done_layers, moment)
+            self._advance(self._done_layers, moment)
 
     def finish(self, *, trusted: bool) -> None:
-        """Gather what is left, after the forward pass, if it is to be ``trusted``. After that the blocks are free."""
+        """Gather what is left, after the forward pass, if it is to be ``trusted``.
+
+        After that the blocks are free for what the model's thread does, or launches.
+        """
         for layer in range(self._done_layers, self._paged.layout.num_layers if trusted else 0):
             self.reach(layer)
-        self._paged.wait()
         self._end(trusted=trusted)
         if trusted:
             self._gather_late()
+
+    def _advance(self, done_layers: int, moment: Moment) -> None:
+        for delivery in self._deliveries:
+            delivery.advance(done_layers, moment)
 
     def _start(self, jobs: Sequence[PushJob], slots: Sequence[int], sender: Sender) -> None:
         layout = self._paged.layout
@@ -232,8 +260,14 @@ class StepPush:
             if not slots:
                 self._refuse(job)
                 continue
-            self._paged.reach(self._paged.gather(job.block_ids, self._pool.slot(slots[0])))
+            try:
+                moment = self._paged.gather(job.block_ids, self._pool.slot(slots[0]))
+            except DeviceFullError as error:
+                self._room.give_back(slots)
+                self._fail(error, [job])
+                continue
             self._start([job], slots, sender)
+            self._advance(self._paged.layout.num_layers, moment)
             self._end(trusted=True)
         self._late = []
 

@@ -11,7 +11,7 @@ from kvstore.chunks import Outcome
 from kvstore.errors import KVStoreError
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.base import PagedKV
-from kvstore.paged.staging import Moment
+from kvstore.paged.streams import Moment
 
 PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 
@@ -38,11 +38,9 @@ class Delivery:
             self._changed.notify_all()
 
     def end(self, *, trusted: bool) -> None:
-        """The step has ended: all layers are in the buffer, or, if it is not to be ``trusted``, none may be found."""
+        """The step has ended. If it is not to be ``trusted``, or a layer is missing, nothing may be found."""
         with self._changed:
-            if trusted:
-                self._done_layers, self._moment = self._num_layers, None
-            self._trusted = trusted
+            self._trusted = trusted and self._done_layers == self._num_layers
             self._ended_s = time.monotonic()
             self._changed.notify_all()
 
@@ -61,6 +59,7 @@ class Delivery:
         """Wait until the step has ended, and nothing is gathered any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._trusted is not None)
+        self._reach(self._moment)
 
     def seconds_behind(self) -> float:
         """How long ago its step ended."""

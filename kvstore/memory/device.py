@@ -14,62 +14,38 @@ from contextlib import contextmanager
 
 import torch
 
-from kvstore.errors import ConfigError
-
-_GIB = 2**30
+from kvstore.paged.streams import Moment, Streams
 
 
 class DeviceSlots:
     """``num_slots`` slots of ``slot_bytes`` each on one device, allocated at once. For one thread at a time.
 
-    On the CPU work is done when its call returns, and there is nothing to put in order.
+    Args:
+        num_slots: how many.
+        slot_bytes: of each.
+        streams: the device, and how work is put in order there.
 
     Raises:
         ConfigError: the device has no room.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
-        self._device = device
-        self._pool = _allocate(num_slots, slot_bytes, device)
-        self._last_uses: list[torch.cuda.Event] = []  # the end of each slot's last use, which implies earlier ones
-        if device.type != "cpu":
-            self._last_uses = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream(device).synchronize()  # the memory may still be in use by work launched earlier
+    def __init__(self, num_slots: int, slot_bytes: int, streams: Streams) -> None:
+        self._streams = streams
+        self._pool = streams.allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
+        allocated: Moment = streams.now()  # the memory may still be in use by work launched earlier
+        self._last_uses = [allocated] * num_slots  # the end of each slot's last use, which implies earlier ones
 
     @contextmanager
     def using(self, slot: int) -> Iterator[torch.Tensor]:
-        """A slot's memory. What is launched inside, on the current stream, comes after all former work on the slot."""
+        """A slot's memory. What is run inside, on the current stream, comes after all former work on the slot."""
         memory = self._pool[slot]
-        if not self._last_uses:
-            yield memory
-            return
-        stream, last_use = torch.cuda.current_stream(self._device), self._last_uses[slot]
-        stream.wait_event(last_use)
-        memory.record_stream(stream)
+        self._streams.hold(self._last_uses[slot])
+        self._streams.keep(memory)
         try:
             yield memory
         finally:  # also if something raises: part of the work may have been launched
-            last_use.record(stream)
+            self._last_uses[slot] = self._streams.now()
 
     def close(self) -> None:
         """Give the memory back to torch's allocator, which lends it again when the last work on it is done."""
         self._pool = torch.empty(0, dtype=torch.uint8)
-
-
-def _allocate(num_slots: int, slot_bytes: int, device: torch.device) -> torch.Tensor:
-    """Device memory as uint8 ``[num_slots, slot_bytes]``.
-
-    Outside inference mode, in which engines like to start: its tensors could not be written to by other threads.
-
-    Raises:
-        ConfigError: it says how much is free.
-    """
-    try:
-        with torch.inference_mode(mode=False):
-            return torch.empty((num_slots, slot_bytes), dtype=torch.uint8, device=device)
-    except (RuntimeError, TypeError) as error:  # a TypeError if the size is no 64-bit number
-        free = f", of which {torch.cuda.mem_get_info(device)[0] / _GIB:.1f} are free" if device.type == "cuda" else ""
-        raise ConfigError(
-            f"cannot take {num_slots * slot_bytes / _GIB:.1f} GiB of the memory of {device}{free}: lower "
-            "max_local_gpu_size, or what the engine takes (vLLM: --gpu-memory-utilization)"
-        ) from error

@@ -2,6 +2,9 @@
 
 The index decides which slot a chunk gets. The label says what the slot really holds, so a load from a slot that holds
 something else fails: should index and pool ever disagree, the answer is a miss and not another chunk's KV.
+
+A device copies to and from slots after the call that launched the copy, so a slot may be given to another chunk while
+it is still read or written there. Each slot remembers the ends of such copies: whoever fills it next comes after them.
 """
 
 from __future__ import annotations
@@ -9,8 +12,11 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+import torch
+
 from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.memory.slabs import SlabPool
+from kvstore.paged.streams import Moment, Streams
 
 
 class Filling(NamedTuple):
@@ -25,14 +31,17 @@ class LabelledPool:
 
     Args:
         pool: the memory; ``close`` closes it.
+        streams: of the device that copies to and from the slots; None if the host does.
     """
 
-    def __init__(self, pool: SlabPool) -> None:
+    def __init__(self, pool: SlabPool, streams: Streams | None = None) -> None:
         self._pool = pool
+        self._streams = streams or Streams(torch.device("cpu"))
         self._lock = threading.Lock()
         self._labels: list[ChunkRef | None] = [None] * pool.num_slots
         self._serials = [0] * pool.num_slots  # how often each slot was claimed or emptied
         self._claimed: set[int] = set()
+        self._uses: dict[int, list[Moment]] = {}  # the ends of a device's copies, by slot
 
     @property
     def num_slots(self) -> int:
@@ -40,18 +49,45 @@ class LabelledPool:
         return self._pool.num_slots
 
     def claim(self, slot: int) -> ByteArray:
-        """Take a slot to fill it: what it held is gone. Returns its bytes."""
+        """Take a slot to fill it: what it held is gone. Returns its bytes, to be written after ``settle``."""
         with self._lock:
             self._empty(slot)
             self._claimed.add(slot)
         return self._pool.slot(slot)
 
-    def publish(self, slot: int, ref: ChunkRef) -> None:
-        """Declare that a claimed slot now holds all of ``ref``; if it was emptied meanwhile, it holds nothing."""
+    def claim_on_device(self, slot: int, streams: Streams) -> ByteArray:
+        """``claim`` for a copy by the device, launched after what the current stream of ``streams`` is given now."""
+        for moment in self._uses_of(slot):
+            streams.hold(moment)
+        return self.claim(slot)
+
+    def note_use(self, slot: int, moment: Moment) -> None:
+        """A copy by the device, which was launched, reads or writes a slot until ``moment``."""
+        if moment is not None:
+            with self._lock:
+                under_way = [former for former in self._uses.get(slot, ()) if not self._streams.is_reached(former)]
+                self._uses[slot] = [*under_way, moment]
+
+    def settle(self, slot: int) -> None:
+        """Wait until no copy by the device uses a slot. Not for the model's thread: it may have to wait for a step."""
+        for moment in self._uses_of(slot):
+            self._streams.reach(moment)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no copy by the device uses any slot. Never waits."""
+        with self._lock:
+            uses = [moment for moments in self._uses.values() for moment in moments]
+        return all(self._streams.is_reached(moment) for moment in uses)
+
+    def publish(self, slot: int, ref: ChunkRef) -> bool:
+        """Declare that a claimed slot now holds all of ``ref``. False if it was emptied meanwhile: it holds nothing."""
         with self._lock:
             if slot in self._claimed:
                 self._claimed.remove(slot)
                 self._labels[slot] = ref
+                return True
+            return False
 
     def read(self, slot: int, ref: ChunkRef) -> ByteArray | None:
         """The bytes of a slot, or None if it does not hold ``ref``."""
@@ -69,8 +105,14 @@ class LabelledPool:
                 self._empty(slot)
 
     def close(self) -> None:
-        """Stop the pool's background work. Idempotent."""
+        """Wait until no slot is in use, and stop the pool's background work. Idempotent."""
+        for slot in list(self._uses):
+            self.settle(slot)
         self._pool.close()
+
+    def _uses_of(self, slot: int) -> list[Moment]:
+        with self._lock:
+            return list(self._uses.get(slot, ()))
 
     def _empty(self, slot: int) -> None:
         """Needs the lock."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvstore.chunks import ByteArray
 
 _STEP_BYTES = 8 << 20  # populated between two checks whether to stop
+_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, a foreign call releases the GIL
@@ -29,6 +30,14 @@ def map_bytes(num_bytes: int, fd: int = -1) -> ByteArray:
     memory = np.frombuffer(mmap.mmap(fd, num_bytes, flags), dtype=np.uint8)
     _libc.madvise(memory.ctypes.data, memory.nbytes, _MADV_HUGEPAGE)  # a hint: failure changes nothing
     return memory
+
+
+def keep_from_children(memory: ByteArray) -> None:
+    """Leave a mapping out of processes that this one forks.
+
+    Otherwise a fork copies what is pinned, or copies each page at its next write, and fills the memory twice.
+    """
+    _libc.madvise(memory.ctypes.data, memory.nbytes, _MADV_DONTFORK)
 
 
 def populate(memory: ByteArray, begin: int, end: int, stops: Callable[[], bool]) -> bool:

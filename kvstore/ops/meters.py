@@ -139,5 +139,6 @@ def _mover_totals(mover: MoverCounters) -> dict[str, float]:
         metrics.MOVED_BYTES.key(_MEMORY, "load"): mover.bytes_scattered,
         metrics.MOVED_BYTES.key(_MEMORY, "store"): mover.bytes_gathered,
         metrics.MISLABELLED_SLOTS.key(): mover.mislabelled_slots,
+        metrics.FAILED_COPIES.key(): mover.failed_copies,
         metrics.READ_TIMEOUTS.key(): mover.read_timeouts,
     }

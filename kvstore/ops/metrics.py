@@ -111,6 +111,7 @@ MOVED_BYTES = _counter(
 )
 CORRUPT_CHUNKS = _counter("corrupt_chunks", "Chunks whose bytes did not match their checksums", tier=_SLOW_TIERS)
 MISLABELLED_SLOTS = _counter("mislabelled_slots", "Loads refused because a slot held another chunk")
+FAILED_COPIES = _counter("failed_copies", "Chunks not copied from or to the GPU, as it had no memory left")
 READ_TIMEOUTS = _counter("read_timeouts", "Reads given up; their slots stay out of use until the reads end")
 VERIFIED_CHUNKS = _counter(
     "verified_chunks",

@@ -23,7 +23,7 @@ from kvstore.chunks import ByteArray
 from kvstore.errors import InvalidCallError, LayoutError
 from kvstore.layout import KVLayout
 from kvstore.paged.copiers import ALONE, Copiers
-from kvstore.paged.staging import Moment
+from kvstore.paged.streams import Moment, Streams
 
 BlockIds = npt.NDArray[np.int64]
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
@@ -69,27 +69,48 @@ class PagedKV(Protocol):
     layout: KVLayout
     num_blocks: int
     device: torch.device
+    streams: Streams  # of the device
+
+    @property
+    def device_bytes(self) -> int:
+        """The device's memory that this takes besides the cache; each ``for_thread`` takes as much again."""
 
     def for_thread(self) -> PagedKV:
-        """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs."""
+        """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs.
+
+        On a device it has a current stream of its own: what it launches is in order with the model's only where
+        ``after`` and ``fence`` say so.
+        """
 
     def with_help(self, copiers: Copiers) -> PagedKV:
         """The same cache, whose blocks several threads copy if the CPU does that."""
 
     def moment(self) -> Moment:
-        """Now, in the order of what the model's thread launches."""
+        """The end of what the current stream has been given so far."""
 
     def after(self, moment: Moment) -> None:
-        """Order what the calling thread launches from now on after ``moment``. Call it on ``for_thread()``."""
+        """Order what the current stream is given from now on after ``moment``, also of another ``for_thread()``."""
+
+    def fence(self) -> None:
+        """Order what the current stream is given from now on after all gathers so far, by any ``for_thread()`` too.
+
+        For blocks that are written again before anybody has waited for their gather. The host does not wait.
+        """
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """Copy ``n = len(block_ids)`` blocks of every layer into ``payload``, which is valid once ``reach`` returns."""
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
         """Copy blocks ``first_block ... first_block + len(block_ids)`` of a payload of ``chunk_blocks`` blocks.
 
-        Kernels launched after it returns see the blocks. The payload must not change before ``wait``.
+        Kernels launched after it returns see the blocks. The payload must not change before the moment it returns.
         """
+
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """``gather`` several whole chunks, in fewer launches. A moment for each; ``pages`` are not used."""
+
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """``scatter`` several chunks, in fewer launches. A moment for each; ``pages`` are not used."""
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -101,19 +122,28 @@ class PagedKV(Protocol):
         """
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """Copy one layer of several chunks' blocks into their payloads, which are valid after ``reach`` or ``wait``."""
+        """Copy one layer of several chunks' blocks into their payloads, which are valid once ``reach`` returns.
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+        The moment is also that of all layers gathered before.
+        """
+
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """Copy one layer of several chunks into their blocks, where kernels launched later see it.
 
-        The payloads must not change before ``wait``.
+        The payloads must not change before the moment it returns, which is also that of all layers before.
         """
 
     def reach(self, moment: Moment) -> None:
-        """Wait for a moment that ``gather`` or ``gather_layer`` returned. Any thread may call it."""
+        """Wait for a moment. Any thread may call it."""
+
+    def is_reached(self, moment: Moment) -> bool:
+        """Whether a moment has come. Never waits. Any thread may call it."""
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:
+        """What the device took from one moment to another, both of them reached. 0 in host memory: clocks tell."""
 
     def wait(self) -> None:
-        """Wait until everything launched so far is done."""
+        """Wait until everything launched so far is done. For ``close``, and for tests."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into a payload on the cache's own device.
@@ -240,6 +270,8 @@ class HostPagedKV:
         self.num_blocks = num_blocks
         self._allowed = range(reserved_blocks, num_blocks)
         self.device = torch.device("cpu")
+        self.streams = Streams(self.device)
+        self.device_bytes = 0
         self._copiers = ALONE
         planes = [plane.rows.numpy() for layer in layers for plane in layer]
         self._planes_per_layer = len(layers[0])
@@ -266,6 +298,9 @@ class HostPagedKV:
     def after(self, moment: Moment) -> None:
         """See ``PagedKV``."""
 
+    def fence(self) -> None:
+        """See ``PagedKV``."""
+
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
@@ -273,11 +308,20 @@ class HostPagedKV:
         self._copiers.each(((rows, block_ids, target) for rows, target in pages), self._take)
         return None
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
         """See ``PagedKV``."""
         check_block_ids(block_ids, self._allowed)
         last_block, pages = first_block + len(block_ids), self._pages(payload, chunk_blocks)
         self._copiers.each(((rows, block_ids, source[first_block:last_block]) for rows, source in pages), _put)
+        return None
+
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``."""
+        return [self.gather(chunk.block_ids, chunk.payload) for chunk in chunks]
+
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``."""
+        return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -293,12 +337,21 @@ class HostPagedKV:
         self._copiers.each(self._copies_of(layer, chunks), self._take)
         return None
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
         self._copiers.each(self._copies_of(layer, chunks), _put)
+        return None
 
     def reach(self, moment: Moment) -> None:
         """See ``PagedKV``."""
+
+    def is_reached(self, moment: Moment) -> bool:  # noqa: ARG002 - on the host everything is done at once
+        """See ``PagedKV``."""
+        return True
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:  # noqa: ARG002 - there is nothing between them
+        """See ``PagedKV``."""
+        return 0.0
 
     def wait(self) -> None:
         """See ``PagedKV``: on the host everything is done at once."""

@@ -1,27 +1,48 @@
 """Whole blocks between a paged KV cache on a device and slots, in host memory or on the same device.
 
-On their way to host memory blocks pass through a dense staging buffer on the device (``staging.py``); to a slot on the
+On their way to host memory blocks pass through dense staging buffers on the device (``staging.py``); to a slot on the
 device they need none. Gathers and scatters run on the current stream, so a gather waits for the kernels that write the
 blocks, and kernels launched after a scatter see it. Copies to and from the host run on streams of their own.
 ``for_thread`` gives another thread a stream of its own instead of the current one.
+
+What all this needs of the device is taken at start (``device_bytes``): buffers, and rings for the places of blocks.
+Chunks that are smaller than a buffer share one: one launch gathers all of them, and one copy a chunk takes them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 
-import numpy as np
 import torch
 
 from kvstore.chunks import ByteArray
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
-from kvstore.paged.staging import Moment, Staging, Streams
+from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
+from kvstore.paged.kernels import Kernels, Launch, kernels_for
+from kvstore.paged.places import Piece, PlaceRing, Places
+from kvstore.paged.staging import Staging
+from kvstore.paged.streams import Moment, Streams, streams_of
+
+_Region = tuple[torch.Tensor, int]
+"""Bytes in host memory, and where they begin in a staging buffer."""
+
+_Carry = Callable[[Launch, Sequence[_Region]], Moment]
 
 
 class DevicePagedKV:
-    """A paged KV cache in device memory, with staging for two chunks."""
+    """A paged KV cache in device memory.
+
+    Args:
+        layers: the planes of each layer.
+        layout: of a payload.
+        num_blocks: of the cache.
+        reserved_blocks: as of ``bind_paged_kv``.
+        streams: how work is put in order on the device; None for the device's own.
+        staging_bytes: of each buffer, at least a chunk's.
+    """
 
     def __init__(
         self,
@@ -30,26 +51,39 @@ class DevicePagedKV:
         num_blocks: int,
         reserved_blocks: int = 0,
         *,
-        has_stream: bool = False,
         streams: Streams | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._layers = layers
         self.layout = layout
         self.num_blocks = num_blocks
         self._allowed = range(reserved_blocks, num_blocks)
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
-        self._rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
-        self._planes = len(layers[0])
+        rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
+        self._all_planes = range(len(rows))
+        self._planes_per_layer = len(layers[0])
         self.device = rows[0].device
-        self._staging = Staging(layout.slot_bytes, self.device, streams)
-        self._uploaded: tuple[list[BlockIds], torch.Tensor] | None = None  # the ids of the last layer's chunks
-        has_stream = has_stream and self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
+        self._gathered: dict[Streams, Moment] = {}  # the end of the last gather of every thread's
+        self._settle_on(streams_of(self.device) if streams is None else streams, max(staging_bytes, layout.slot_bytes))
+        self._kernels: Kernels = kernels_for(rows, self.streams, self._staging.buffers[0])
+
+    def _settle_on(self, streams: Streams, staging_bytes: int) -> None:
+        """Take what one thread needs of the device."""
+        self.streams = streams
+        self._staging = Staging(staging_bytes, streams)
+        self._ring = PlaceRing(max(MAX_BLOCKS, self.layout.blocks_per_chunk), streams)
+        self._by_layer: Places | None = None  # of the chunks whose last layer was moved
+
+    @property
+    def device_bytes(self) -> int:
+        """What this takes of the device's memory; each ``for_thread`` takes the same again."""
+        return BUFFERS * self._staging.size_bytes + self._ring.device_bytes + self._kernels.device_bytes
 
     def for_thread(self) -> PagedKV:
         """See ``PagedKV``."""
-        return DevicePagedKV(self._layers, self.layout, self.num_blocks, self._allowed.start, has_stream=True)
+        other = copy(self)
+        other._settle_on(self.streams.for_thread(), self._staging.size_bytes)  # noqa: SLF001 - its own
+        return other
 
     def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
         """See ``PagedKV``: the device copies by itself."""
@@ -57,32 +91,32 @@ class DevicePagedKV:
 
     def moment(self) -> Moment:
         """See ``PagedKV``."""
-        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        return self.streams.now()
 
     def after(self, moment: Moment) -> None:
         """See ``PagedKV``."""
-        if self._stream is not None and moment is not None:
-            torch.cuda.set_stream(self._stream)  # of this thread
-            self._stream.wait_event(moment)
+        self.streams.hold(moment)
 
-    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+    def fence(self) -> None:
         """See ``PagedKV``."""
-        size_bytes = self.layout.payload_bytes(len(block_ids))
-        target = torch.from_numpy(payload)[:size_bytes]
-        return self._staging.carry_out(
-            lambda staged: self.gather_on_device(block_ids, staged[:size_bytes]),
-            lambda staged: _copy(target, staged[:size_bytes]),
-        )
+        for moment in list(self._gathered.values()):
+            self.streams.hold(moment)
 
-    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> None:
+    def reach(self, moment: Moment) -> None:
         """See ``PagedKV``."""
-        check_block_ids(block_ids, self._allowed)  # before anything is copied
-        size_bytes = self.layout.payload_bytes(chunk_blocks)
-        source = torch.from_numpy(payload)[:size_bytes]
-        self._staging.carry_in(
-            lambda staged: _copy(staged[:size_bytes], source),
-            lambda staged: self.scatter_on_device(block_ids, staged[:size_bytes], chunk_blocks, first_block),
-        )
+        self.streams.reach(moment)
+
+    def is_reached(self, moment: Moment) -> bool:
+        """See ``PagedKV``."""
+        return self.streams.is_reached(moment)
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:
+        """See ``PagedKV``."""
+        return self.streams.seconds_between(begin, end)
+
+    def wait(self) -> None:
+        """See ``PagedKV``."""
+        self.streams.wait()
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -91,122 +125,148 @@ class DevicePagedKV:
         check_block_ids(block_ids, self._allowed)
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+        """See ``PagedKV``."""
+        return self.gather_chunks([ChunkBlocks(block_ids, payload, len(block_ids), 0)])[0]
+
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+        """See ``PagedKV``."""
+        return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
+
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``."""
+        return self._each_whole(chunks, self._carry_out)
+
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``."""
+        return self._each_whole(chunks, self._carry_in)
+
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        last: Moment = None  # copies leave one after the other
-        for batch in self._batches(layer, chunks):
-            for plane in range(self._planes):
-                last = self._gather_plane(layer, plane, batch, self._ids_of(batch))
-        return last
+        return self._each_of_layer(layer, chunks, self._carry_out)
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> None:
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        for batch in self._batches(layer, chunks):
-            for plane in range(self._planes):
-                self._scatter_plane(layer, plane, batch, self._ids_of(batch))
-
-    def _gather_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> Moment:
-        rows = self._rows[layer * self._planes + plane]
-
-        def copy(staged: torch.Tensor) -> None:
-            for target, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
-                _copy(target, part)
-
-        return self._staging.carry_out(
-            lambda staged: torch.index_select(rows, 0, ids, out=_as_rows(staged, rows, len(ids))), copy
-        )
-
-    def _scatter_plane(self, layer: int, plane: int, batch: Sequence[ChunkBlocks], ids: torch.Tensor) -> None:
-        rows = self._rows[layer * self._planes + plane]
-
-        def copy(staged: torch.Tensor) -> None:
-            for source, part in self._plane_parts(layer, plane, batch, _as_rows(staged, rows, len(ids))):
-                _copy(part, source)
-
-        self._staging.carry_in(copy, lambda staged: rows.index_copy_(0, ids, _as_rows(staged, rows, len(ids))))
-
-    def reach(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-        self._staging.streams.reach(moment)
-
-    def wait(self) -> None:
-        """See ``PagedKV``."""
-        self._staging.streams.wait()
+        return self._each_of_layer(layer, chunks, self._carry_in)
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
-        ids = self._ids(block_ids)
-        for rows, target in self._pages(payload, len(block_ids)):
-            torch.index_select(rows, 0, ids, out=target)
+        self._on_device(Piece(block_ids, len(block_ids), 0), payload, self._kernels.gather)
 
     def scatter_on_device(
         self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
     ) -> None:
         """See ``PagedKV``."""
-        ids = self._ids(block_ids)
-        last_block = first_block + len(block_ids)
-        for rows, source in self._pages(payload, chunk_blocks):
-            rows.index_copy_(0, ids, source[first_block:last_block])
+        self._on_device(Piece(block_ids, chunk_blocks, first_block), payload, self._kernels.scatter)
 
-    def _ids(self, block_ids: BlockIds) -> torch.Tensor:
-        """Checked ids, on the device.
+    def _on_device(self, piece: Piece, payload: torch.Tensor, move: Callable[[Launch, torch.Tensor], None]) -> None:
+        check_block_ids(piece.block_ids, self._allowed)
+        places = self._ring.write([piece])
 
-        The driver has read them, from ordinary memory, when the call returns: nobody has to wait.
-        """
-        check_block_ids(block_ids, self._allowed)
-        return torch.from_numpy(block_ids).to(self.device, non_blocking=True)
+        def work() -> None:
+            self._ring.send(places)
+            move(Launch(self._all_planes, places), payload)
 
-    def _pages(self, payload: torch.Tensor, chunk_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each plane's rows with its ``[chunk_blocks, words]`` part of a payload on the device."""
-        pairs = []
-        begin = 0
-        for rows in self._rows:
-            end = begin + chunk_blocks * rows.shape[1] * rows.element_size()
-            pairs.append((rows, payload[begin:end].view(rows.dtype).view(chunk_blocks, rows.shape[1])))
-            begin = end
-        return pairs
+        try:
+            self.streams.run(work)
+        finally:
+            places.last_use = self.streams.now()
 
-    def _batches(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[list[ChunkBlocks]]:
-        """Groups of as many chunks as fit into the staging buffer with one plane of a layer."""
-        max_blocks = self._staging.size_bytes // self.layout.page_bytes[layer]
-        batch: list[ChunkBlocks] = []
+    def _each_whole(self, chunks: Sequence[ChunkBlocks], carry: _Carry) -> list[Moment]:
+        """Carry whole chunks, as many at once as fit into a buffer. A moment for each."""
         for chunk in chunks:
-            if sum(len(other.block_ids) for other in batch) + len(chunk.block_ids) > max_blocks:
-                yield batch
-                batch = []
-            batch.append(chunk)
-        if batch:
-            yield batch
+            check_block_ids(chunk.block_ids, self._allowed)  # before anything is copied
+        moments: list[Moment] = []
+        pieces = [Piece(chunk.block_ids, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
+        for group in _groups(pieces, self._max_blocks(self.layout.block_bytes)):
+            regions, begin = [], 0
+            for chunk in chunks[group.start : group.stop]:
+                size_bytes = self.layout.payload_bytes(chunk.chunk_blocks)
+                regions.append((torch.from_numpy(chunk.payload)[:size_bytes], begin))
+                begin += size_bytes
+            places = self._ring.write(pieces[group.start : group.stop])
+            moments += [carry(Launch(self._all_planes, places), regions)] * len(group)
+        return moments
 
-    def _ids_of(self, chunks: Sequence[ChunkBlocks]) -> torch.Tensor:
-        """The ids of several chunks' blocks, on the device; kept there for the same chunks' next layer."""
-        parts = [chunk.block_ids for chunk in chunks]
-        if self._uploaded is not None:
-            known, ids = self._uploaded
-            if len(known) == len(parts) and all(one is other for one, other in zip(known, parts, strict=True)):
-                return ids
-        self._uploaded = parts, self._ids(np.concatenate(parts))
-        return self._uploaded[1]
+    def _each_of_layer(self, layer: int, chunks: Sequence[ChunkBlocks], carry: _Carry) -> Moment:
+        """Carry one layer of some chunks' blocks. Returns the last moment: copies leave one after the other."""
+        planes = range(layer * self._planes_per_layer, (layer + 1) * self._planes_per_layer)
+        pieces = [Piece(chunk.block_ids, len(chunk.block_ids), 0) for chunk in chunks]
+        last: Moment = None
+        for group in _groups(pieces, self._max_blocks(len(planes) * self.layout.page_bytes[layer])):
+            places, self._by_layer = self._places_of_layer(pieces[group.start : group.stop]), None
+            regions = list(self._layer_regions(layer, chunks[group.start : group.stop]))
+            last = carry(Launch(planes, places), regions)
+            self._by_layer = places
+        return last
 
-    def _plane_parts(
-        self, layer: int, plane: int, chunks: Sequence[ChunkBlocks], staged: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each chunk's blocks of a plane in host memory with their part of the staging buffer."""
-        done = 0
+    def _max_blocks(self, block_bytes: int) -> int:
+        return min(self._staging.size_bytes // block_bytes, self._ring.max_blocks)
+
+    def _places_of_layer(self, pieces: Sequence[Piece]) -> Places:
+        """Those of the last layer, if its blocks were the same: they are on the device."""
+        known = self._by_layer
+        if known is None or not known.is_valid or len(known.pieces) != len(pieces):
+            return self._ring.write(pieces)
+        is_same = all(one.block_ids is other.block_ids for one, other in zip(known.pieces, pieces, strict=True))
+        return known if is_same else self._ring.write(pieces)
+
+    def _layer_regions(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[_Region]:
+        """A layer of each chunk: its blocks, which lie side by side in each plane, and its planes if it is whole."""
+        page_bytes, staged = self.layout.page_bytes[layer], 0
         for block_ids, payload, chunk_blocks, first_block, _ in chunks:
-            begin = self.layout.layer_range(layer, chunk_blocks)[0]
-            begin += (plane * chunk_blocks + first_block) * self.layout.page_bytes[layer]
-            end = begin + len(block_ids) * self.layout.page_bytes[layer]
-            part = torch.from_numpy(payload)[begin:end].view(staged.dtype).view(len(block_ids), -1)
-            yield part, staged[done : done + len(block_ids)]
-            done += len(block_ids)
+            parts, size_bytes = self._planes_per_layer, len(block_ids) * page_bytes
+            if len(block_ids) == chunk_blocks:
+                parts, size_bytes = 1, parts * size_bytes
+            for part in range(parts):
+                begin = self.layout.layer_range(layer, chunk_blocks)[0]
+                begin += (part * chunk_blocks + first_block) * page_bytes
+                yield torch.from_numpy(payload)[begin : begin + size_bytes], staged
+                staged += size_bytes
+
+    def _carry_out(self, launch: Launch, regions: Sequence[_Region]) -> Moment:
+        places = launch.places
+        has_to_be_sent, places.is_sent = not places.is_sent, True
+
+        def gather(staged: torch.Tensor) -> None:
+            if has_to_be_sent:
+                self._ring.send(places)
+            self._kernels.gather(launch, staged)
+
+        def copy_out(staged: torch.Tensor) -> None:
+            for payload, begin in regions:
+                payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
+
+        self.streams.hold(places.last_use)
+        try:
+            return self._staging.carry_out(gather, copy_out)
+        finally:
+            self._gathered[self.streams] = places.last_use = self._staging.last_use
+
+    def _carry_in(self, launch: Launch, regions: Sequence[_Region]) -> Moment:
+        places = launch.places
+        has_to_be_sent, places.is_sent = not places.is_sent, True
+
+        def copy_in(staged: torch.Tensor) -> None:
+            if has_to_be_sent:
+                self._ring.send(places)
+            for payload, begin in regions:
+                staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
+
+        self.streams.hold(places.last_use)
+        try:
+            return self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
+        finally:
+            places.last_use = self._staging.last_use
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
-
-
-def _as_rows(staged: torch.Tensor, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The part of a staging buffer for that many blocks of a plane."""
-    size_bytes = num_blocks * rows.shape[1] * rows.element_size()
-    return staged[:size_bytes].view(rows.dtype).view(num_blocks, rows.shape[1])
+def _groups(pieces: Sequence[Piece], max_blocks: int) -> Iterator[range]:
+    """Consecutive pieces that have at most ``max_blocks`` together; one at the least."""
+    begin = blocks = 0
+    for number, piece in enumerate(pieces):
+        if number > begin and blocks + piece.chunk_blocks > max_blocks:
+            yield range(begin, number)
+            begin, blocks = number, 0
+        blocks += piece.chunk_blocks
+    if begin < len(pieces):
+        yield range(begin, len(pieces))

@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.memory.device import DeviceSlots
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class HotChunks:
                 "raise max_local_gpu_size, or set it to 0"
             )
         self._paged = paged
-        self._slots = DeviceSlots(num_slots, slot_bytes, paged.device)
+        self._slots = DeviceSlots(num_slots, slot_bytes, paged.streams)
         self._free = list(range(num_slots))
         self._copies: OrderedDict[ChunkRef, _Copy] = OrderedDict()  # the longest unused first
         self._loads: OrderedDict[ChunkRef, int] = OrderedDict()  # of chunks without a copy
@@ -71,7 +71,7 @@ class HotChunks:
         try:
             with self._slots.using(copy.slot) as memory:
                 self._paged.scatter_on_device(block_ids, memory[:payload_bytes], ref.num_blocks, first_block)
-        except RuntimeError as error:
+        except (RuntimeError, DeviceFullError) as error:
             self._give_up("scatter", error)
             return False
         self._copies.move_to_end(ref)
@@ -110,7 +110,7 @@ class HotChunks:
         try:
             with self._slots.using(slot) as memory:
                 self._paged.gather_on_device(block_ids, memory[:payload_bytes])
-        except RuntimeError as error:
+        except (RuntimeError, DeviceFullError) as error:
             self._give_up("gather", error)
             return
         self._free.pop()
@@ -121,7 +121,7 @@ class HotChunks:
         if ref in self._copies:
             self._free.append(self._copies.pop(ref).slot)
 
-    def _give_up(self, what: str, error: RuntimeError) -> None:
+    def _give_up(self, what: str, error: Exception) -> None:
         """A device that fails once goes on failing."""
         self._leave_out()
         logger.warning(

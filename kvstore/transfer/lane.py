@@ -110,7 +110,7 @@ class Lane:
     def read(self, ref: ChunkRef, slot: int, layers: range | None = None) -> Future[Arrival]:
         """Start to read a chunk, or some layers of it, into a slot."""
         buffer = self._cpu.claim(slot)  # now: if nothing comes, what the slot held before must not be taken for it
-        return self._readers.submit(self._read, ref, buffer, layers, self._sweeps)
+        return self._readers.submit(self._read, ref, slot, buffer, layers, self._sweeps)
 
     @property
     def lends(self) -> bool:
@@ -121,13 +121,22 @@ class Lane:
         """Start to borrow chunks; a broken tier lends none. The caller ends the loan."""
         return self._readers.submit(self._borrow, refs, self._sweeps)
 
-    def write(self, ref: ChunkRef, slot: int) -> None:
-        """Start to write what a slot holds; the slot must not change before it has ended."""
+    @property
+    def sweeps(self) -> int:
+        """Clears and resets so far. What was read from the model's blocks before one of them is void after it."""
+        return self._sweeps
+
+    def write(self, ref: ChunkRef, slot: int, sweeps: int | None = None) -> None:
+        """Start to write what a slot holds; the slot must not change before it has ended.
+
+        ``sweeps`` is what it was when the slot began to be filled; None if that was just now.
+        """
         if self._leaves_writes:
             self._on_written(ref, True)
             return
         with self._lock:
-            write = _Write(ref, slot, self._namespace_id, self._sweeps, self._errands.queued)
+            began = self._sweeps if sweeps is None else sweeps
+            write = _Write(ref, slot, self._namespace_id, began, self._errands.queued)
             future = self._writers.submit(self._write, write)
             self._writing.add(write)
         future.add_done_callback(lambda ended: self._after_write(write, ended))
@@ -185,9 +194,10 @@ class Lane:
             pool.shutdown(wait=True, cancel_futures=True)  # what runs ends within the tier's deadline
         self._tier.close()
 
-    def _read(self, ref: ChunkRef, buffer: ByteArray, layers: range | None, sweeps: int) -> Arrival:
+    def _read(self, ref: ChunkRef, slot: int, buffer: ByteArray, layers: range | None, sweeps: int) -> Arrival:
         if sweeps != self._sweeps or self._errands.hides([ref]):
             return Arrival(Outcome.MISS)
+        self._cpu.settle(slot)  # here, where no model waits
         transfers = [Transfer(ref, buffer)]
         try:
             outcome = (self._tier.get_layers(transfers, layers) if layers else self._tier.get(transfers))[0]

@@ -3,7 +3,8 @@
 A slower tier that can read single layers is asked for groups of them: the first group of every chunk, then the next
 group of every chunk, so that no layer waits for bytes that are needed later. Any other tier reads whole chunks, for
 layer 0. Every layer is verified before it is scattered. In host memory the next layer is scattered on a thread while
-the model computes; on a device a copy is only launched, which needs no thread.
+the model computes; on a device a copy is only launched, which needs no thread, and a slot stays in use until the copies
+have ended.
 
 Nothing here holds a lock between two layers. Whoever begins must call ``finish``, which works in any state.
 """
@@ -25,6 +26,7 @@ from kvstore.keys import PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.memory.labelled import Filling
 from kvstore.paged.base import ChunkBlocks
+from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.lane import Arrival
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, StoreJob
 
@@ -62,7 +64,8 @@ class LayerLoad:
         self._hot: set[PrefixKey] = set()  # loaded as a whole, from the device
         self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
-        self._uses_thread = mover.paged.device.type == "cpu"
+        self._moment: Moment = None  # when the slots have been read, so far
+        self._uses_thread = not mover.launches
         self._next_layer: Future[None] | None = None  # scattered while the model computes
         self._returned_s = -math.inf  # when the last layer was there
         self._scattering = threading.RLock()  # the garbage collector may call ``halt`` on the thread that scatters
@@ -90,7 +93,7 @@ class LayerLoad:
 
     def _bring(self, layer: int) -> None:
         """Wait for a layer and scatter it. On any thread: it uses only this load's own state."""
-        arrived = []
+        arrived = {}
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
             if key in self._result.failed:
@@ -103,10 +106,20 @@ class LayerLoad:
                 if self._mover.scatter_hot(job, self._fillings[number]):
                     self._hot.add(key)
             if key not in self._hot:
-                arrived.append(self._blocks_of(number, source))
+                arrived[number] = self._blocks_of(number, source)
         with self._scattering:
             if not self._is_halted:
-                self._mover.paged.scatter_layer(layer, arrived)
+                self._scatter(layer, arrived)
+
+    def _scatter(self, layer: int, arrived: dict[int, ChunkBlocks]) -> None:
+        """Copy one layer of chunks, by the numbers of their jobs."""
+        steps = [self._jobs[number].step for number in arrived]
+
+        def scatter() -> None:
+            self._moment = self._mover.paged.scatter_layer(layer, list(arrived.values()))
+
+        if not self._mover.launcher.attempt([step.slot for step in steps], Way.IN, scatter):
+            self._result.failed.update(step.ref.prefix_key for step in steps)
 
     def _blocks_of(self, number: int, source: ByteArray) -> ChunkBlocks:
         """Where a job's chunk is; found for the first layer, and the same for all."""
@@ -136,7 +149,7 @@ class LayerLoad:
                 self._mover.note_arrival(reading.step)
             else:
                 self._result.failed.add(reading.step.ref.prefix_key)
-        self._mover.paged.wait()
+        self._mover.launcher.note_uses((job.step.slot for job in self._jobs), self._moment)
         self._mover.counters.mislabelled_slots += self._mislabelled
         if are_blocks_ours and self._done_layers == self._num_layers:
             self._note_loads()
@@ -223,32 +236,40 @@ class LayerStore:
         self._mover = mover
         self._jobs = list(jobs)
         self._stuck = {job.step.slot for job in jobs if mover.is_stuck(job.step.slot)}
-        self._chunks: list[ChunkBlocks] = []
+        self._sweeps = mover.sweeps()
+        self._chunks: dict[int, ChunkBlocks] = {}  # what is gathered, by slot
         self._done_layers = 0
+        self._moment: Moment = None  # when the layers so far are in memory
 
     def move(self, layer: int) -> None:
         """Gather one layer of all chunks, the layers in order."""
         if layer == 0:
-            self._chunks = [
-                self._mover.paged.chunk(job.block_ids, self._mover.cpu.claim(job.step.slot))
+            self._chunks = {
+                job.step.slot: self._mover.paged.chunk(job.block_ids, self._mover.launcher.claim(job.step.slot))
                 for job in self._jobs
                 if job.step.gather and job.step.slot not in self._stuck
-            ]
-        self._mover.paged.gather_layer(layer, self._chunks)
-        self._done_layers = layer + 1
+            }
+
+        def gather() -> None:
+            self._moment = self._mover.paged.gather_layer(layer, list(self._chunks.values()))
+
+        if layer == self._done_layers and self._mover.launcher.attempt(list(self._chunks), Way.OUT, gather):
+            self._done_layers = layer + 1
 
     def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
         """Let the chunks be read, and start their writes. Returns the keys of those that failed.
 
         All fail if a layer is missing, or the gathered bytes are not ``trusted``.
         """
-        self._mover.paged.wait()  # in any case: the slots are given back
+        self._mover.launcher.note_uses(self._chunks, self._moment)  # in any case: the slots are given back
         if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
             return self._mover.refuse(self._jobs)
+        self._mover.paged.reach(self._moment)
+        failed = self._mover.refuse(job for job in self._jobs if job.step.slot in self._stuck)
         for job in self._jobs:
             if job.step.slot not in self._stuck:
-                self._mover.note_store(job)
-        return self._mover.refuse(job for job in self._jobs if job.step.slot in self._stuck)
+                failed |= self._mover.note_store(job, self._sweeps)
+        return failed
 
 
 class LayerWork(NamedTuple, Generic[T]):

@@ -1,8 +1,10 @@
 """Carries out plans: paged KV cache <-> slots <-> slower tiers. Decides nothing; the index did.
 
-Gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile. Reads from
-slower tiers run on their lanes' threads, several at once, and the caller scatters each chunk as it arrives. Writes run
-on other threads, after the call, so that a load never queues behind a store.
+On the host gathers and scatters run within the call, because the blocks belong to a model that must not run meanwhile.
+On a device they are launched, in the order of what the model launches, and nobody waits for them but who needs the
+bytes: slots remember how long the device uses them. Reads from slower tiers run on their lanes' threads, several at
+once, and the caller scatters each chunk as it arrives. Writes run on other threads, after the call, so that a load
+never queues behind a store.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.format.deviation import deviation
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.memory.labelled import Filling, LabelledPool
-from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
 from kvstore.paged.copiers import Copiers
-from kvstore.paged.staging import Moment
+from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.borrowing import use_borrowed
 from kvstore.transfer.flushed import Flushed
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Arrival, Lane
+from kvstore.transfer.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,20 @@ class LoadResult(NamedTuple):
             self.lost.add(ref.prefix_key)
 
 
+class Stores(NamedTuple):
+    """Stores that have begun.
+
+    Attributes:
+        waiting: those not known to be complete, each with the end of its copy; on the host they are yet to be copied.
+        failed: keys of those that did not even begin.
+        sweeps: clears and resets of each lane when they began, which voids what comes after another one.
+    """
+
+    waiting: deque[tuple[StoreJob, Moment]]
+    failed: set[PrefixKey]
+    sweeps: Mapping[Place, int]
+
+
 @dataclass
 class MoverCounters:
     """What was moved since the start."""
@@ -78,6 +95,7 @@ class MoverCounters:
     chunks_loaded_from_gpu: int = 0
     mislabelled_slots: int = 0
     read_timeouts: int = 0
+    failed_copies: int = 0
 
     @classmethod
     def sum(cls, parts: Iterable[MoverCounters]) -> MoverCounters:
@@ -121,7 +139,9 @@ class Mover:
         self._layers = ThreadPoolExecutor(1, "kvstore-layers")  # has no thread before it is used
         self._stuck = {} if stuck is None else stuck
         self._is_passage = is_passage
-        may_borrow = is_passage and Place.DISK not in self._lanes and paged.device.type == "cpu"
+        self.launcher = Launcher(cpu, paged.streams, self._note_failure)
+        self.launches = paged.moment() is not None  # copies, on a device, which end later
+        may_borrow = is_passage and Place.DISK not in self._lanes and not self.launches
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
     def for_thread(self) -> Mover:
@@ -168,11 +188,10 @@ class Mover:
         reads = [None if job.step.source is Place.MEMORY else self.start_read(job.step) for job in jobs]
         try:
             return self._scatter_arrivals(jobs, reads)
-        finally:  # also if scattering raises: no read or copy may still use a slot that is given back
+        finally:  # also if scattering raises: no read may still use a slot that is given back
             for job, read in zip(jobs, reads, strict=True):
                 if read is not None:
                     self.end_read(job.step, read)
-            self.paged.wait()
 
     def end_read(self, step: LoadStep, read: Future[Arrival]) -> None:
         """Cancel a read or wait for it; if it timed out, mark its slot as stuck."""
@@ -184,31 +203,53 @@ class Mover:
 
     def _scatter_arrivals(self, jobs: Sequence[LoadJob], reads: Sequence[Future[Arrival] | None]) -> LoadResult:
         result = LoadResult(set(), set())
+        arrived: list[tuple[LoadJob, ByteArray]] = []
         for job, read in zip(jobs, reads, strict=True):
+            if read is not None and not read.done():
+                self._scatter(arrived, result)  # while the next one is on its way
+                arrived = []
             ref, slot, _ = job.step
             outcome = Outcome.HIT if read is None else read.result().outcome
             if read is not None and outcome is Outcome.HIT:
                 self.note_arrival(job.step)
-            filling = self.cpu.filling(slot, ref)
             source = self.cpu.read(slot, ref) if outcome is Outcome.HIT else None
             if source is None:
                 self.counters.mislabelled_slots += outcome is Outcome.HIT
                 result.note(ref, Outcome.FAILED if outcome is Outcome.HIT else outcome)
-                continue
-            is_hot = self.scatter_hot(job, filling)
-            if len(job.block_ids) and not is_hot:
-                self.paged.scatter(job.block_ids, source, ref.num_blocks, job.first_block)
-            self.note_load(job, filling, is_hot=is_hot)
+            else:
+                arrived.append((job, source))
+        self._scatter(arrived, result)
         return result
 
+    def _scatter(self, arrived: Sequence[tuple[LoadJob, ByteArray]], result: LoadResult) -> None:
+        """Copy chunks from their slots, or from copies on the device, to their blocks."""
+        if not arrived:
+            return
+        fillings = [self.cpu.filling(job.step.slot, job.step.ref) for job, _ in arrived]
+        hot = [self.scatter_hot(job, filling) for (job, _), filling in zip(arrived, fillings, strict=True)]
+        cold = [one for one, is_hot in zip(arrived, hot, strict=True) if len(one[0].block_ids) and not is_hot]
+        chunks = [ChunkBlocks(job.block_ids, source, job.step.ref.num_blocks, job.first_block) for job, source in cold]
+        slots = [job.step.slot for job, _ in cold]
+        if self.launcher.launch(slots, Way.IN, lambda: self.paged.scatter_chunks(chunks)) is None:
+            result.failed.update(job.step.ref.prefix_key for job, _ in cold)
+        for (job, _), filling, is_hot in zip(arrived, fillings, hot, strict=True):
+            if job.step.ref.prefix_key not in result.failed:
+                self.note_load(job, filling, is_hot=is_hot)
+
+    def _note_failure(self, num_chunks: int) -> None:
+        self.counters.failed_copies += num_chunks
+
     def deviation(self, job: LoadJob) -> float | None:
-        """How far a chunk's blocks differ from its bytes in its slot; None if the slot does not hold it."""
+        """How far a chunk's blocks differ from its bytes in its slot; None if one of them cannot be read."""
         stored = self.cpu.read(job.step.slot, job.step.ref)
         if stored is None:
             return None
         num_blocks = len(job.block_ids)
         fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
-        self.paged.reach(self.paged.gather(job.block_ids, fresh))
+        slots, ends = [job.step.slot], list[Moment]()
+        if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
+            return None
+        self.paged.reach(ends[0])
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
@@ -242,39 +283,72 @@ class Mover:
 
         If gathering raises, the caller must count all of ``jobs`` as failed.
         """
+        return self.finish_store(self.start_store(jobs))
+
+    def start_store(self, jobs: Sequence[StoreJob]) -> Stores:
+        """Launch the gathers, on a device, after what its current stream was given. ``finish_store`` must follow.
+
+        Raises as ``store`` does.
+        """
         stuck = {job.step.slot for job in jobs if self.is_stuck(job.step.slot)}
-        waiting = deque(job for job in jobs if job.step.slot not in stuck)
-        copying: deque[tuple[StoreJob, Moment]] = deque()
         failed = self.refuse(job for job in jobs if job.step.slot in stuck)
+        ours = [job for job in jobs if job.step.slot not in stuck]
+        sweeps = self.sweeps()
+        if not self.launches:
+            return Stores(deque((job, None) for job in ours), failed, sweeps)
+        gathering = [job for job in ours if job.step.gather]
         try:
-            while waiting or copying:
-                if waiting:
-                    copying.append((waiting[0], self._gather(waiting[0])))
-                    waiting.popleft()
-                job, moment = copying[0]
-                if moment is None or len(copying) > 1 or not waiting:  # one is copied while the next is gathered
-                    self.paged.reach(moment)
-                    copying.popleft()
-                    self.note_store(job)
+            moments = self._launch_gathers(gathering)
         except BaseException:
-            self.paged.wait()  # the slots are given back
-            self.refuse([*(job for job, _ in copying), *waiting])
+            self.refuse(ours)
+            raise
+        if moments is None:
+            failed |= self.refuse(gathering)
+            ours, moments = [job for job in ours if not job.step.gather], ()
+        ends = dict(zip((job.step.slot for job in gathering), moments, strict=False))
+        return Stores(deque((job, ends.get(job.step.slot)) for job in ours), failed, sweeps)
+
+    def _launch_gathers(self, jobs: Sequence[StoreJob]) -> Sequence[Moment] | None:
+        slots = [job.step.slot for job in jobs]
+        chunks = [
+            ChunkBlocks(job.block_ids, self.launcher.claim(slot), job.step.ref.num_blocks, 0)
+            for job, slot in zip(jobs, slots, strict=True)
+        ]
+        return self.launcher.launch(slots, Way.OUT, lambda: self.paged.gather_chunks(chunks))
+
+    def finish_store(self, stores: Stores) -> set[PrefixKey]:
+        """Let chunks be found as their bytes come to memory, and start their writes. On any thread, one at a time."""
+        waiting, failed, sweeps = stores
+        try:
+            while waiting:
+                job, moment = waiting[0]
+                if job.step.gather and not self.launches:
+                    moment = self.paged.gather(job.block_ids, self.launcher.claim(job.step.slot))
+                self.paged.reach(moment)
+                waiting.popleft()
+                failed |= self.note_store(job, sweeps)
+        except BaseException:
+            self.refuse(job for job, _ in waiting)
             raise
         return failed
 
-    def _gather(self, job: StoreJob) -> Moment:
-        """Start to fill a slot, unless it holds the chunk already."""
-        return self.paged.gather(job.block_ids, self.cpu.claim(job.step.slot)) if job.step.gather else None
+    def sweeps(self) -> dict[Place, int]:
+        """Clears and resets of each lane so far."""
+        return {place: lane.sweeps for place, lane in self._lanes.items()}
 
-    def note_store(self, job: StoreJob) -> None:
-        """A gather into a slot is complete: let the chunk be read, and start its writes."""
+    def note_store(self, job: StoreJob, sweeps: Mapping[Place, int]) -> set[PrefixKey]:
+        """A gather into a slot, begun after so many sweeps, is complete: let the chunk be read, and start its writes.
+
+        Returns its key if it failed, as everything was forgotten meanwhile.
+        """
         ref, slot = job.step.ref, job.step.slot
-        if job.step.gather:
-            self.cpu.publish(slot, ref)
+        is_there = not job.step.gather or self.cpu.publish(slot, ref)
+        if job.step.gather and is_there:
             self.counters.chunks_stored += 1
             self.counters.bytes_gathered += self.paged.layout.payload_bytes(ref.num_blocks)
         for target in job.step.targets:
-            self._lanes[target].write(ref, slot)
+            self._lanes[target].write(ref, slot, sweeps[target])
+        return set() if is_there else {ref.prefix_key}
 
     def refuse(self, jobs: Iterable[StoreJob]) -> set[PrefixKey]:
         """Fail stores whose source blocks are not to be trusted, and return their keys."""

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options, scheduler_options, worker_options
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
-from kvstore.adapters.vllm.glue.support import ALLOW_UNTESTED, check_supported, frees_blocks
+from kvstore.adapters.vllm.glue.support import ALLOW_UNTESTED, check_supported, frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError, LayoutError
@@ -134,6 +134,19 @@ def test_with_a_window_loads_go_beside_the_steps() -> None:
     check_supported(vllm_config(consumer=False), windowed(), within)
     with pytest.raises(ConfigError, match="enable_async_loading is false, and the layers of this model attend to a w"):
         check_supported(vllm_config(), windowed(), within)
+
+
+def test_blocks_may_be_overwritten_before_the_connector_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model runner V2 zeroes blocks when it takes in a step, where layers differ in precision."""
+    half = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    mixed = cache_config(KVCacheGroupSpec(["layer.0"], spec()), KVCacheGroupSpec(["layer.1"], half))
+    first, second, silent = (SimpleNamespace(use_v2_model_runner=v2) for v2 in (False, True, True))
+    del silent.use_v2_model_runner
+    assert [overwrites_early(runner, mixed) for runner in (first, second, silent)] == [False, True, True]
+    assert not overwrites_early(second, cache_config())
+    assert overwrites_early(second, SimpleNamespace())  # a version that does not say
+    monkeypatch.setattr(vllm, "__version__", "1.0")
+    assert overwrites_early(first, cache_config())
 
 
 def test_a_chunk_size_that_does_not_fit_is_refused() -> None:

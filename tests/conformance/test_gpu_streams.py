@@ -38,7 +38,7 @@ class Gpu:
         self.layout = self.paged.layout
 
     def open(self, slots: int = 1) -> DeviceSlots:
-        return DeviceSlots(slots, self.layout.slot_bytes, self.paged.device)
+        return DeviceSlots(slots, self.layout.slot_bytes, self.paged.streams)
 
     def fill(self, value: int) -> None:
         for cache in self.caches.values():
@@ -180,7 +180,7 @@ def test_memory_of_closed_slots_is_lent_again_only_when_its_last_work_is_done(gp
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_slots_of_the_pool_and_other_buffers(gpu: Gpu, pinned: bool) -> None:
-    pool = SlabPool(8, gpu.layout.slot_bytes)
+    pool = SlabPool(8, gpu.layout.slot_bytes, gpu.paged.device)
     assert pool.wait_populated(30.0)
     buffers = [pool.slot(n) if pinned else np.zeros(gpu.layout.slot_bytes, np.uint8) for n in range(8)]
     assert torch.from_numpy(buffers[0]).is_pinned() == pinned

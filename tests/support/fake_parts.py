@@ -178,6 +178,9 @@ class Setup:
     lookup_timeout_s: float = 5.0
     hold_s: float | None = None  # how long answers of the remote tier count, if not for long
     min_remote_tokens: int = 0
+    eagerness: float | None = None  # of a device that does what the model and the workers launch as late as it may
+    overwrites_early: bool = False  # as vLLM's model runner V2: blocks are overwritten before a step is prepared
+    hot_slots: int = 0  # copies on the device
 
 
 def remote_of(setup: Setup) -> RemoteOptions | None:

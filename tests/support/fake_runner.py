@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,7 +35,9 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.keys import KeyExtras, Namespace, PrefixHasher
 from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.paged.base import PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
+from kvstore.paged.device import DevicePagedKV
 from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
 from support.fake_blocks import FakeBlocks
 from support.fake_parts import (
@@ -55,6 +58,7 @@ from support.fake_parts import (
     sample,
 )
 from support.idle import are_loads_idle, are_saves_idle
+from support.late_device import LateDevice, LateStreams
 from support.uses import uses_of
 
 
@@ -65,6 +69,8 @@ class FakeRunner(FakeBlocks):
         super().__init__(setup.gpu_blocks)
         self.setup = setup
         self.random = random.Random(setup.seed)
+        self.late = None if setup.eagerness is None else LateDevice(setup.seed, eagerness=setup.eagerness)
+        self.wrong: list[AssertionError] = []  # found by what was launched
         self._remote = remote_of(setup)
         self.scheduler = StoreScheduler(
             SchedulerOptions(
@@ -108,10 +114,7 @@ class FakeRunner(FakeBlocks):
 
     def _worker(self, rank: int) -> StoreWorker:
         setup = self.setup
-        layers = {f"layer.{number}": torch.from_numpy(cache) for number, cache in enumerate(self.caches[rank])}
-        paged = bind_paged_kv(
-            layers, num_blocks=setup.gpu_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK, reserved_blocks=1
-        )
+        paged, layers = self._paged(rank), range(len(self.caches[rank]))
         options = EngineOptions(
             max_local_cpu_bytes=setup.slots * CHUNK_SLOT_BYTES,
             local_cpu=setup.local_cpu,
@@ -120,16 +123,47 @@ class FakeRunner(FakeBlocks):
             use_odirect=False,
             disk_io_threads=2,
             remote=self._remote_at(rank),
+            max_local_gpu_bytes=setup.hot_slots * CHUNK_SLOT_BYTES,
         )
         push = None
         if setup.receiver is not None:
             push = PushOptions(rank, setup.push_slots * CHUNK_SLOT_BYTES, connect=setup.receiver.connect)
-        how = WorkerOptions(tuple(layers), setup.layerwise, setup.async_save, push)
+        names = tuple(f"layer.{number}" for number in layers)
+        how = WorkerOptions(names, setup.layerwise, setup.async_save, push, setup.overwrites_early)
         server = None
         if setup.port is not None:
             where = EmbeddedOptions(SERVER_BYTES, "127.0.0.1", setup.port + rank)
             server = EmbeddedServer(self.namespace(rank), paged.layout, where)
         return StoreWorker(paged, self.namespace(rank), options, how, server)
+
+    def _paged(self, rank: int) -> PagedKV:
+        blocks = self.setup.gpu_blocks
+        layers = {f"layer.{number}": torch.from_numpy(cache) for number, cache in enumerate(self.caches[rank])}
+        paged = bind_paged_kv(layers, num_blocks=blocks, block_tokens=BLOCK, chunk_tokens=CHUNK, reserved_blocks=1)
+        if self.late is None:
+            return paged
+        planes = [find_planes(name, cache, blocks) for name, cache in layers.items()]
+        streams = LateStreams(self.late)
+        return DevicePagedKV(planes, paged.layout, blocks, 1, streams=streams, staging_bytes=2 * CHUNK_SLOT_BYTES)
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        """Have the model do something: at once, or on its stream."""
+        if self.late is None:
+            work()
+            return
+
+        def noting_errors() -> None:  # any thread that waits for the device may do it
+            try:
+                work()
+            except AssertionError as error:
+                self.wrong.append(error)
+
+        self.late.current.launch(noting_errors)
+
+    def _let_time_pass(self) -> None:
+        if self.late is not None:
+            for _ in range(20):
+                self.late.run_at_random()
 
     def namespace(self, rank: int = 0, weights: int = 0) -> Namespace:
         """Of a rank's chunks, as computed with certain weights."""
@@ -168,15 +202,22 @@ class FakeRunner(FakeBlocks):
     def _scramble_taken(self) -> None:
         """The step that is carried out may overwrite the blocks that its schedule has given away."""
         blocks, self.taken = self.taken, []
-        for layers in self.caches:
-            for layer in layers:
-                layer[blocks] = GARBAGE
+
+        def scramble() -> None:
+            for layers in self.caches:
+                for layer in layers:
+                    layer[blocks] = GARBAGE
+
+        self._launch(scramble)
 
     def _execute(self, step: Step) -> None:
         plans = [copy.deepcopy(step.plan) for _ in self.workers]  # each rank gets its own, as over a wire
+        if self.setup.overwrites_early:
+            self._scramble_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.prepare(plan)
-        self._scramble_taken()
+        if not self.setup.overwrites_early:
+            self._scramble_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.begin_step(plan)
             if step.has_loads:
@@ -211,6 +252,7 @@ class FakeRunner(FakeBlocks):
             if self.setup.defer_stores:
                 worker.store()
         step.report = merged
+        assert not self.wrong, self.wrong
 
     def _take_fetched(self, step: Step, worker: StoreWorker) -> None:
         for req_id in worker.take_fetched_requests():
@@ -240,22 +282,26 @@ class FakeRunner(FakeBlocks):
             step.outputs[request.request_id] = tokens[end : end + accepted + 1]
             step.rejected[request.request_id] = part.drafts - accepted
         self._write(step, part, tokens, start, end + accepted)
+        blocks = list(part.blocks)
         for position in range(end + accepted, end + part.drafts):  # rejected drafts leave their KV behind
-            self._put(part.blocks, position, GARBAGE + position)
+            self._launch(partial(self._put, blocks, position, GARBAGE + position))
         request.on_gpu = end + accepted
 
     def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int, end: int) -> None:
         """Compute the KV of ``[start, end)``, from what stands before it."""
-        request = part.request
+        request, blocks, unheard = part.request, list(part.blocks), [*self.in_flight, step]
         values = kv_of(f"{self.weights} {request.salt}", tokens[:end])
-        right = not request.mixed and self._holds(part.blocks, values[:start])
-        if not right and not request.mixed:
-            unheard = [*self.in_flight, step]
-            assert any(not earlier.failed_blocks.isdisjoint(part.blocks) for earlier in unheard), (
+        is_mixed = request.mixed
+
+        def write() -> None:
+            right = not is_mixed and self._holds(blocks, values[:start])
+            for position in range(start, end):
+                self._put(blocks, position, int(values[position]) if right else -position)
+            assert right or is_mixed or any(not earlier.failed_blocks.isdisjoint(blocks) for earlier in unheard), (
                 f"{request.request_id}: wrong bytes before token {start}"
             )
-        for position in range(start, end):
-            self._put(part.blocks, position, int(values[position]) if right else -position)
+
+        self._launch(write)
 
     def _put(self, blocks: list[int], position: int, value: int) -> None:
         block, offset = blocks[position // BLOCK], position % BLOCK
@@ -283,7 +329,8 @@ class FakeRunner(FakeBlocks):
         """The files of the chunks on one rank's disk."""
         assert self.setup.folder is not None
         home = self.setup.folder / f"rank-{rank}"
-        assert self.workers[rank]._mover.settle(10) or self.workers[rank]._mover.cpu._pool._closing.is_set()
+        mover = self.workers[rank]._mover
+        assert mover.settle(10) or mover.cpu._pool._preparation._closing.is_set()
         return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
 
     def assert_nothing_leaked(self) -> None:

@@ -66,6 +66,7 @@ class FakeVllm(FakeRunner):
                 return
             if not self.step() and (self.loading or self.kept):
                 time.sleep(0.002)  # as vLLM does while nothing runs but transfers
+                self._let_time_pass()
         raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
 
     def ask(self, name: str, tokens: Iterable[int], **how: Any) -> FakeRequest:

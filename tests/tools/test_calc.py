@@ -65,6 +65,37 @@ def test_what_does_not_say_enough(tmp_path: Path) -> None:
         geometry_of(model(tmp_path, LLAMA_8B), "int3")
 
 
+def test_what_a_gpu_gives() -> None:
+    """Three buffers for each of three threads, of a chunk or what copies well, and whole slots of the tier."""
+    geometry = Geometry(layers=32, kv_heads=8, head_elements=256, dtype="bfloat16")
+    sizes = calculate(geometry, chunk_tokens=256, block_tokens=16, tp_size=1, memory_gib=[10, 200], gpu_tier_gib=1.01)
+    assert sizes.device.staging == 9 * (32 << 20)
+    assert sizes.device.tier == 32 * (32 << 20)
+    assert sizes.device.total >= sizes.device.staging + sizes.device.tier
+    large = calculate(geometry, chunk_tokens=512, block_tokens=16, tp_size=1, memory_gib=[])
+    small = calculate(geometry, chunk_tokens=256, block_tokens=16, tp_size=8, memory_gib=[])
+    assert large.device.staging == 2 * sizes.device.staging
+    assert small.device.staging == sizes.device.staging
+    assert sizes.pin_s == {"10": pytest.approx(1.1), "200": pytest.approx(22.0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [("llama-8b", 131_072), ("llama-70b-tp8", 40_960), ("qwen-0.5b", 12_288), ("deepseek-mla", 61 * 576 * 2)],
+)
+def test_geometries_that_have_a_name(name: str, token_bytes: int, run: Any, run_json: Any) -> None:
+    code, sizes = run_json("calc", "--geometry", name, "--gpu-tier", "1")
+    assert (code, sizes["bytes_per_token"]) == (0, token_bytes)
+    assert sizes["device"]["staging"] > 0
+    assert 0 < sizes["device"]["tier"] <= 1 << 30
+    assert "of a GPU" in run("calc", "--geometry", name, "--gpu").stdout
+    assert "of a GPU" not in run("calc", "--geometry", name).stdout
+
+
+def test_a_geometry_without_a_name(run: Any) -> None:
+    assert run("calc", "--geometry", "gpt-2").exit_code == 2
+
+
 def test_command(tmp_path: Path, run: Any, run_json: Any) -> None:
     code, sizes = run_json("calc", "--model", model(tmp_path, LLAMA_8B), "--memory", "20", "--tp", "2")
     assert (code, sizes["bytes_per_token"], sizes["holds_tokens"]) == (0, 65_536, {"20": 327_680})

@@ -13,7 +13,7 @@ import yaml
 
 from kvstore.tools.dev.mutate.__main__ import AREAS, ROOT, main
 from kvstore.tools.dev.mutate.mutations import ListError, Mutation, read_mutations
-from kvstore.tools.dev.mutate.report import faults, summary
+from kvstore.tools.dev.mutate.report import explained, faults, summary
 from kvstore.tools.dev.mutate.running import Result, Verdict
 
 SOURCE = """def larger(one, other):
@@ -167,6 +167,8 @@ def test_at_least_95_percent() -> None:
     assert not faults(results(19, survives="cannot be told apart"))
     assert faults(results(18, survives="cannot be told apart")) == ["18 of 19 are caught: fewer than 95%"]
     assert len(faults(results(99, survives=None))) == 1, "each needs a reason"
+    assert explained(results(19, survives="only CUDA can show")) == ["m survived: only CUDA can show"]
+    assert not explained(results(19, survives=None))
     assert summary(results(19, survives=None)) == "19 of 20 mutations are caught (95%)"
 
 

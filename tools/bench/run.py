@@ -14,7 +14,7 @@ from kvstore.memory.limits import require_memory
 from kvstore.tools.bench.cpu import measure_cpu
 from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry
-from kvstore.tools.bench.gpu import measure_gpu
+from kvstore.tools.bench.gpu.calls import measure_gpu
 from kvstore.tools.bench.lines import BenchReport, Line
 from kvstore.tools.bench.lookup import measure_lookups, measure_touches
 from kvstore.tools.bench.redis import measure_redis

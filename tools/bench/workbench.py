@@ -91,16 +91,25 @@ class Workbench:
         block_ids = self._some_blocks()
         return block_ids, self._slot_mapping(block_ids)
 
-    def check(self, block_ids: torch.Tensor) -> None:
-        """Compare every byte of the cache: the batch in ``block_ids``, and poison everywhere else.
+    def other_blocks(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """Overwrite all blocks but these, and return them in random order."""
+        others = torch.ones(2 * self._batch_blocks, dtype=torch.bool)
+        others[block_ids] = False
+        for cache in self._caches:
+            cache[others] = _POISON
+        found = others.nonzero()[:, 0].numpy()
+        return torch.from_numpy(self._random.permutation(found))
+
+    def check(self, *holding: torch.Tensor) -> None:
+        """Compare every byte of the cache: the batch in each of these sets of blocks, and poison everywhere else.
 
         Raises:
             BenchError: something differs.
         """
         others = torch.ones(2 * self._batch_blocks, dtype=torch.bool)
-        others[block_ids] = False
+        others[torch.cat(holding)] = False
         for layer, (cache, expected) in enumerate(zip(self._caches, self._expected, strict=True)):
-            if not torch.equal(cache[block_ids].cpu(), expected):
+            if not all(torch.equal(cache[block_ids].cpu(), expected) for block_ids in holding):
                 raise BenchError(f"layer {layer}: the bytes retrieved are not those stored")
             if not bool((cache[others] == _POISON).all()):
                 raise BenchError(f"layer {layer}: blocks were overwritten that nobody asked for")

@@ -51,6 +51,9 @@ def doctor(
 def calc(
     *,
     model: ModelPath = None,
+    geometry: Annotated[
+        str | None, typer.Option(help="Instead of --model: llama-8b, llama-70b-tp8, qwen-0.5b or deepseek-mla.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Attention layers, instead of --model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, with --layers.")] = None,
     head_size: Annotated[int | None, typer.Option(min=1, help="Numbers per head, with --layers.")] = None,
@@ -59,6 +62,8 @@ def calc(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a vLLM block.")] = 16,
     tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel workers.")] = 1,
     memory: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,200.")] = "20,200",
+    gpu: Annotated[bool, typer.Option("--gpu", help="Also the memory of a GPU, and how long pinning takes.")] = False,
+    gpu_tier: Annotated[float, typer.Option(min=0, help="max_local_gpu_size, in GiB.")] = 0.0,
 ) -> Answer:
     """Show how many bytes of KV a token and a chunk take, and how many tokens fit in memory; all for one worker.
 
@@ -67,22 +72,23 @@ def calc(
     from kvstore.tools.calc import calculate  # noqa: PLC0415
 
     sizes = calculate(
-        _geometry(model, layers, kv_heads, head_size, kv_dtype),
+        _geometry(model, geometry, (layers, kv_heads, head_size), kv_dtype),
         chunk_tokens=chunk_size,
         block_tokens=block_size,
         tp_size=tp,
         memory_gib=parse_numbers(memory, "--memory", "numbers of GiB between commas, such as 20,200"),
+        gpu_tier_gib=gpu_tier,
     )
-    geometry = sizes.geometry
+    of = sizes.geometry
     text = [
-        (
-            f"{geometry.layers} layers, {geometry.kv_heads} KV heads of {geometry.head_elements} numbers, "
-            f"{geometry.dtype}, {tp} worker(s)"
-        ),
+        f"{of.layers} layers, {of.kv_heads} KV heads of {of.head_elements} numbers, {of.dtype}, {tp} worker(s)",
         f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})",
         f"a chunk of {chunk_size} tokens takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}",
         *(f"{gib} GiB hold {tokens:,} tokens" for gib, tokens in sizes.holds_tokens.items()),
     ]
+    if gpu:
+        text.append(f"of a GPU {size(sizes.device.total)} are taken: {sizes.device}")
+        text += [f"{gib} GiB of memory are pinned in about {time_s:.0f} s" for gib, time_s in sizes.pin_s.items()]
     return Answer(asdict(sizes), text)
 
 
@@ -98,14 +104,21 @@ def version() -> Answer:
 
 
 def _geometry(
-    model: Path | None, layers: int | None, kv_heads: int | None, head_size: int | None, kv_dtype: str
+    model: Path | None, name: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str
 ) -> Geometry:
+    from kvstore.tools.bench.geometry import GEOMETRIES  # noqa: PLC0415
     from kvstore.tools.calc import Geometry, check_dtype, geometry_of  # noqa: PLC0415
 
     if model is not None:
         return geometry_of(model, kv_dtype)
-    if layers is None or kv_heads is None or head_size is None:
-        raise ConfigError("give --model, or all of --layers, --kv-heads and --head-size")
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     check_dtype(dtype)
+    if name is not None:
+        if name not in GEOMETRIES:
+            raise ConfigError(f"--geometry is {name!r}: it must be one of {', '.join(GEOMETRIES)}")
+        known = GEOMETRIES[name]
+        return Geometry(known.layers, known.kv_heads, known.token_elements // known.kv_heads, dtype)
+    layers, kv_heads, head_size = numbers
+    if layers is None or kv_heads is None or head_size is None:
+        raise ConfigError("give --model, --geometry, or all of --layers, --kv-heads and --head-size")
     return Geometry(layers, kv_heads, 2 * head_size, dtype)

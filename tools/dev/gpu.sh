@@ -1,20 +1,15 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: its tests, then the bench of every geometry. Writes bench-results/gpu-*.json.
+# On a machine with a GPU. Needs no installation, no network and no vLLM: it runs in the checkout.
 #
-# Environment: BIN (the folder of pytest and kvstore), GEOMETRIES, and OUT (default bench-results).
+#   tools/dev/gpu.sh bench                    tests and speed (make bench-gpu)
+#   tools/dev/gpu.sh visit                    a whole visit, within 25 minutes: tests, order, speed, traces
+#   tools/dev/gpu.sh visit --only 'moves-*'   some of its steps
+#
+# Environment: PYTHON (python3; the one that has torch) or BIN (the folder of an environment's commands). Results go to
+# bench-results, or --out. Exits with 1 if a step failed, with 2 if nothing can run: it says what is missing.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-bin=${BIN:?the folder of the environment\'s commands}
-out=${OUT:-bench-results}
-geometries=${GEOMETRIES:-llama-8b llama-70b-tp8 qwen-0.5b deepseek-mla}
-
-"$bin/python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: torch finds no GPU here")'
-mkdir -p "$out"
-"$bin/pytest" -m gpu tests/unit tests/conformance
-failed=0
-for geometry in $geometries; do
-  "$bin/kvstore" bench --geometry "$geometry" --no-vllm --json >"$out/gpu-$geometry.json" || failed=1
-done
-echo "wrote $out/gpu-*.json"
-exit $failed
+python=${PYTHON:-${BIN:+$BIN/python}}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${python:-python3}" -m kvstore.tools.bench.gpu "${@:-bench}"

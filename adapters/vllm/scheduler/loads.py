@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, Sourced, StepPlan, StepResult
+from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, ReqMeta, Sourced, StepPlan, StepResult
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
@@ -23,6 +23,7 @@ from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
+_MAX_UNTIMED = 64  # a rank may never tell
 BlocksOf = Callable[[str], Sequence[int]]  # a request's current blocks
 
 
@@ -60,6 +61,7 @@ class _StepLoads:
     steps: list[LoadStep] = field(default_factory=list)
     tokens: Counter[Place] = field(default_factory=Counter)
     unverified: list[_Unverified] = field(default_factory=list)
+    time: LoadTime = field(default_factory=LoadTime)
 
 
 @dataclass
@@ -91,6 +93,7 @@ class LoadPlanner:
         self._coming_fetches: list[Fetch] = []
         self._coming_sourced: list[Sourced] = []
         self._in_flight: dict[int, _StepLoads] = {}
+        self._untimed: dict[int, _StepLoads] = {}  # done, but some rank has yet to say how long it took
         self._fetching: dict[int, _Fetching] = {}
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0
@@ -208,7 +211,23 @@ class LoadPlanner:
             return
         self._index.complete_load(loads.steps, result.failed_loads, result.lost_chunks)
         if not result.is_poisoned:
-            self._choice.loaded(loads.tokens, result.load_s)
+            self._untimed[number] = loads
+            self._note_time(number, LoadTime())
+        while len(self._untimed) > _MAX_UNTIMED:
+            self._untimed.pop(next(iter(self._untimed)))
+
+    def note_times(self, times: Mapping[int, LoadTime]) -> None:
+        """Some ranks have told how long the loads of steps took."""
+        for number, time in times.items():
+            self._note_time(number, time)
+
+    def _note_time(self, number: int, time: LoadTime) -> None:
+        loads = self._untimed.get(number) or self._in_flight.get(number)
+        if loads is None:
+            return
+        loads.time.merge(time)
+        if loads.time.ranks == self._num_ranks and self._untimed.pop(number, None) is not None:
+            self._choice.loaded(loads.tokens, loads.time.seconds)
 
     def complete_fetch(self, number: int, result: FetchResult) -> str | None:
         """A rank has ended a fetch. Returns its request's id if this was the last rank and something has failed."""

@@ -336,6 +336,7 @@ class StoreScheduler:
             connected.choice.computed(*self._clock.ended(report.computed, time.monotonic()))
         connected.index.set_disk_answers(answers=report.disk_answers)
         connected.index.set_remote_answers(answers=report.remote_answers)
+        connected.loads.note_times(report.load_times)
         for number, result in sorted(report.steps.items()):
             step = self._steps.merge(number, result)
             if not step.is_loaded and step.result.ranks_loaded == connected.num_ranks:

@@ -2,28 +2,28 @@
 
 Two threads, so that a load never queues behind a store. Everything else here is for the model's thread, which starts
 the moves and collects what has ended.
+
+On a device the model's thread also launches a step's gathers, on a stream of their own: a thread that comes late would
+read blocks that have been overwritten. What the model launches can then be ordered after them on the device, by
+``fence``, and only the thread waits for their bytes.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.keys import PrefixKey
-from kvstore.paged.staging import Moment
-from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StoreJob
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from kvstore.paged.streams import Moment
+from kvstore.transfer.mover import LoadResult, Mover, MoverCounters, StoreJob, Stores
+from kvstore.transfer.stopwatch import Stopwatch
 
 
 class Fetched(NamedTuple):
@@ -47,15 +47,17 @@ class Background:
     """Carries out what no step waits for.
 
     Args:
-        mover: the model's; ``close`` must come before its own.
+        mover: the model's; ``stop`` and ``wait`` must come before its ``close``.
     """
 
     def __init__(self, mover: Mover) -> None:
+        self._model = mover.paged
         self._loader, self._storer = mover.for_thread(), mover.for_thread()
         self._loads = ThreadPoolExecutor(1, "kvstore-fetch")
         self._stores = ThreadPoolExecutor(1, "kvstore-save")
-        self._fetching: dict[int, tuple[Fetch, Future[tuple[LoadResult, float]]]] = {}
+        self._fetching: dict[int, tuple[Fetch, Future[LoadResult], Stopwatch]] = {}
         self._saving: deque[tuple[int, Collection[str], Future[tuple[set[PrefixKey], float]]]] = deque()
+        self._following: deque[Future[None]] = deque()  # what has to come after stores
         self._revoked: set[int] = set()
 
     def counters(self) -> MoverCounters:
@@ -64,28 +66,56 @@ class Background:
 
     def fetch(self, fetch: Fetch) -> None:
         """Start a load, after what the model's thread has launched so far."""
-        moment = self._loader.paged.moment()
-        self._fetching[fetch.number] = (fetch, self._loads.submit(self._load, fetch, moment))
+        moment, watch = self._model.moment(), Stopwatch(self._loader.paged)
+        self._fetching[fetch.number] = (fetch, self._loads.submit(self._load, fetch, moment, watch), watch)
 
     def save(self, step: int, jobs: Sequence[StoreJob], ended: Collection[str]) -> None:
         """Start a step's stores, after what the model's thread has launched so far, and after all earlier ones."""
-        moment = self._storer.paged.moment()
-        self._saving.append((step, ended, self._stores.submit(self._store, jobs, moment)))
+        self._storer.paged.after(self._model.moment())
+        with record_function("kvstore::gather"):
+            stores = self._storer.start_store(jobs)
+        self._saving.append((step, ended, self._stores.submit(self._store, stores)))
+
+    def fence(self) -> None:
+        """Let blocks that are being stored be overwritten by what the model's thread does from now on."""
+        if self._storer.launches:
+            self._model.fence()
+        else:
+            self.finish_saves()
+
+    def follow_saves(self, action: Callable[[], None]) -> None:
+        """Do something once all stores so far have been handed to the slower tiers."""
+        if all(saved.done() for _, _, saved in self._saving):
+            action()
+        else:
+            self._following.append(self._stores.submit(action))
 
     def revoke_fetches(self) -> None:
         """Let all loads in flight fail: what they bring is out of date."""
         self._revoked.update(self._fetching)
 
+    def forget_saves(self) -> None:
+        """Before all chunks are forgotten: see to it that stores in flight are among them.
+
+        Those that a device carries out have their slots, and end in vain; others have yet to read their blocks.
+        """
+        if not self._storer.launches:
+            self.finish_saves()
+
     def finish_saves(self) -> None:
-        """Wait until stores have read all their blocks. They copy to memory, so no tier can hold them up."""
+        """Wait until stores are in memory. Only the host copies at once; a device has other work to do first."""
         wait_for([saved for _, _, saved in self._saving])
 
     def take_fetched(self) -> list[Fetched]:
         """Loads that have ended since the last call."""
-        done = [(fetch, *loaded.result()) for fetch, loaded in self._fetching.values() if loaded.done()]
+        done = [
+            (fetch, loaded.result(), watch)
+            for fetch, loaded, watch in self._fetching.values()
+            if loaded.done() and (loaded.exception() is not None or watch.has_stopped)
+        ]
         for fetch, _, _ in done:
             del self._fetching[fetch.number]
-        ended = [Fetched(fetch, self._unless_revoked(fetch, result), seconds) for fetch, result, seconds in done]
+        ended = [Fetched(fetch, self._unless_revoked(fetch, result), watch.seconds) for fetch, result, watch in done]
         self._revoked &= self._fetching.keys()
         return ended
 
@@ -96,31 +126,39 @@ class Background:
 
     def take_saved(self) -> list[Saved]:
         """Stores that have ended since the last call, in their order."""
+        while self._following and self._following[0].done():
+            self._following.popleft().result()
         ended = []
         while self._saving and self._saving[0][2].done():
             step, requests, saved = self._saving.popleft()
             ended.append(Saved(step, saved.result()[0], requests, saved.result()[1]))
         return ended
 
-    def close(self, timeout_s: float) -> None:
-        """End both threads once they are idle: a read may take until its tier's deadline."""
+    def moments(self) -> list[Moment]:
+        """The ends of what the device was given here so far."""
+        return [mover.paged.moment() for mover in (self._loader, self._storer)]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the threads are done with all loads and stores that have begun; False if time ran out first.
+
+        A read may take until its tier's deadline.
+        """
+        under_way: list[Future[Any]] = [*(loaded for _, loaded, _ in self._fetching.values()), *self._following]
+        under_way += [saved for _, _, saved in self._saving]
+        return not wait_for([move for move in under_way if not move.cancelled()], timeout_s).not_done
+
+    def stop(self) -> None:
+        """Let nothing begin any more. Both threads end once they are idle."""
         for executor in (self._loads, self._stores):
             executor.shutdown(wait=False, cancel_futures=True)
-        under_way: list[Future[Any]] = [loaded for _, loaded in self._fetching.values()]
-        under_way += [saved for _, _, saved in self._saving]
-        if wait_for([move for move in under_way if not move.cancelled()], timeout_s).not_done:
-            logger.warning("asynchronous load left behind: it has not ended within %s s", timeout_s)
 
-    def _load(self, fetch: Fetch, moment: Moment) -> tuple[LoadResult, float]:
-        return _timed("kvstore::load", self._loader, moment, lambda: self._loader.load(fetch.loads))
+    def _load(self, fetch: Fetch, moment: Moment, watch: Stopwatch) -> LoadResult:
+        self._loader.paged.after(moment)
+        with record_function("kvstore::load"), watch:
+            return self._loader.load(fetch.loads)
 
-    def _store(self, jobs: Sequence[StoreJob], moment: Moment) -> tuple[set[PrefixKey], float]:
-        return _timed("kvstore::store", self._storer, moment, lambda: self._storer.store(jobs))
-
-
-def _timed(what: str, mover: Mover, moment: Moment, move: Callable[[], T]) -> tuple[T, float]:
-    begin_s = time.perf_counter()
-    mover.paged.after(moment)
-    with record_function(what):
-        moved = move()
-    return moved, time.perf_counter() - begin_s
+    def _store(self, stores: Stores) -> tuple[set[PrefixKey], float]:
+        begin_s = time.perf_counter()
+        with record_function("kvstore::store"):
+            failed = self._storer.finish_store(stores)
+        return failed, time.perf_counter() - begin_s

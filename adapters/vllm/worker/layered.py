@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from kvstore.transfer.layerwise import LayerLoad
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover
+from kvstore.transfer.stopwatch import Stopwatch
 
 
 class LayeredLoad:
@@ -13,18 +12,17 @@ class LayeredLoad:
 
     def __init__(self, mover: Mover, jobs: list[LoadJob]) -> None:
         self.jobs = jobs
-        self.waited_s = 0.0
+        self.watch = Stopwatch(mover.paged)
         self._num_layers = mover.paged.layout.num_layers
         self._done_layers = 0
         self._load = LayerLoad(mover, jobs)
 
     def reach(self, layer: int) -> None:
         """Bring all layers up to this one, which the model is about to use."""
-        begin_s = time.perf_counter()
-        for number in range(self._done_layers, layer + 1):
-            self._load.move(number)
-            self._done_layers = number + 1
-        self.waited_s += time.perf_counter() - begin_s
+        with self.watch:
+            for number in range(self._done_layers, layer + 1):
+                self._load.move(number)
+                self._done_layers = number + 1
 
     def finish(self) -> LoadResult:
         """End it, after the forward pass; all of it fails if the model computed without asking for every layer."""

@@ -45,28 +45,29 @@ class Pushes:
         paged: the model's KV cache.
         namespace: whose chunks are handed over.
         options: how; None hands nothing over.
+
+    Raises:
+        ConfigError: there is no memory for the buffer.
     """
 
     def __init__(self, paged: PagedKV, namespace: Namespace, options: PushOptions | None) -> None:
         self._paged = paged
-        self._namespace = namespace
         self._options = options
         self._meter = Meter()
-        self._pusher: Pusher | None = None  # with the first request that is handed over
+        self._pusher: Pusher | None = None
+        if options is not None:  # now: taking and pinning memory takes seconds, which no step has
+            connect = partial(self._connect, options, namespace)
+            self._pusher = Pusher(paged, options.buffer_bytes, connect, PushCounters())
         self._step: StepPush | None = None
 
     def begin(self, requests: Sequence[ReqMeta]) -> None:
         """Take up what a step hands over. A second call in a step does nothing."""
-        options = self._options
-        if options is None or self._step is not None:
+        if self._options is None or self._pusher is None or self._step is not None:
             return
         pushes = [(meta.receiver, meta.pushes) for meta in requests if meta.receiver and meta.pushes]
-        if not pushes:
-            return
-        if self._pusher is None:
-            connect = partial(self._connect, options, self._namespace)
-            self._pusher = Pusher(self._paged, options.buffer_bytes, connect, PushCounters())
-        self._step = self._pusher.begin([(spec.receiver(options.rank), jobs) for spec, jobs in pushes])
+        if pushes:
+            rank = self._options.rank
+            self._step = self._pusher.begin([(spec.receiver(rank), jobs) for spec, jobs in pushes])
 
     def reach(self, layer: int) -> None:
         """The model has computed a layer."""
@@ -83,7 +84,6 @@ class Pushes:
     def enter(self, namespace: Namespace) -> None:
         """Hand over under another namespace. What is on its way arrives in the background, under the former."""
         self.finish(trusted=False)
-        self._namespace = namespace
         if self._pusher is not None and self._options is not None:
             self._pusher.change(partial(self._connect, self._options, namespace))
 

@@ -5,37 +5,49 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
-from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts, Written
+from kvstore.adapters.vllm.plan import (
+    FetchResult,
+    LoadTime,
+    ReqMeta,
+    StepPlan,
+    StepReport,
+    StepResult,
+    WorkerFacts,
+    Written,
+)
 from kvstore.adapters.vllm.worker.background import Background, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
-from kvstore.assembly import open_tiers
+from kvstore.assembly import log_device_bytes, open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter
-from kvstore.ops.metrics import Metric
 from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
+from kvstore.paged.footprint import WORKER_THREADS
 from kvstore.throttle import Throttle
 from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
+from kvstore.transfer.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from kvstore.server.embedded import EmbeddedServer  # needs an extra
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -47,12 +59,14 @@ class WorkerOptions:
         layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
         async_save: stores run while the next step computes; otherwise a step ends when they have been gathered.
         push: how KV is handed over to other engines; None if it is not.
+        overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
     """
 
     layer_names: tuple[str, ...] = ()
     layerwise: bool = False
     async_save: bool = False
     push: PushOptions | None = None
+    overwrites_early: bool = False
 
 
 class StoreWorker:
@@ -79,6 +93,7 @@ class StoreWorker:
         self._server = server
         options = options or WorkerOptions()
         self._async_save = options.async_save
+        self._overwrites_early = options.overwrites_early
         self._layerwise = options.layerwise
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
@@ -96,8 +111,11 @@ class StoreWorker:
                 is_passage=not (engine.local_cpu or options.layerwise),
                 copy_threads=copy_threads(),
             )
+            self._pushes = Pushes(paged, namespace, options.push)
+            opened.callback(self._pushes.close, 0)
             self._background = Background(self._mover)  # takes memory on the device, which may have none left
             opened.pop_all()
+        log_device_bytes(paged, engine, threads=WORKER_THREADS)
         self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
@@ -111,10 +129,10 @@ class StoreWorker:
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
+        self._watches: deque[tuple[int, Stopwatch]] = deque()  # of loads that the device may not have ended, by step
         self._layered_load: LayeredLoad | None = None
         self._layer_store: LayerStore | None = None
         self._computed = LayerOrder()
-        self._pushes = Pushes(paged, namespace, options.push)
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
@@ -134,9 +152,9 @@ class StoreWorker:
         )
 
     def prepare(self, plan: StepPlan) -> None:
-        """Before blocks are given to other requests: wait for the stores that still read them."""
+        """Before blocks are given to other requests: see to it that stores have read them by then."""
         if plan.preempts:
-            self._background.finish_saves()
+            self._background.fence()
 
     def begin_step(self, plan: StepPlan) -> None:
         """Take in a step's plan: forget what it removes, and begin its fetches."""
@@ -145,7 +163,7 @@ class StoreWorker:
         self._report.computed = plan.number if plan.computes else None
         if plan.epoch:
             self._background.revoke_fetches()
-            self._background.finish_saves()
+            self._background.forget_saves()
             namespace = self._namespace.at_epoch(plan.epoch)
             if self._server is not None:
                 self._server.enter(namespace)
@@ -154,9 +172,8 @@ class StoreWorker:
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
-        if plan.recalls:
-            self._background.finish_saves()  # or a write that an earlier step planned would begin after its removal
-        self._mover.remove(Place.REMOTE, plan.recalls)
+        if plan.recalls:  # or a write that an earlier step planned would begin after its removal
+            self._background.follow_saves(partial(self._mover.remove, Place.REMOTE, plan.recalls))
         for fetch in plan.fetches:
             self._background.fetch(fetch)
 
@@ -172,9 +189,10 @@ class StoreWorker:
         if self._layerwise:
             self._layered_load = LayeredLoad(self._mover, jobs)
             return
-        with self._measured("kvstore::load", metrics.LOAD_SECONDS) as took:
+        watch = Stopwatch(self._paged)
+        with record_function("kvstore::load"), watch:
             loaded = self._mover.load(jobs)
-        self._note_loads(plan, jobs, loaded, took[0])
+        self._note_loads(plan, jobs, loaded, watch)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """The model is about to use a layer."""
@@ -214,8 +232,7 @@ class StoreWorker:
             load, self._layered_load = self._layered_load, None
             with record_function("kvstore::load"):
                 loaded = load.finish()
-            self._report.tally.observe(metrics.LOAD_SECONDS.key(), [load.waited_s])
-            self._note_loads(plan, load.jobs, loaded, load.waited_s)
+            self._note_loads(plan, load.jobs, loaded, load.watch)
         lost_block_ids = [block for meta in plan.requests for block in meta.lost_block_ids]
         if lost_block_ids:
             self._failed_block_ids.update(lost_block_ids)
@@ -224,11 +241,11 @@ class StoreWorker:
         if plan.requests:
             self._result_of(plan.number).ranks_loaded = 1
 
-    def _note_loads(self, plan: StepPlan, jobs: list[LoadJob], loaded: LoadResult, seconds: float) -> None:
+    def _note_loads(self, plan: StepPlan, jobs: list[LoadJob], loaded: LoadResult, watch: Stopwatch) -> None:
+        self._watches.append((plan.number, watch))
         result = self._result_of(plan.number)
         result.failed_loads |= loaded.failed
         result.lost_chunks |= loaded.lost
-        result.load_s += seconds
         self._failed_block_ids.update(_blocks_of(jobs, loaded.failed))
         if loaded.failed:
             self._poisoned_step = plan.number
@@ -236,7 +253,7 @@ class StoreWorker:
     def _note_fetched(self, fetched: Fetched) -> None:
         fetch, loaded, seconds = fetched
         self._report.tally.observe(metrics.LOAD_SECONDS.key(), [seconds])
-        self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, seconds, ranks_ended=1)
+        self._report.fetches[fetch.number] = FetchResult(loaded.failed, loaded.lost, ranks_ended=1, load_s=seconds)
         self._fetched_requests.add(fetch.req_id)
         failed_block_ids = _blocks_of(fetch.loads, loaded.failed).union(fetch.lost_block_ids)
         if fetch.has_gaps and failed_block_ids:
@@ -244,15 +261,12 @@ class StoreWorker:
         else:
             self._failed_block_ids |= failed_block_ids
 
-    @contextmanager
-    def _measured(self, what: str, metric: Metric) -> Iterator[list[float]]:
-        """Time a part of a step, and name it in a profile."""
-        begin_s = time.perf_counter()
-        took: list[float] = []
-        with record_function(what):
-            yield took
-        took.append(time.perf_counter() - begin_s)
-        self._report.tally.observe(metric.key(), took)
+    def _read_watches(self) -> None:
+        """Report how long loads took, as far as the device has come."""
+        while self._watches and self._watches[0][1].has_stopped:
+            number, watch = self._watches.popleft()
+            self._report.tally.observe(metrics.LOAD_SECONDS.key(), [watch.seconds])
+            self._report.load_times[number] = LoadTime(watch.seconds, ranks=1)
 
     def store(self) -> None:
         """Carry out the stores of the step, or begin them, and end it."""
@@ -277,6 +291,8 @@ class StoreWorker:
         if self._async_save:
             self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
             self._background.save(plan.number, jobs if trusted else [], ended)
+            if self._overwrites_early:
+                self._background.fence()
         else:
             self._note_stores(plan.number, self._store(jobs, trusted=trusted), ended)
 
@@ -284,12 +300,16 @@ class StoreWorker:
         layer_store, self._layer_store = self._layer_store, None
         if not jobs:
             return set()
-        with self._measured("kvstore::store", metrics.STORE_SECONDS):
+        begin_s = time.perf_counter()
+        with record_function("kvstore::store"):
             if layer_store is not None:
                 for number in self._computed.rest(self._layout.num_layers) if trusted else ():
                     layer_store.move(number)
-                return layer_store.finish(trusted=trusted)
-            return self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
+                failed = layer_store.finish(trusted=trusted)
+            else:
+                failed = self._mover.store(jobs) if trusted else self._mover.refuse(jobs)
+        self._report.tally.observe(metrics.STORE_SECONDS.key(), [time.perf_counter() - begin_s])
+        return failed
 
     def _note_stores(self, step: int, failed: set[PrefixKey], ended: Collection[str]) -> None:
         result = self._result_of(step)
@@ -354,23 +374,42 @@ class StoreWorker:
 
     def take_report(self) -> StepReport | None:
         """Everything since the last report; None if nothing happened, and nothing was computed."""
+        self._read_watches()
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
         answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
         changed, self._said_answers = answers != self._said_answers, answers
-        if not (report.steps or report.fetches or report.writes or changed):
+        if not (report.steps or report.fetches or report.writes or report.load_times or changed):
             return None if report.computed is None else report
         self._meter.read(report.tally)
         self._pushes.read(report.tally)
         return report
 
+    def drain(self, timeout_s: float) -> bool:
+        """Bring everything to rest that uses the model's blocks, between two steps. False if time ran out first.
+
+        For whoever is about to take the device's memory away: nothing begins before the next step.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        if self._layered_load is not None:
+            load, self._layered_load = self._layered_load, None
+            load.finish()
+        self._pushes.finish(trusted=False)
+        is_idle = self._background.wait(timeout_s)
+        ends = [self._paged.moment(), *self._background.moments()]
+        while not (self._tiers.cpu.is_settled and all(map(self._paged.is_reached, ends))):
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return is_idle
+
     def close(self) -> None:
         """Wait for pending writes, within the configured bound, and release everything."""
-        if self._layered_load is not None:
-            self._layered_load.finish()
+        self._background.stop()
+        if not self.drain(self._engine.io_timeout_s):
+            logger.warning("a load or store is left behind: it has not ended within %s s", self._engine.io_timeout_s)
         self._pushes.close(self._engine.io_timeout_s)
-        self._background.close(self._engine.io_timeout_s)
         if not self._mover.close(self._engine.io_timeout_s):
             logger.warning(
                 "chunks lost at shutdown: the slower tiers did not take all of them within %s s",

@@ -26,10 +26,11 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.redis.chunk import PART_BYTES
-from kvstore.tools.bench import cpu, disk, floors, gpu, lookup, redis, remote, scheduling, server, start
+from kvstore.tools.bench import cpu, disk, floors, lookup, redis, remote, scheduling, server, start
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
+from kvstore.tools.bench.gpu import calls
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line
 from kvstore.tools.bench.raw_redis import RawRedis
@@ -199,18 +200,18 @@ def test_the_gpu_lines_move_every_byte(toy: Geometry, device: str, monkeypatch: 
     monkeypatch.setattr(binding, "HostPagedKV", DevicePagedKV)  # the same code as for a GPU
     workbench = Workbench(toy, 3, device=torch.device(device))
     assert isinstance(workbench.paged, DevicePagedKV)
-    lines = gpu.measure_gpu(workbench, 7, lambda _: None)
-    assert [line.subject for line in lines] == [gpu.STORE, gpu.RETRIEVE, gpu.LAYER_STORE, gpu.LAYER_RETRIEVE]
+    lines = calls.measure_gpu(workbench, 7, lambda _: None)
+    assert [line.subject for line in lines] == [calls.STORE, calls.RETRIEVE, calls.LAYER_STORE, calls.LAYER_RETRIEVE]
 
 
-@pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
+@pytest.mark.parametrize("measure", [cpu.measure_cpu, calls.measure_gpu])
 def test_many_batches_are_still_stored(toy: Geometry, measure: Measure) -> None:
     """Each is used at once or never: the default policy must see these uses, or it would in the end store none."""
     lines = measure(Workbench(toy, 64), 40, lambda _: None)
     assert [len(line.pairs) for line in lines] == [40] * 4
 
 
-@pytest.mark.parametrize("measure", [cpu.measure_cpu, gpu.measure_gpu])
+@pytest.mark.parametrize("measure", [cpu.measure_cpu, calls.measure_gpu])
 def test_a_batch_that_is_not_stored_ends_the_bench(
     toy: Geometry, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
@@ -22,6 +24,7 @@ from kvstore.handover.pusher import (
 )
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
+from kvstore.memory import slabs
 from kvstore.memory.slabs import SlabPool
 from kvstore.transfer.mover import as_block_ids
 
@@ -99,6 +102,16 @@ def payload_of(rig: Rig, one: PushJob) -> ByteArray:
     payload = np.empty(rig.layout.payload_bytes(one.ref.num_blocks), np.uint8)
     rig.paged.gather(one.block_ids, payload)
     return payload
+
+
+def test_the_buffer_is_pinned_for_the_device_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(slabs, "find_pinner", asked.append)
+    monkeypatch.setattr(slabs, "node_near", lambda device: None)
+    paged = SimpleNamespace(device=torch.device("cuda", 1), layout=Rig().layout)
+    pusher = Pusher(cast("Any", paged), SLOT_BYTES, lambda _: Inbox(), PushCounters())
+    pusher.close(0.0)
+    assert asked == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (0, 1), (1, 0)])
@@ -196,7 +209,7 @@ def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
     refused: list[PushJob] = []
     room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
     assert room.take(1) == [0]
-    step = StepPush(rig.paged, room, pool, refused.append)
+    step = StepPush(rig.paged, room, pool, refused.append, refused.append)
     step.add([job(number) for number in range(5)], cast("Sender", None))
     step.finish(trusted=True)
     pool.close()

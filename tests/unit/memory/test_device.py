@@ -9,8 +9,9 @@ import torch
 
 from kvstore.errors import ConfigError
 from kvstore.memory.device import DeviceSlots
+from kvstore.paged.streams import Streams
 
-CPU = torch.device("cpu")
+CPU = Streams(torch.device("cpu"))
 
 
 def test_each_slot_has_its_own_bytes() -> None:

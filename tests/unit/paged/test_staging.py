@@ -1,72 +1,30 @@
-"""Staging on a device whose copies come as late as they may: whoever does not wait for them gets wrong bytes.
-
-What is launched beside the current stream is done only when somebody waits for it, on the host or on the current
-stream; the current stream does everything at once. That is the worst that a GPU may do to a gather, and to a scatter.
-"""
+"""Staging on a device whose work comes as late as it may: whoever does not wait for it gets wrong bytes."""
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.late_device import LateDevice, LateStreams, late_paged
 
 from kvstore.engine import CacheEngine
+from kvstore.errors import InvalidCallError
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
-from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
-from kvstore.paged.binding import bind_paged_kv
+from kvstore.paged.base import ChunkBlocks
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.staging import Staging, Streams, Way, Work
+from kvstore.paged.places import Piece, PlaceRing, Places
+from kvstore.paged.staging import Staging
+from kvstore.paged.streams import Streams, Way
 from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, TOKENS, CHUNKS, CHUNK_BLOCKS, LAYERS = 40, 4, 5, 4, 3
-
-
-class LateStreams(Streams):
-    """A queue for each way; a moment is a place in one of them."""
-
-    def __init__(self) -> None:
-        self.queues: dict[Way, list[Work | None]] = {way: [] for way in Way}
-        self.launched: list[Way] = []
-
-    def now(self) -> Any:
-        return None
-
-    def hold(self, moment: Any) -> None:
-        self.reach(moment)
-
-    def launch(self, way: Way, work: Work, after: Any) -> Any:
-        self.launched.append(way)
-
-        def in_order() -> None:
-            self.reach(after)
-            work()
-
-        self.queues[way].append(in_order)
-        return way, len(self.queues[way])
-
-    def reach(self, moment: Any) -> None:
-        if moment is None:
-            return
-        way, end = moment
-        for place in range(end):
-            work, self.queues[way][place] = self.queues[way][place], None
-            if work is not None:
-                work()
-
-    def wait(self) -> None:
-        for way, queue in self.queues.items():
-            self.reach((way, len(queue)))
-
-    def keep(self, memory: torch.Tensor) -> None:
-        """Nothing is dropped here."""
-
-    @property
-    def pending(self) -> int:
-        return sum(work is not None for queue in self.queues.values() for work in queue)
 
 
 def caches(planes: int, seed: int) -> dict[str, torch.Tensor]:
@@ -78,11 +36,23 @@ def caches(planes: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def late(layers: dict[str, torch.Tensor]) -> tuple[DevicePagedKV, LateStreams]:
-    host = bind_paged_kv(layers, num_blocks=BLOCKS, block_tokens=TOKENS, chunk_tokens=CHUNK_BLOCKS * TOKENS)
-    streams = LateStreams()
-    found = [find_planes(name, cache, BLOCKS) for name, cache in layers.items()]
-    return DevicePagedKV(found, host.layout, BLOCKS, streams=streams), streams
+def late(layers: dict[str, torch.Tensor], seed: int = 0, staging_bytes: int = 0) -> tuple[DevicePagedKV, LateDevice]:
+    device = LateDevice(seed, eagerness=0.0)
+    paged = late_paged(
+        device,
+        layers,
+        num_blocks=BLOCKS,
+        block_tokens=TOKENS,
+        chunk_tokens=CHUNK_BLOCKS * TOKENS,
+        staging_bytes=staging_bytes,
+    )
+    return paged, device
+
+
+def overwrite(device: LateDevice, *layers: torch.Tensor) -> None:
+    """The model goes on, and writes the blocks again."""
+    for cache in layers:
+        device.current.launch(partial(cache.fill_, 0))
 
 
 def chunks_of(paged: DevicePagedKV, order: np.ndarray[Any, Any]) -> list[ChunkBlocks]:
@@ -97,53 +67,27 @@ def expected(layers: dict[str, torch.Tensor], planes: int, chunk: ChunkBlocks) -
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("planes", [1, 2])
-def test_chunks_gathered_one_after_the_other_are_right_once_reached(planes: int) -> None:
-    layers = caches(planes, 1)
-    paged, streams = late(layers)
-    chunks = chunks_of(paged, np.random.default_rng(0).permutation(BLOCKS))
-    moments = [paged.gather(chunk.block_ids, chunk.payload) for chunk in chunks]
-    assert streams.pending  # nobody has waited for the last ones
-    wanted = [expected(layers, planes, chunk) for chunk in chunks]
-    for cache in layers.values():
-        cache.fill_(0)  # the model goes on, and writes the blocks again
-    for chunk, moment, payload in zip(chunks, moments, wanted, strict=True):
-        paged.reach(moment)
-        assert chunk.payload[: len(payload)].tobytes() == payload
-
-
-@pytest.mark.parametrize("planes", [1, 2])
-def test_chunks_scattered_one_after_the_other_arrive(planes: int) -> None:
-    layers = caches(planes, 1)
-    (paged, _), (target, streams) = late(layers), late(empty := caches(planes, 2))
-    sources = chunks_of(paged, np.random.default_rng(0).permutation(BLOCKS))
-    for chunk in sources:
-        paged.reach(paged.gather(chunk.block_ids, chunk.payload))
-    places = chunks_of(target, np.random.default_rng(1).permutation(BLOCKS))
-    for chunk, place in zip(sources, places, strict=True):
-        target.scatter(place.block_ids, chunk.payload, CHUNK_BLOCKS, 0)
-    for chunk, place in zip(sources, places, strict=True):  # kernels launched now see it, without a wait of the host
-        assert expected(empty, planes, place) == expected(layers, planes, chunk)
-    target.wait()
-    assert not streams.pending
-
-
-@pytest.mark.parametrize("planes", [1, 2])
-def test_layers_are_right_after_wait(planes: int) -> None:
-    layers = caches(planes, 1)
-    (paged, streams), (target, _) = late(layers), late(empty := caches(planes, 2))
+def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
+    """Whole and layer by layer, while the model of the first one goes on."""
+    layers, empty = caches(planes, 1), caches(planes, 2)
+    (paged, device), (target, other) = late(layers, seed), late(empty, seed, staging_bytes=1 << 14)
     sources = chunks_of(paged, np.random.default_rng(0).permutation(BLOCKS))
     wanted = [expected(layers, planes, chunk) for chunk in sources]
-    for layer, cache in enumerate(layers.values()):
-        paged.gather_layer(layer, sources)
-        cache.fill_(0)
-    assert streams.pending
-    paged.wait()
-    assert [chunk.payload[: len(one)].tobytes() for chunk, one in zip(sources, wanted, strict=True)] == wanted
+    moments = paged.gather_chunks(sources[:2])
+    for number, cache in enumerate(layers.values()):
+        by_layer = paged.gather_layer(number, sources[2:])
+        overwrite(device, cache)
+    for chunk, moment, payload in zip(sources, [*moments, *[by_layer] * 3], wanted, strict=True):
+        paged.reach(moment)
+        assert chunk.payload[: len(payload)].tobytes() == payload
     ids = chunks_of(target, np.random.default_rng(1).permutation(BLOCKS))
     places = [place._replace(payload=chunk.payload) for place, chunk in zip(ids, sources, strict=True)]
-    for layer in range(LAYERS):
-        target.scatter_layer(layer, places)
+    target.scatter_chunks(places[:3])
+    for number in range(LAYERS):
+        target.scatter_layer(number, places[3:])
+    other.run_all()
     assert [expected(empty, planes, place) for place in places] == wanted
 
 
@@ -151,7 +95,7 @@ def test_layers_are_right_after_wait(planes: int) -> None:
 def test_an_engine_waits_for_what_it_needs(by_layer: bool) -> None:
     """A chunk is known once it is in its slot, and a slot is let go once it has been copied."""
     layers = caches(2, 1)
-    paged, streams = late(layers)
+    paged, device = late(layers)
     blocks = np.random.default_rng(0).permutation(BLOCKS)
     here, there = (ids[:, None] * TOKENS + np.arange(TOKENS) for ids in np.split(blocks, 2))
     before = {name: cache[:, torch.from_numpy(blocks[: BLOCKS // 2])].clone() for name, cache in layers.items()}
@@ -161,7 +105,7 @@ def test_an_engine_waits_for_what_it_needs(by_layer: bool) -> None:
             *_, stored = engine.store_layer(tokens, slot_mapping=here.reshape(-1))
         else:
             stored = engine.store(tokens, slot_mapping=here.reshape(-1))
-        assert (stored, streams.pending) == (len(tokens), 0)
+        assert stored == len(tokens)
         for cache in layers.values():
             cache.fill_(0)
         if by_layer:
@@ -170,35 +114,99 @@ def test_an_engine_waits_for_what_it_needs(by_layer: bool) -> None:
             loaded = engine.retrieve(tokens, slot_mapping=there.reshape(-1))
         assert loaded is not None
         assert loaded.all()
-        assert not streams.pending
+        overwrite_slots(engine)
+    device.run_all()
     for name, cache in layers.items():
         assert torch.equal(cache[:, torch.from_numpy(blocks[BLOCKS // 2 :])], before[name])
 
 
-def test_ids_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    paged, _ = late(caches(1, 1))
+def overwrite_slots(engine: CacheEngine) -> None:
+    """They are given back, so somebody else may fill them, after what the device still does with them."""
+    pool = engine._mover.cpu
+    for slot in range(pool.num_slots):
+        buffer = pool.claim(slot)
+        pool.settle(slot)
+        buffer[:] = 0xEE
+
+
+def test_places_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, _ = late(caches(1, 1), staging_bytes=1 << 14)
     sent: list[int] = []
-    send = DevicePagedKV._ids
+    write = PlaceRing.write
 
-    def noted(paged: DevicePagedKV, ids: BlockIds) -> torch.Tensor:
-        sent.append(len(ids))
-        return send(paged, ids)
+    def noted(ring: PlaceRing, pieces: Sequence[Piece]) -> Places:
+        sent.append(sum(len(piece.block_ids) for piece in pieces))
+        return write(ring, pieces)
 
-    monkeypatch.setattr(DevicePagedKV, "_ids", noted)
+    monkeypatch.setattr(PlaceRing, "write", noted)
     chunks = chunks_of(paged, np.arange(BLOCKS))
     for layer in range(LAYERS):
         paged.gather_layer(layer, [chunk._replace() for chunk in chunks[:3]])
     assert sent == [12]
     paged.gather_layer(0, chunks[1:3])
     assert sent == [12, 8]
+    paged.gather_layer(1, chunks[2:3])
+    assert sent == [12, 8, 4]
 
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
-    streams = LateStreams()
-    staging = Staging(8, torch.device("cpu"), streams)
+    device = LateDevice(0, eagerness=0.0)
+    streams = LateStreams(device)
+    staging = Staging(8, streams)
+    device.stalled = [streams.copying[Way.OUT]]
     seen: list[int] = []
     for number in range(5):
         staging.carry_out(partial(torch.fill_, value=number), lambda buffer: seen.append(int(buffer[0])))
-    assert seen == [0, 1, 2]  # two are on their way
-    streams.wait()
+    with pytest.raises(AssertionError, match="wait for each other"):
+        device.run_all()
+    assert sorted(int(buffer[0]) for buffer in staging.buffers) == [0, 1, 2]  # on their way
+    device.stalled = []
+    device.run_all()
     assert seen == [0, 1, 2, 3, 4]
+
+
+# The ring of places
+
+
+def test_places_are_written_again_when_their_last_use_has_ended() -> None:
+    device = LateDevice(0, eagerness=0.0)
+    ring = PlaceRing(4, streams := LateStreams(device))
+    device.stalled = [device.current]
+    found: list[list[int]] = []
+    for number in range(8):
+        places = ring.write([Piece(as_block_ids([number] * 4), 4, 0)])
+        streams.run(partial(ring.send, places))
+        streams.run(lambda places=places: found.append(places.on_device[0].tolist()))  # type: ignore[misc]
+        places.last_use = streams.now()
+    with pytest.raises(AssertionError, match="wait for each other"):
+        ring.write([Piece(as_block_ids([9]), 1, 0)])  # the host waits: there is no room
+    device.stalled = []
+    for number in (1, 3, 2, 4, 1):
+        ring.write([Piece(as_block_ids([9] * number), number, 0)])
+    device.run_all()
+    assert found == [[number] * 4 for number in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_ring_never_lends_a_part_twice(seed: int) -> None:
+    dice = random.Random(seed)
+    ring = PlaceRing(5, Streams(torch.device("cpu")))
+    held: list[Places] = []
+    for number in range(200):
+        pieces = [Piece(as_block_ids([number]), 7, 2)] * dice.randint(0, 5)
+        held = [*held[-8:], ring.write(pieces)]
+        ring.send(held[-1])
+        for places, later in itertools.combinations([places for places in held if places.is_valid], 2):
+            assert places.end <= later.begin or later.end <= places.begin
+        for places in held:
+            if places.is_valid:
+                assert len({tuple(place) for place in places.on_device[::2].T.tolist()}) <= 1
+    with pytest.raises(InvalidCallError, match="6 blocks in one launch: 5 have room"):
+        ring.write([Piece(as_block_ids(range(6)), 6, 0)])
+
+
+def test_places_tell_where_blocks_lie() -> None:
+    ring = PlaceRing(8, Streams(torch.device("cpu")))
+    places = ring.write([Piece(as_block_ids([7, 5]), 4, 1), Piece(as_block_ids([3]), 2, 0)])
+    ring.send(places)
+    assert places.on_device.tolist() == [[7, 5, 3], [0, 0, 4], [4, 4, 2], [1, 2, 0]]

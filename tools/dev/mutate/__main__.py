@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvstore.tools.dev.mutate.mutations import ListError, read_mutations
-from kvstore.tools.dev.mutate.report import as_json, faults, summary, table
+from kvstore.tools.dev.mutate.report import as_json, explained, faults, summary, table
 from kvstore.tools.dev.mutate.running import Options, Result, run_mutations
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         console.print(table(results))
         console.print(f"{summary(results)} in {time.monotonic() - begin_s:.0f} s", highlight=False)
+        for line in explained(results):
+            console.print(line, style="yellow", markup=False, highlight=False)
         for line in faults(results):
             console.print(f"error: {line}", style="red", markup=False, highlight=False)
     return 1 if faults(results) else 0

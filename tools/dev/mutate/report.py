@@ -31,6 +31,12 @@ def faults(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+def explained(results: Sequence[Result]) -> list[str]:
+    """The survivors that have a written reason, by name: what no test here can notice, such as what only CUDA shows."""
+    survivors = [result.mutation for result in results if result.verdict is Verdict.SURVIVED]
+    return [f"{mutation.name} survived: {mutation.survives}" for mutation in survivors if mutation.survives]
+
+
 def summary(results: Sequence[Result]) -> str:
     """How many were caught."""
     caught = sum(result.verdict.is_caught for result in results)

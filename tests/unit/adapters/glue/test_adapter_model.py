@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_parts import BLOCK, LAYERS, FakeRequest, Setup
+from support.fake_parts import BLOCK, GARBAGE, LAYERS, FakeRequest, Setup
 from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.schedules import schedules
@@ -48,6 +48,19 @@ SETUPS = st.builds(
 )
 
 
+# On a device whose work is done as late as it may be: what nobody puts in order comes out wrong.
+LATE_SETUPS = st.builds(
+    replace,
+    SETUPS,
+    eagerness=st.sampled_from([0.1, 0.4, 0.6]),
+    overwrites_early=st.booleans(),
+    hot_slots=st.sampled_from([0, 2, 8]),
+    async_save=st.sampled_from([True, True, False]),
+    local_cpu=st.sampled_from([True, True, False]),
+    gpu_blocks=st.sampled_from([24, 40]),  # few, so that they are taken away and given to others
+)
+
+
 class _Client:
     """Does at random what clients, operators and disks do."""
 
@@ -83,6 +96,8 @@ class _Client:
             self.vllm.scheduler.enabled = self.random.random() < 0.6
         elif chance < 0.605:
             self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
+        elif chance < 0.615 and self.vllm.late is not None:
+            self.sleep(alive)
         else:
             self.vllm.step()
 
@@ -111,6 +126,22 @@ class _Client:
             pin=self.random.choice([None, True, False]),
             tags=self.random.choice([(), (("team", "red"),)]),
         )
+
+    def sleep(self, alive: list[FakeRequest]) -> None:
+        """The engine gives its device's memory away, and gets it back later, with something else in it."""
+        for request in alive:
+            self.vllm.abort(request)
+        weights = self.vllm.weights
+        self.vllm.reset(preempt=True)
+        if self.vllm.weights == weights:
+            return  # a load is under way
+        for worker in self.vllm.workers:
+            assert worker.drain(30)
+        assert self.vllm.late is not None
+        assert self.vllm.late.is_idle
+        for layers in self.vllm.caches:
+            for layer in layers:
+                layer[:] = GARBAGE
 
     def upset(self, server: FakeServer) -> None:
         """A server evicts what it likes, and fails, and recovers."""
@@ -194,3 +225,10 @@ def test_any_schedule_in_memory(setup: Setup) -> None:
 def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _play(Setup(**{**vars(setup), "folder": Path(folder)}), with_faults=with_faults)
+
+
+@schedules()
+@given(setup=LATE_SETUPS, on_disk=st.booleans())
+def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=False)

@@ -26,7 +26,7 @@ from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, as_block_ids
+from kvstore.transfer.mover import LoadJob, LoadResult, StoreJob, Stores, as_block_ids
 
 PROMPT = list(range(2 * CHUNK + 1))
 TABLE = list(range(1, 10))
@@ -254,15 +254,16 @@ def test_a_step_that_preempts_waits_for_the_stores_beside(
 ) -> None:
     goes_on, stored = threading.Event(), []
     storer = worker._background._storer
-    store = storer.store
+    finish_store = storer.finish_store
 
-    def slow_store(jobs: Sequence[StoreJob]) -> set[PrefixKey]:
+    def slow_store(stores: Stores) -> set[PrefixKey]:
         assert goes_on.wait(30)
-        failed = store(jobs)
-        stored.append(len(jobs))
+        count = len(stores.waiting)
+        failed = finish_store(stores)
+        stored.append(count)
         return failed
 
-    monkeypatch.setattr(storer, "store", slow_store)
+    monkeypatch.setattr(storer, "finish_store", slow_store)
     finish_saves = worker._background.finish_saves
 
     def wait() -> None:

@@ -293,6 +293,7 @@ SETUPS = st.builds(
     defer_stores=st.booleans(),
     push_slots=st.sampled_from([1, 3, 30]),
     seed=st.integers(0, 2**32),
+    eagerness=st.sampled_from([None, 0.2, 0.5]),
 )
 
 

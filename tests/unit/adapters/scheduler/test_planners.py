@@ -40,8 +40,12 @@ class FakeMover:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.counters = MoverCounters()
+        self.launches = False
         self.paged = SimpleNamespace(
-            moment=lambda: self.calls.append("moment"), after=lambda _moment: self.calls.append("after")
+            moment=lambda: self.calls.append("moment"),
+            after=lambda _moment: self.calls.append("after"),
+            is_reached=lambda _moment: True,
+            seconds_between=lambda _begin, _end: 0.0,
         )
 
     def for_thread(self) -> FakeMover:
@@ -57,12 +61,13 @@ def fetched_by(mover: Any, *, revoked: bool) -> LoadResult:
     courier = Background(mover)
     step = LoadStep(make_ref(1), 0, Place.DISK)
     courier.fetch(Fetch(1, "one", [LoadJob(step, as_block_ids([1]), 0)]))
-    _, loaded = courier._fetching[1]
+    _, loaded, _ = courier._fetching[1]
     loaded.result(HANG_GUARD_S)
     if revoked:
         courier.revoke_fetches()
     (fetched,) = courier.take_fetched()
-    courier.close(HANG_GUARD_S)
+    courier.stop()
+    assert courier.wait(HANG_GUARD_S)
     return fetched.result
 
 
@@ -75,7 +80,7 @@ def test_what_was_loaded_before_a_reset_counts_as_failed(*, revoked: bool) -> No
 def test_a_load_beside_waits_for_what_was_launched_before_it() -> None:
     mover = FakeMover()
     fetched_by(mover, revoked=False)
-    assert mover.calls == ["moment", "after", "load 1"]
+    assert mover.calls[:4] == ["moment", "after", "moment", "load 1"]  # the second one is the watch's
 
 
 def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:

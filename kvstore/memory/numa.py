@@ -1,0 +1,90 @@
+"""Memory near a device: a host with several sockets copies to a GPU faster from the memory of the GPU's own."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvstore.memory.cudart import find_runtime
+
+if TYPE_CHECKING:
+    from kvstore.chunks import ByteArray
+
+logger = logging.getLogger(__name__)
+
+_ROOT: Final = Path("/")
+_PREFERRED: Final = 1  # MPOL_PREFERRED: elsewhere if the node is full
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+_WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+SystemCall = Callable[..., int]  # a number and its arguments; -1 if the kernel refuses, and errno says why
+
+
+def node_near(device: torch.device, root: Path = _ROOT) -> int | None:
+    """The node whose memory is nearest to a GPU; None if there is only one, or the system does not say.
+
+    Args:
+        device: of a tensor. A CPU is near to all memory.
+        root: where ``sys`` is found.
+    """
+    if device.type != "cuda":
+        return None
+    runtime = find_runtime()
+    address = runtime.pci_address(device.index) if runtime is not None else None
+    return None if address is None else node_of(address, root)
+
+
+def node_of(pci_address: str, root: Path = _ROOT) -> int | None:
+    """The node of a PCI device; None if there is only one node, or the system does not say."""
+    try:
+        if len(list(root.glob("sys/devices/system/node/node[0-9]*"))) < 2:
+            return None
+        node = int((root / "sys/bus/pci/devices" / pci_address / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer_node(memory: ByteArray, node: int, call: SystemCall | None = None) -> bool:
+    """Have the pages of a mapping, which must be untouched, come from a node as long as it has some.
+
+    Args:
+        memory: page-aligned.
+        node: its number.
+        call: None for the system's own.
+
+    Returns:
+        False, and says why, if the kernel refuses, as containers do.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    mask = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    words = [ctypes.c_ulong(memory.ctypes.data), ctypes.c_ulong(memory.nbytes), ctypes.c_ulong(_PREFERRED), mask]
+    bits = len(mask) * _WORD_BITS + 1  # the kernel takes one less
+    if (call or _system_call())(ctypes.c_long(number), *words, ctypes.c_ulong(bits), ctypes.c_ulong(0)) == 0:
+        return True
+    reason = os.strerror(ctypes.get_errno())
+    logger.info(
+        "cannot keep the CPU pool on NUMA node %d, which is the GPU's (%s): copies may be slower; "
+        "in a container, --cap-add SYS_NICE allows it",
+        node,
+        reason,
+    )
+    return False
+
+
+def _system_call() -> SystemCall:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    found: SystemCall = call
+    return found

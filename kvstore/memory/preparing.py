@@ -1,0 +1,194 @@
+"""Touches the pages of a mapping before they are needed, and pins them if a GPU copies to and from them.
+
+Fresh pages cost about ten times a copy. Without a GPU, threads touch them in the background, while the engine starts.
+Pinning holds locks of the driver and collides with the capture of CUDA graphs, so it is done when the start goes on; or
+in the background by small pieces, with pauses, by a pinner that may go beside captures. Threads go upwards, as the
+index hands out slots: most stores find their slot ready, and the others work as well, only slower.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from kvstore.chunks import ByteArray
+from kvstore.memory.mapped import populate
+from kvstore.memory.pinning import Pinner, Refusal
+
+logger = logging.getLogger(__name__)
+
+_GIB: Final = 2**30
+_MAX_THREADS: Final = 8  # zero pages faster than the driver pins them
+_CLOSE_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How memory is prepared.
+
+    Attributes:
+        threads: how many at once.
+        piece_bytes: about how much each touches, and pins, at once.
+        waits: the start waits until all of it is pinned.
+        pause_s: between two pieces of a thread, for others that need the driver.
+        retry_s: pause after a refusal that may pass.
+        tries: of a piece, after which nothing more is pinned.
+        stall_s: how long the start waits for the next piece.
+        told_after_s: when the log says how far it is.
+    """
+
+    threads: int
+    piece_bytes: int
+    waits: bool = False
+    pause_s: float = 0.0
+    retry_s: float = 0.25
+    tries: int = 120
+    stall_s: float = 60.0
+    told_after_s: float = 5.0
+
+
+UNPINNED: Final = Pace(threads=2, piece_bytes=256 << 20)  # more would take bandwidth from the engine that is starting
+IN_BACKGROUND: Final = Pace(threads=2, piece_bytes=32 << 20, pause_s=0.005)  # about as long as the driver takes
+AT_START: Final = Pace(threads=min(_MAX_THREADS, len(os.sched_getaffinity(0))), piece_bytes=256 << 20, waits=True)
+
+
+def pace_for(pinner: Pinner | None, *, in_background: bool) -> Pace:
+    """How memory is prepared that ``pinner`` pins, or that is not pinned.
+
+    Args:
+        pinner: None for memory that is not pinned.
+        in_background: pin in the background, if that is safe.
+    """
+    if pinner is None:
+        return UNPINNED
+    if in_background and not pinner.goes_beside_captures:
+        logger.warning("the CPU pool is pinned at start: the CUDA runtime was not found, so it cannot be done later")
+        return AT_START
+    return IN_BACKGROUND if in_background else AT_START
+
+
+class Preparation:
+    """The threads that prepare one mapping.
+
+    Args:
+        memory: the mapping.
+        pieces: begin and end of each, in bytes.
+        pinner: None pins nothing.
+        pace: how.
+    """
+
+    def __init__(self, memory: ByteArray, pieces: Sequence[tuple[int, int]], pinner: Pinner | None, pace: Pace) -> None:
+        self._memory = memory
+        self._pieces = pieces
+        self._pinner = pinner
+        self._pace = pace
+        self._total_bytes = sum(end - begin for begin, end in pieces)
+        self._changed = threading.Condition()
+        self._pinned: list[int] = []  # addresses of pieces
+        self._pinned_bytes = 0
+        self._pins = pinner is not None
+        self._is_told = False
+        self._begin_s = time.monotonic()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"kvstore-populate-{number}", daemon=True)
+            for number in range(min(pace.threads, len(pieces)))
+        ]
+        for thread in self._threads:
+            thread.start()
+        if pace.waits:
+            self._wait_pinned()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the threads have ended; False if time ran out first."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """End the threads, and unpin. No copy may be under way. Idempotent."""
+        self._closing.set()
+        if not self.wait(_CLOSE_S):
+            logger.warning("memory stays pinned: the driver has not answered for %.0f s", _CLOSE_S)
+            return
+        with self._changed:
+            pinned, self._pinned = self._pinned, []
+        for address in pinned:
+            assert self._pinner is not None
+            self._pinner.unpin(address)
+
+    def _wait_pinned(self) -> None:
+        """Wait until all is pinned, or nothing more will be. No call to the driver begins after that."""
+        with self._changed:
+            while self._pins and self._pinned_bytes < self._total_bytes:
+                if not self._changed.wait_for(partial(self._has_advanced, self._pinned_bytes), self._pace.stall_s):
+                    break
+            is_whole = self._pinned_bytes == self._total_bytes
+            hangs = self._pins and not is_whole
+        if hangs:
+            self._give_up(f"nothing was pinned for {self._pace.stall_s:g} s")
+        elif is_whole:
+            self.wait(self._pace.stall_s)  # the threads have nothing left to do
+
+    def _has_advanced(self, before_bytes: int) -> bool:
+        return self._pinned_bytes > before_bytes or not self._pins
+
+    def _work(self, first_piece: int) -> None:
+        """On thread ``first_piece``: every so many pieces, so that all threads together go upwards."""
+        for begin, end in self._pieces[first_piece :: len(self._threads)]:
+            if not populate(self._memory, begin, end, self._closing.is_set):
+                return
+            if self._pins:
+                self._pin(self._memory.ctypes.data + begin, end - begin)
+                self._closing.wait(self._pace.pause_s)
+
+    def _pin(self, address: int, num_bytes: int) -> None:
+        """Pin one piece; after the first that fails for good, the rest stays as it is."""
+        assert self._pinner is not None
+        refusal: Refusal | None = None
+        for _ in range(self._pace.tries):
+            if not self._pins or self._closing.is_set():
+                return
+            refusal = self._pinner.pin(address, num_bytes)
+            if refusal is None:
+                self._note_pinned(address, num_bytes)
+                return
+            if not refusal.may_pass:
+                break
+            self._closing.wait(self._pace.retry_s)
+        if refusal is not None:
+            self._give_up(refusal.reason)
+
+    def _note_pinned(self, address: int, num_bytes: int) -> None:
+        with self._changed:
+            self._pinned.append(address)
+            self._pinned_bytes += num_bytes
+            done_bytes, took_s = self._pinned_bytes, time.monotonic() - self._begin_s
+            is_whole = done_bytes == self._total_bytes
+            tells = is_whole or (took_s >= self._pace.told_after_s and not self._is_told)
+            self._is_told |= tells
+            self._changed.notify_all()
+        if is_whole:
+            logger.info("pinned %.2f GiB of host memory for the GPU in %.1f s", done_bytes / _GIB, took_s)
+        elif tells:
+            logger.info(
+                "pinning %.2f GiB of host memory for the GPU: %.2f GiB in %.1f s, about %.0f s more",
+                self._total_bytes / _GIB,
+                done_bytes / _GIB,
+                took_s,
+                took_s * (self._total_bytes / done_bytes - 1),
+            )
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            is_first, self._pins = self._pins, False
+            self._changed.notify_all()
+        if is_first:
+            logger.warning("cannot pin the CPU pool (%s): copies between it and the GPU are slower", reason)

@@ -1,0 +1,206 @@
+"""Moves blocks between the planes of a paged cache and a dense buffer on the same device.
+
+In the buffer each chunk lies as in a payload, ``[plane][block][page bytes]``, one chunk after the other. With Triton, a
+single launch moves all planes of several chunks: launches, not bytes, would bound the speed of models with small pages.
+Triton comes with vLLM for GPUs; without it PyTorch moves one plane of one chunk at a time, and is the reference in
+tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvstore.paged.places import Places
+from kvstore.paged.streams import Streams
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+logger = logging.getLogger(__name__)
+
+
+_MAX_WORDS = 2048  # that one program moves
+_VECTOR_BYTES = 16  # the most that a thread loads at once
+
+
+class Launch(NamedTuple):
+    """Some planes of the blocks at some places."""
+
+    planes: range
+    places: Places
+
+
+class Kernels(Protocol):
+    """Moves blocks. To be called in ``Streams.run``; ``staged`` begins with the first chunk's part."""
+
+    device_bytes: int
+
+    def gather(self, launch: Launch, staged: torch.Tensor) -> None:
+        """Copy blocks from the cache into the buffer."""
+
+    def scatter(self, launch: Launch, staged: torch.Tensor) -> None:
+        """Copy blocks from the buffer into the cache."""
+
+
+class TorchKernels:
+    """One launch for each plane of each chunk.
+
+    Args:
+        rows: for each plane ``[num_blocks, words]``, all of one type.
+    """
+
+    device_bytes = 0
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        self._rows = rows
+
+    def gather(self, launch: Launch, staged: torch.Tensor) -> None:
+        """See ``Kernels``."""
+        for rows, ids, part in self._parts(launch, staged):
+            torch.index_select(rows, 0, ids, out=part)
+
+    def scatter(self, launch: Launch, staged: torch.Tensor) -> None:
+        """See ``Kernels``."""
+        for rows, ids, part in self._parts(launch, staged):
+            rows.index_copy_(0, ids, part)
+
+    def _parts(self, launch: Launch, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """A plane's rows, the ids of some of them, and their rows in the buffer."""
+        words = staged.view(self._rows[0].dtype)
+        done = begin = 0
+        for block_ids, chunk_blocks, first_block in launch.places.pieces:
+            ids = launch.places.on_device[0, done : done + len(block_ids)]
+            for plane in launch.planes:
+                rows = self._rows[plane]
+                end = begin + chunk_blocks * rows.shape[1]
+                part = words[begin:end].view(chunk_blocks, rows.shape[1])
+                yield rows, ids, part[first_block : first_block + len(block_ids)]
+                begin = end
+            done += len(block_ids)
+
+
+class TritonKernels:
+    """One launch.
+
+    A table on the device has four numbers for each plane: its address, and, in words, the distance between its blocks,
+    their size, and the size of one block in all planes before. Rows of planes without bytes end it.
+
+    Args:
+        rows: for each plane ``[num_blocks, words]``, all of one type.
+        streams: the device.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], streams: Streams) -> None:
+        sizes = [plane.shape[1] for plane in rows]
+        before = list(accumulate(sizes, initial=0))
+        table = [(r.data_ptr(), r.stride(0), size, start) for r, size, start in zip(rows, sizes, before, strict=False)]
+        table += [(rows[0].data_ptr(), 0, 0, before[-1])] * 2  # to be moved in ``warm_up``, and its end
+        numbers = torch.tensor(table, dtype=torch.int64)
+        self._word = rows[0].dtype
+        item_bytes = self._word.itemsize
+        self._vector = _VECTOR_BYTES // item_bytes
+        if any(plane.data_ptr() % _VECTOR_BYTES for plane in rows) or (numbers[:, 1:] % self._vector).any():
+            self._vector = 1
+        self._words = min(_MAX_WORDS, triton.next_power_of_2(max(sizes)))
+        self._splits = triton.cdiv(max(sizes), self._words)
+        self._end_plane = len(rows)
+        self.device_bytes = numbers.nbytes
+        self._table = streams.allocate(numbers.nbytes).view(torch.int64).view(numbers.shape)
+        streams.run(lambda: self._table.copy_(numbers))
+        streams.keep(self._table)
+        streams.reach(streams.now())  # other streams read it, too
+
+    def gather(self, launch: Launch, staged: torch.Tensor) -> None:
+        """See ``Kernels``."""
+        self._launch(launch.planes, launch.places.on_device, staged, is_gather=True)
+
+    def scatter(self, launch: Launch, staged: torch.Tensor) -> None:
+        """See ``Kernels``."""
+        self._launch(launch.planes, launch.places.on_device, staged, is_gather=False)
+
+    def warm_up(self, staged: torch.Tensor) -> None:
+        """Compile and load, which needs time and device memory: move the plane without bytes, both ways."""
+        for is_gather in (True, False):
+            self._launch(
+                range(self._end_plane, self._end_plane + 1), self._table[:, :1], staged[:_VECTOR_BYTES], is_gather
+            )
+
+    def _launch(self, planes: range, places: torch.Tensor, staged: torch.Tensor, is_gather: bool) -> None:
+        num_blocks = places.shape[1]
+        if not num_blocks:
+            return
+        _move[(num_blocks, len(planes), self._splits)](
+            self._table,
+            places,
+            staged.view(self._word),
+            num_blocks,
+            planes.start,
+            is_gather=is_gather,
+            vector=1 if staged.data_ptr() % _VECTOR_BYTES else self._vector,
+            words=self._words,
+        )
+
+
+if triton is not None:
+    # One variant of each direction: what has to be compiled while a model runs holds it up.
+    @triton.jit(  # type: ignore[untyped-decorator]
+        do_not_specialize=["num_blocks", "first_plane"],
+        do_not_specialize_on_alignment=["table", "places", "staged"],
+    )
+    def _move(  # noqa: PLR0917 - Triton knows no others
+        table: tl.tensor,
+        places: tl.tensor,
+        staged: tl.tensor,
+        num_blocks: tl.tensor,
+        first_plane: tl.tensor,
+        is_gather: tl.constexpr,
+        vector: tl.constexpr,
+        words: tl.constexpr,
+    ) -> None:
+        """Move a part of one block in one plane. Grid: blocks, planes, parts of the longest page."""
+        place = tl.program_id(0)
+        plane = first_plane + tl.program_id(1)
+        first, last = table + 4 * first_plane, table + 4 * (first_plane + tl.num_programs(1))
+        row = table + 4 * plane
+        size = tl.multiple_of(tl.load(row + 2), vector)
+        start = tl.load(first + 3)
+        span = tl.load(last + 3) - start  # of one block in all planes of this launch
+        block = tl.load(places + place)
+        chunks_before = tl.load(places + num_blocks + place)
+        chunk_blocks = tl.load(places + 2 * num_blocks + place)
+        blocks_before = tl.load(places + 3 * num_blocks + place)
+        at = chunks_before * span + chunk_blocks * (tl.load(row + 3) - start) + blocks_before * size
+        in_cache = tl.load(row).to(staged.dtype) + block * tl.load(row + 1)
+        in_buffer = staged + at
+        if vector > 1:  # lets a thread move that many words at once
+            in_cache = tl.multiple_of(in_cache, 16)
+            in_buffer = tl.multiple_of(in_buffer, 16)
+        word = tl.program_id(2) * words + tl.arange(0, words)
+        if is_gather:
+            tl.store(in_buffer + word, tl.load(in_cache + word, mask=word < size), mask=word < size)
+        else:
+            tl.store(in_cache + word, tl.load(in_buffer + word, mask=word < size), mask=word < size)
+
+
+def kernels_for(rows: Sequence[torch.Tensor], streams: Streams, staged: torch.Tensor) -> Kernels:
+    """What moves blocks fastest here: Triton on a GPU, if it is there and finds its compiler."""
+    if triton is None or streams.device.type != "cuda":
+        return TorchKernels(rows)
+    kernels = TritonKernels(rows, streams)
+    try:
+        streams.run(lambda: kernels.warm_up(staged))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        if isinstance(error, torch.AcceleratorError):
+            raise
+        logger.warning("blocks are moved by PyTorch, one launch for each layer, as Triton cannot compile: %s", error)
+        return TorchKernels(rows)
+    return kernels

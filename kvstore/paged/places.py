@@ -1,0 +1,120 @@
+"""Where the blocks of one launch lie, in the cache and in a dense buffer, as kernels on a device read it.
+
+A *place* is four numbers: a block's id, and its part of the buffer as blocks of chunks before its own, blocks of its
+chunk, and blocks of its chunk before it. None of them depends on the planes that are moved, so the places of some
+chunks serve every layer. They are written on the host into a ring of pinned memory, and copied to the same place of a
+ring on the device. Both are taken at start, and a part of them is written again only when its last use has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore.errors import InvalidCallError
+from kvstore.paged.base import BlockIds
+from kvstore.paged.footprint import LAUNCHES, NUMBERS, WORD_BYTES
+from kvstore.paged.streams import Moment, Streams
+
+
+class Piece(NamedTuple):
+    """Some blocks of one chunk: from ``first_block`` on, of ``chunk_blocks`` that have room in the buffer."""
+
+    block_ids: BlockIds
+    chunk_blocks: int
+    first_block: int
+
+
+class Places:
+    """The places of some pieces, one after the other.
+
+    Attributes:
+        pieces: these pieces.
+        on_device: ``[4, blocks]``; what ``PlaceRing.send`` puts there.
+        is_sent: whether ``PlaceRing.send`` was launched.
+        last_use: the end of the last launch that reads them.
+        is_valid: whether they are still in the ring.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], begin: int, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
+        self.pieces = pieces
+        self.begin = begin
+        self.end = begin + on_host.numel()
+        self.on_host = on_host
+        self.on_device = on_device
+        self.is_sent = False
+        self.last_use: Moment = None
+        self.is_valid = True
+
+
+class PlaceRing:
+    """The places of the launches under way. For one thread at a time.
+
+    Args:
+        max_blocks: of one launch.
+        streams: the device.
+    """
+
+    def __init__(self, max_blocks: int, streams: Streams) -> None:
+        self.max_blocks = max_blocks
+        self._size = LAUNCHES * NUMBERS * max_blocks
+        self._streams = streams
+        self._on_host = streams.pinned(self._size * WORD_BYTES).view(torch.int64)
+        self._on_device = streams.allocate(self._size * WORD_BYTES).view(torch.int64)
+        streams.keep(self._on_device)
+        allocated = streams.now()
+        self._oldest_first: deque[Places] = deque()
+        self._end = 0
+        self._streams.reach(allocated)
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the device's memory."""
+        return self._size * WORD_BYTES
+
+    def write(self, pieces: Sequence[Piece]) -> Places:
+        """The places of some pieces, on the host. Waits only if the ring is full of launches under way."""
+        num_blocks = sum(len(piece.block_ids) for piece in pieces)
+        if num_blocks > self.max_blocks:
+            raise InvalidCallError(f"{num_blocks} blocks in one launch: {self.max_blocks} have room")
+        begin = self._take(NUMBERS * num_blocks)
+        part = slice(begin, begin + NUMBERS * num_blocks)
+        on_host = self._on_host[part]
+        places = Places(pieces, begin, on_host, self._on_device[part].view(NUMBERS, num_blocks))
+        _fill(on_host.numpy().reshape(NUMBERS, num_blocks), pieces)
+        self._oldest_first.append(places)
+        return places
+
+    def send(self, places: Places) -> None:
+        """Copy them to the device: work of the stream that this is called in."""
+        places.on_device.view(-1).copy_(places.on_host, non_blocking=True)
+
+    def _take(self, size: int) -> int:
+        """Room for ``size`` numbers."""
+        begin = self._end if self._end + size <= self._size else 0
+        if begin < self._end:  # what lies behind the end is older than what lies at the begin
+            while self._oldest_first and self._oldest_first[0].begin >= self._end:
+                self._forget_oldest()
+        while self._oldest_first and begin <= self._oldest_first[0].begin < begin + size:
+            self._forget_oldest()
+        self._end = begin + size
+        return begin
+
+    def _forget_oldest(self) -> None:
+        self._streams.reach(self._oldest_first[0].last_use)
+        self._oldest_first.popleft().is_valid = False
+
+
+def _fill(numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]], pieces: Iterable[Piece]) -> None:
+    begin = blocks_before = 0
+    for block_ids, chunk_blocks, first_block in pieces:
+        end = begin + len(block_ids)
+        numbers[0, begin:end] = block_ids
+        numbers[1, begin:end] = blocks_before
+        numbers[2, begin:end] = chunk_blocks
+        numbers[3, begin:end] = np.arange(first_block, first_block + len(block_ids))
+        begin, blocks_before = end, blocks_before + chunk_blocks

@@ -1,0 +1,221 @@
+"""The order of work on a device, and its memory: nothing else here touches a stream, an event or the allocator.
+
+The host launches work and runs ahead of the device. What must come after something else waits for it there, and not on
+the host: the end of what a stream was given is a *moment*, and another stream, or the host, can wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+
+from kvstore.errors import ConfigError, DeviceFullError
+
+Moment = torch.cuda.Event | None  # None where everything is done at once; for the streams that made it
+Work = Callable[[], object]
+
+_GIB = 2**30
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+class Way(Enum):
+    """The direction of a copy; PCIe carries both at once."""
+
+    IN = "host to device"
+    OUT = "device to host"
+
+
+class Streams:
+    """The current stream of the calling thread, and a copy stream for each direction.
+
+    As it stands it is for the CPU, where work is done when its call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Moment:
+        """The end of what the current stream has been given so far."""
+        return None
+
+    def hold(self, moment: Moment) -> None:
+        """Order what the current stream is given from now on after ``moment``."""
+
+    def run(self, work: Work) -> None:
+        """Launch ``work`` on the current stream.
+
+        Raises:
+            DeviceFullError: the device had no memory for it.
+        """
+        with _full_is_ours(self.device):
+            self._run(work)
+
+    def launch(self, way: Way, work: Work, after: Moment) -> Moment:
+        """Launch ``work`` on a copy stream, after ``after``. Returns its end.
+
+        Raises:
+            DeviceFullError: as of ``run``.
+        """
+        with _full_is_ours(self.device):
+            return self._launch(way, work, after)
+
+    def reach(self, moment: Moment) -> None:
+        """Let the host wait for ``moment``. Any thread may call it."""
+
+    def is_reached(self, moment: Moment) -> bool:  # noqa: ARG002 - all that was launched is done
+        """Whether the device has come to ``moment``. Never waits. Any thread may call it."""
+        return True
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:  # noqa: ARG002 - callers have clocks
+        """What the device took from one moment to another, both of them reached; 0 where work is done at once."""
+        return 0.0
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Device memory as uint8 ``[size_bytes]``, usable by what the current stream is given from now on.
+
+        Outside inference mode, in which engines like to start: its tensors could not be written to by other threads.
+
+        Raises:
+            ConfigError: there is no room; it says how much is free.
+        """
+        try:
+            with torch.inference_mode(mode=False):
+                return self._empty(size_bytes)
+        except (RuntimeError, TypeError) as error:  # a TypeError if the size is no 64-bit number
+            if isinstance(error, torch.AcceleratorError):  # the device is broken, not full
+                raise
+            raise ConfigError(
+                f"cannot take {size_bytes / _GIB:.1f} GiB of the memory of {self.device}{self._room()}: lower "
+                "max_local_gpu_size, or what the engine takes (vLLM: --gpu-memory-utilization)"
+            ) from error
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """Host memory as uint8 ``[size_bytes]``, from which a device copies while the host goes on."""
+        with torch.inference_mode(mode=False):
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def keep(self, memory: torch.Tensor) -> None:
+        """Tell the allocator that these streams use ``memory``, which may be dropped at any time."""
+
+    def for_thread(self) -> Streams:
+        """A set for one other thread, whose current stream is one of its own, whatever that thread's is."""
+        return self
+
+    def wait(self) -> None:
+        """Let the host wait for everything launched so far on any of these streams. For ``close``, and for tests."""
+
+    def _run(self, work: Work) -> None:
+        work()
+
+    def _launch(self, way: Way, work: Work, after: Moment) -> Moment:  # noqa: ARG002 - there is one way and one time
+        work()
+        return None
+
+    def _empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def _room(self) -> str:
+        return ""
+
+
+class CudaStreams(Streams):
+    """For a CUDA device. It need not be the calling thread's: a thread of ours would begin on device 0.
+
+    Args:
+        device: with its number.
+        own: the current stream; None for that of the calling thread.
+    """
+
+    def __init__(self, device: torch.device, own: torch.cuda.Stream | None = None) -> None:
+        super().__init__(device)
+        self._own = own
+        self._copying = {way: torch.cuda.Stream(device) for way in Way}  # type: ignore[no-untyped-call]
+
+    def now(self) -> Moment:
+        """See ``Streams``."""
+        return _end_of(self._current())
+
+    def hold(self, moment: Moment) -> None:
+        """See ``Streams``."""
+        if moment is not None:
+            self._current().wait_event(moment)
+
+    def _run(self, work: Work) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._own):  # None: the current one stays
+            work()
+
+    def _launch(self, way: Way, work: Work, after: Moment) -> Moment:
+        stream = self._copying[way]
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            work()
+        return _end_of(stream)
+
+    def reach(self, moment: Moment) -> None:
+        """See ``Streams``."""
+        if moment is not None:
+            with torch.cuda.device(self.device):  # else a thread of ours opens a context on device 0
+                moment.synchronize()
+
+    def is_reached(self, moment: Moment) -> bool:
+        """See ``Streams``."""
+        if moment is None:
+            return True
+        with torch.cuda.device(self.device):
+            return bool(moment.query())  # type: ignore[no-untyped-call]
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:
+        """See ``Streams``."""
+        return 0.0 if begin is None or end is None else float(begin.elapsed_time(end)) / 1e3
+
+    def keep(self, memory: torch.Tensor) -> None:
+        """See ``Streams``."""
+        for stream in (self._current(), *self._copying.values()):
+            memory.record_stream(stream)
+
+    def for_thread(self) -> Streams:
+        """See ``Streams``."""
+        return CudaStreams(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See ``Streams``."""
+        for stream in (self._current(), *self._copying.values()):
+            stream.synchronize()
+
+    def _empty(self, size_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._own):  # to which the allocator lends it
+            return super()._empty(size_bytes)
+
+    def _current(self) -> torch.cuda.Stream:
+        return self._own or torch.cuda.current_stream(self.device)
+
+    def _room(self) -> str:
+        return f", of which {torch.cuda.mem_get_info(self.device)[0] / _GIB:.1f} are free"
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of a device, with the current one of whoever calls."""
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)
+
+
+@contextmanager
+def _full_is_ours(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _CUDA_OUT_OF_MEMORY:
+            raise  # a device that failed goes on failing
+        raise DeviceFullError(
+            f"{device} has no memory left to copy a chunk: lower what the engine takes (vLLM: --gpu-memory-utilization)"
+        ) from error
+
+
+def _end_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """The end of what a stream has been given so far. Who waits for it sleeps; a spinning thread would cost a core."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

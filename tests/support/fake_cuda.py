@@ -1,0 +1,114 @@
+"""A CUDA runtime as far as pinning needs it: registered memory, a capture of graphs, each thread's last error."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.memory import pinning
+from kvstore.memory.cudart import CudaRuntime
+
+GLOBAL, RELAXED = 0, 2  # how a thread takes captures of others
+OUT_OF_MEMORY, UNSUPPORTED = 2, 900
+HANG_GUARD_S = 30.0
+
+
+class FakeCuda:
+    """What the driver remembers. ``install`` puts it in the place of torch's.
+
+    Attributes:
+        capturing: another thread captures a graph, in global mode.
+        hangs: a call that collides with the capture waits for its end; otherwise it fails.
+        error: what every registration fails with; 0 for none.
+        registered: size of each range, by its address.
+        calls: how often memory was registered, or should have been.
+        broken: how many captures were broken.
+    """
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.hangs = False
+        self.error = 0
+        self.registered: dict[int, int] = {}
+        self.calls = 0
+        self.broken = 0
+        self._ended = threading.Event()
+        self._of_thread = threading.local()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let ``CudaPinner`` use it."""
+        module = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
+        monkeypatch.setattr(pinning, "_cudart", lambda: module)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+
+    def runtime(self) -> CudaRuntime:
+        """The calls that torch does not offer, through ctypes as in a process with CUDA."""
+        exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(self._exchange)
+        address = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_char), ctypes.c_int, ctypes.c_int)
+        library = SimpleNamespace(
+            cudaGetLastError=ctypes.CFUNCTYPE(ctypes.c_int)(self.take_error),
+            cudaThreadExchangeStreamCaptureMode=exchange,
+            cudaDeviceGetPCIBusId=address(self._address),
+        )
+        return CudaRuntime(library)
+
+    def end_capture(self) -> None:
+        """Let those go on who wait for it."""
+        self.capturing = False
+        self._ended.set()
+
+    def mode(self) -> int:
+        """How the calling thread takes captures."""
+        return int(getattr(self._of_thread, "mode", GLOBAL))
+
+    def take_error(self) -> int:
+        """The calling thread's last error, which is forgotten."""
+        error, self._of_thread.error = getattr(self._of_thread, "error", 0), 0
+        return int(error)
+
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        """Pin a range, for every device."""
+        assert flags == 1
+        self.calls += 1
+        return self._end(self._collide() or self.error) or self._remember(address, num_bytes)
+
+    def unregister(self, address: int) -> int:
+        """Unpin a range."""
+        return self._end(self._collide() or (0 if self.registered.pop(address, 0) else 1))
+
+    def _collide(self) -> int:
+        if not self.capturing or self.mode() == RELAXED:
+            return 0
+        if self.hangs:
+            assert self._ended.wait(HANG_GUARD_S), "waits for a capture that waits for it"
+            return 0
+        self.broken += 1
+        return UNSUPPORTED
+
+    def _remember(self, address: int, num_bytes: int) -> int:
+        self.registered[address] = num_bytes
+        return 0
+
+    def _end(self, error: int) -> int:
+        if error:
+            self._of_thread.error = error
+        return error
+
+    def _exchange(self, mode: Any) -> int:
+        mode[0], self._of_thread.mode = self.mode(), mode[0]
+        return 0
+
+    def _address(self, text: Any, size: int, index: int) -> int:
+        if index > 1:
+            return self._end(101)  # cudaErrorInvalidDevice
+        written = b"0000:%02X:00.0\0" % (0x3A + index)
+        assert size >= len(written)
+        for place, letter in enumerate(written):
+            text[place] = letter
+        return 0

@@ -1,0 +1,89 @@
+"""A mover over a device that does nothing before somebody waits for it, for tests of who waits for what."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.chunks import ChunkRef
+from kvstore.memory.labelled import LabelledPool
+from kvstore.memory.slabs import SlabPool
+from kvstore.transfer.hot import HotChunks
+from kvstore.transfer.lane import Lane
+from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
+from support.late_device import LateDevice, late_paged
+from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, SLOT_BYTES, FakeTier, Rig
+
+TARGET = 60  # chunks are loaded to the blocks from here on downwards
+LAYERS = 2
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Bench:
+    """A mover over a late device, in whose cache block ``b`` holds ``b`` in every byte."""
+
+    def __init__(self) -> None:
+        self.device = LateDevice(1, eagerness=0.0)
+        self.rig = Rig()
+        self.paged = late_paged(
+            self.device, self.rig.caches, num_blocks=self.rig.num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK,
+            staging_bytes=SLOT_BYTES,
+        )  # fmt: skip
+        self.cpu = LabelledPool(SlabPool(8, SLOT_BYTES), self.paged.streams)
+        self.tier = FakeTier()
+        self.written: list[tuple[ChunkRef, bool]] = []
+        lanes = {Place.DISK: Lane(self.cpu, self.tier, lambda *written: self.written.append(written))}
+        self.hot = HotChunks(self.paged, 4 * SLOT_BYTES)
+        self.mover = Mover(self.paged, self.cpu, lanes, self.hot)
+        for block in range(self.rig.num_blocks):
+            self.model_writes(block, block)
+        self.device.run_all()
+        self.device.counts.clear()
+
+    def drain(self, worker: StoreWorker) -> bool:
+        """Let the device go on while the worker looks on."""
+        self.device._eagerness = 0.7
+        try:
+            return worker.drain(5)
+        finally:
+            self.device._eagerness = 0.0
+
+    def model_writes(self, block: int, value: int) -> None:
+        """A kernel of the model."""
+        for cache in self.rig.caches.values():
+            self.device.current.launch(partial(cache[block].fill_, value))
+
+    def overwrite(self, number: int) -> None:
+        """The model's next kernels write other tokens to the blocks of chunk ``number``."""
+        for block in range(BLOCKS_PER_CHUNK * number, BLOCKS_PER_CHUNK * (number + 1)):
+            self.model_writes(block, 0xEE)
+
+    def held(self) -> list[int]:
+        """What is in the target's blocks when everything is done; -1 for a mixture."""
+        self.device.run_all()
+        values = [set(self.rig.held(block).tolist()) for block in range(TARGET, TARGET - BLOCKS_PER_CHUNK, -1)]
+        return [next(iter(value)) if len(value) == 1 else -1 for value in values]
+
+    @property
+    def host_waits(self) -> int:
+        return self.device.counts["reach"] + self.device.counts["wait"]
+
+
+def ref_of(number: int) -> ChunkRef:
+    return ChunkRef(bytes([number]) * 16, BLOCKS_PER_CHUNK)
+
+
+def blocks_of(number: int) -> list[int]:
+    return list(range(BLOCKS_PER_CHUNK * number, BLOCKS_PER_CHUNK * (number + 1)))
+
+
+def store_job(number: int, slot: int, *, write: bool = False) -> StoreJob:
+    return StoreJob(StoreStep(ref_of(number), slot, (Place.DISK,) if write else ()), as_block_ids(blocks_of(number)))
+
+
+def load_job(number: int, slot: int, source: Place = Place.MEMORY) -> LoadJob:
+    ids = as_block_ids(range(TARGET, TARGET - BLOCKS_PER_CHUNK, -1))
+    return LoadJob(LoadStep(ref_of(number), slot, source), ids, 0)

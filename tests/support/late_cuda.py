@@ -1,0 +1,69 @@
+"""``CudaStreams`` over a late device: their own code, where ``torch.cuda`` is replaced by what a CPU can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.paged.streams import CudaStreams, Work
+from support.late_device import CPU, LateDevice, LateMoment, LateStream
+
+
+class LateEvent:
+    """An event of ``torch.cuda``."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self.moment: LateMoment | None = None  # who waits for what was never recorded waits for nothing
+
+    def record(self, stream: LateStream) -> None:
+        self.moment = stream.now()
+
+    def query(self) -> bool:
+        self._device.run_at_random()
+        return self.moment is None or self.moment.is_reached
+
+    def synchronize(self) -> None:
+        self._device.run_until(lambda: self.moment is None or self.moment.is_reached)
+
+    def elapsed_time(self, end: LateEvent) -> float:
+        """In ms, of the device's clock."""
+        assert self.moment is not None
+        assert end.moment is not None
+        return float(end.moment.stream.done_at[end.moment.place] - self.moment.stream.done_at[self.moment.place]) * 1e3
+
+
+def late_cuda(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
+    """The streams of a CUDA device that is a late one. Work goes to the stream that is torch's current one then."""
+
+    def on(stream: LateStream | None) -> AbstractContextManager[None]:
+        return nullcontext() if stream is None else device.on(stream)
+
+    def deferred(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def defer(streams: CudaStreams, *arguments: Any) -> Any:
+            place = 0 if callable(arguments[0]) else 1  # ``way`` may come first
+            work: Work = arguments[place]
+            later = [*arguments]
+            later[place] = lambda: device.current.launch(work)
+            return launch(streams, *later)
+
+        return defer
+
+    monkeypatch.setattr(CudaStreams, "_run", deferred(CudaStreams._run))
+    monkeypatch.setattr(CudaStreams, "_launch", deferred(CudaStreams._launch))
+    monkeypatch.setattr(LateStream, "wait_event", lambda self, event: self.hold(event.moment), raising=False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _memory, _stream: None)
+    replacements: dict[str, Any] = {
+        "Stream": lambda _device: device.make_stream(),
+        "Event": lambda **_options: LateEvent(device),
+        "current_stream": lambda _device: device.current,
+        "stream": on,
+        "device": lambda _device: nullcontext(),
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    return CudaStreams(CPU)

@@ -1,0 +1,227 @@
+"""A worker on a device that does nothing before somebody waits for it: stores and loads beside the steps, and rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.gate import HANG_GUARD_S
+from support.late_bench import Bench, blocks_of, load_job, ref_of, store_job
+from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
+
+from kvstore.adapters.vllm.plan import Fetch, ReqMeta, StepPlan
+from kvstore.adapters.vllm.worker.background import Background
+from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
+from kvstore.catalog.plans import Place
+from kvstore.keys import Namespace
+from kvstore.options import EngineOptions
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.device.stalled = []
+    bench.device.failures.clear()
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+# -- stores beside the model ---------------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_found_when_its_bytes_are_there(bench: Bench) -> None:
+    stores = bench.mover.start_store([store_job(1, 1, write=True)])
+    bench.overwrite(1)
+    assert bench.host_waits == 0
+    assert bench.cpu.read(1, ref_of(1)) is None
+    assert not bench.tier.chunks
+    assert bench.mover.finish_store(stores) == set()
+    assert bench.mover.flush(HANG_GUARD_S)
+    (payload,) = bench.tier.chunks.values()
+    assert {*blocks_of(1)} <= set(payload)
+
+
+@pytest.fixture
+def background(bench: Bench) -> Iterator[Background]:
+    background = Background(bench.mover)
+    yield background
+    bench.device.stalled = []
+    background.stop()
+    assert background.wait(HANG_GUARD_S)
+
+
+def saved(bench: Bench, background: Background) -> list[int]:
+    """What was saved of chunk 1."""
+    assert background.wait(HANG_GUARD_S)
+    (step,) = background.take_saved()
+    assert not step.failed
+    assert not bench.mover.load([load_job(1, 1)]).failed
+    return bench.held()
+
+
+def test_a_save_reads_blocks_before_a_fence(bench: Bench, background: Background) -> None:
+    """However late its thread, and its stream, come."""
+    gate = threading.Event()
+    background._stores.submit(gate.wait)
+    bench.device.stalled = [background._storer.paged.streams.current]  # type: ignore[attr-defined]
+    bench.device.counts.clear()
+    background.save(1, [store_job(1, 1)], [])
+    background.fence()
+    bench.overwrite(1)
+    assert bench.host_waits == 0
+    bench.device.run_at_random()
+    bench.device.stalled = []
+    bench.device.run_all()
+    gate.set()
+    assert saved(bench, background) == blocks_of(1)
+
+
+def test_a_save_reads_what_the_step_has_written(bench: Bench, background: Background) -> None:
+    for block in blocks_of(1):
+        bench.model_writes(block, 77)
+    background.save(1, [store_job(1, 1)], [])
+    assert saved(bench, background) == [77] * BLOCKS_PER_CHUNK
+
+
+def test_a_load_beside_has_ended_when_the_device_has_done_it(bench: Bench, background: Background) -> None:
+    bench.mover.store([store_job(1, 1)])
+    background.fetch(Fetch(1, "one", [load_job(1, 1)]))
+    assert background.wait(HANG_GUARD_S)
+    assert background.take_fetched() == []
+    assert bench.held() == blocks_of(1)
+    (fetched,) = background.take_fetched()
+    assert not fetched.result.failed
+
+
+def test_what_is_forgotten_while_it_is_copied_is_not_found(bench: Bench, background: Background) -> None:
+    gate = threading.Event()
+    background._stores.submit(gate.wait)
+    background.save(1, [store_job(1, 1, write=True)], [])
+    background.forget_saves()  # does not wait
+    bench.mover.reset(Namespace({"model": "another"}))
+    gate.set()
+    assert background.wait(HANG_GUARD_S)
+    (step,) = background.take_saved()
+    assert step.failed == {ref_of(1).prefix_key}
+    assert bench.mover.load([load_job(1, 1)]).failed
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert not bench.tier.chunks
+    assert bench.written == [(ref_of(1), False)]
+
+
+def test_a_write_of_what_was_forgotten_stores_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights come between the chunk's end and its write, which would name them."""
+    stores = bench.mover.start_store([store_job(1, 1, write=True)])
+    lane = bench.mover._lanes[Place.DISK]
+    write = lane.write
+
+    def forget_then_write(*arguments: Any) -> None:
+        lane.reset(Namespace({"model": "another"}))
+        write(*arguments)  # and what is in memory is forgotten only then
+
+    monkeypatch.setattr(lane, "write", forget_then_write)
+    bench.mover.finish_store(stores)
+    assert bench.mover.flush(HANG_GUARD_S)
+    assert not bench.tier.chunks
+
+
+def test_what_follows_saves_does_not_hold_up_the_model(bench: Bench, background: Background) -> None:
+    gate, seen = threading.Event(), list[int]()
+    background._stores.submit(gate.wait)
+    background.save(1, [store_job(1, 1, write=True)], [])
+    background.follow_saves(lambda: seen.append(len(bench.written) + len(bench.mover._lanes[Place.DISK]._writing)))
+    assert not seen
+    gate.set()
+    assert background.wait(HANG_GUARD_S)
+    background.take_saved()
+    assert seen == [1]
+
+
+# -- the worker ----------------------------------------------------------------------------------------------------
+
+
+def worker_of(bench: Bench, *, overwrites_early: bool = False) -> StoreWorker:
+    options = EngineOptions(8 * SLOT_BYTES)
+    how = WorkerOptions(async_save=True, overwrites_early=overwrites_early)
+    return StoreWorker(bench.paged, Namespace({"model": "late"}), options, how)
+
+
+def carry_out(worker: StoreWorker, plan: StepPlan) -> None:
+    worker.begin_step(plan)
+    worker.load()
+    worker.store()
+
+
+@pytest.mark.parametrize("overwrites_early", [False, True])
+def test_blocks_taken_from_a_request_are_read_first(bench: Bench, *, overwrites_early: bool) -> None:
+    worker = worker_of(bench, overwrites_early=overwrites_early)
+    bench.device.counts.clear()
+    bench.device.stalled = [worker._background._storer.paged.streams.current]  # type: ignore[attr-defined]
+    gate = threading.Event()
+    worker._background._stores.submit(gate.wait)
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
+    if not overwrites_early:  # model runner V2 does it before
+        worker.prepare(StepPlan(2, 0, preempts=True))
+    bench.overwrite(1)
+    assert bench.host_waits == 0
+    bench.device.run_until(lambda: not bench.device.current.can_go_on)
+    bench.device.stalled = []
+    gate.set()
+    assert bench.drain(worker)
+    worker.end_loads()
+    carry_out(worker, StepPlan(3, 2, [ReqMeta("two", loads=[load_job(1, 1)])]))
+    assert bench.held() == blocks_of(1)
+    bench.device.run_all()
+    worker.close()
+
+
+def test_how_long_loads_took_is_told_when_the_device_has_done_them(bench: Bench) -> None:
+    worker = worker_of(bench)
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
+    assert bench.drain(worker)
+    worker.take_report()
+    for _ in range(1000):
+        bench.model_writes(0, 0)
+    carry_out(worker, StepPlan(2, 1, [ReqMeta("two", loads=[load_job(1, 1)])]))
+    report = worker.take_report()
+    assert report is not None
+    assert report.steps[2].ranks_loaded == 1
+    assert not report.load_times
+    bench.device.run_all()
+    report = worker.take_report()
+    assert report is not None
+    assert report.load_times[2].ranks == 1
+    assert 0 < report.load_times[2].seconds < 100
+    bench.device.run_all()
+    worker.close()
+
+
+def test_a_worker_at_rest_leaves_nothing_to_the_device(bench: Bench) -> None:
+    worker = worker_of(bench)
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
+    assert bench.drain(worker)
+    gate = threading.Event()
+    worker._background._stores.submit(gate.wait)  # it lets the device go on when it waits for its copies
+    carry_out(worker, StepPlan(2, 1, [ReqMeta("two", loads=[load_job(1, 1)], stores=[store_job(2, 2)])]))
+    worker.begin_step(StepPlan(3, 2, fetches=[Fetch(1, "three", [load_job(1, 1)])]))
+    idle = [bench.device.is_idle]
+    gate.set()
+    assert bench.drain(worker)
+    assert [*idle, bench.device.is_idle] == [False, True]
+    bench.device.run_all()
+    worker.close()
+
+
+def test_a_worker_does_not_wait_for_ever_for_a_device_that_hangs(bench: Bench) -> None:
+    worker = worker_of(bench)
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
+    assert bench.drain(worker)
+    carry_out(worker, StepPlan(2, 1, [ReqMeta("two", loads=[load_job(1, 1)])]))
+    bench.device.stalled = [bench.device.current]
+    assert not worker.drain(0.05)
+    bench.device.stalled = []
+    assert bench.drain(worker)
+    bench.device.run_all()
+    worker.close()

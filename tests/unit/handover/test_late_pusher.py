@@ -1,0 +1,97 @@
+"""Hand-overs on a device that does nothing before somebody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from support.gate import HANG_GUARD_S
+from support.late_bench import FULL, LAYERS, Bench, blocks_of, ref_of
+from support.late_device import Failure
+from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
+
+from kvstore.chunks import Outcome
+from kvstore.handover.pusher import PushCounters, Pusher, PushJob
+from kvstore.handover.transport import Parcel, Receiver, Transport
+from kvstore.transfer.mover import as_block_ids
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.device.stalled = []
+    bench.device.failures.clear()
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+class Inbox(Transport):
+    """A receiver in memory, which takes each layer as soon as it may."""
+
+    def __init__(self, layer_bytes: int) -> None:
+        self.layer_bytes = layer_bytes
+        self.found: list[bytes] = []
+        self.may_go = threading.Event()
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        assert self.may_go.wait(HANG_GUARD_S)
+        layers = 0
+        for part in ready:
+            layers = part.stop
+            for parcel in parcels:
+                self.found.append(parcel.payload[part.start * self.layer_bytes : layers * self.layer_bytes].tobytes())
+        return [Outcome.STORED if layers == LAYERS else Outcome.FAILED] * len(parcels)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_what_is_handed_over_is_what_the_step_has_computed(bench: Bench, slots: int) -> None:
+    """The model's thread waits for nothing, and goes on to write the blocks."""
+    inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)
+    pusher = Pusher(bench.paged, slots * SLOT_BYTES, lambda _: inbox, PushCounters())
+    inbox.may_go.set()
+    step = pusher.begin([(Receiver("there", 1), [push_job(1), push_job(2)])])
+    step.reach(0)
+    step.finish(trusted=True)
+    for number in (1, 2):
+        bench.overwrite(number)
+    assert pusher.flush(HANG_GUARD_S)
+    assert pusher.counters.sent == 2
+    assert set(b"".join(inbox.found)) == {*blocks_of(1), *blocks_of(2)}
+    pusher.close(HANG_GUARD_S)
+
+
+def test_a_step_that_hands_over_waits_for_nothing(bench: Bench) -> None:
+    inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)
+    pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: inbox, PushCounters())
+    step = pusher.begin([(Receiver("there", 1), [push_job(1)])])
+    for layer in range(LAYERS):
+        step.reach(layer)
+    step.finish(trusted=True)
+    assert bench.host_waits == 0
+    inbox.may_go.set()
+    assert pusher.flush(HANG_GUARD_S)
+    pusher.close(HANG_GUARD_S)
+
+
+@pytest.mark.parametrize("full_at", range(LAYERS))
+def test_a_full_device_hands_over_nothing(bench: Bench, full_at: int) -> None:
+    inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)
+    inbox.may_go.set()
+    pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: inbox, PushCounters())
+    step = pusher.begin([(Receiver("there", 1), [push_job(1)])])
+    for layer in range(LAYERS):
+        if layer == full_at:
+            bench.device.failures.append(Failure(FULL))
+        step.reach(layer)
+    step.finish(trusted=True)
+    assert pusher.flush(HANG_GUARD_S)
+    assert pusher.counters == PushCounters(failed=1)
+    pusher.close(HANG_GUARD_S)
+
+
+def push_job(number: int) -> PushJob:
+    return PushJob(ref_of(number), as_block_ids(blocks_of(number)))

@@ -1,0 +1,51 @@
+"""What a worker takes of a device is what was said before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstore.layout import KVLayout
+from kvstore.paged.base import find_planes
+from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.footprint import STAGING_BYTES, WORKER_THREADS, device_bytes, table_bytes
+from kvstore.paged.streams import Streams
+from kvstore.transfer.hot import HotChunks
+
+BLOCKS, LAYERS, TOKENS = 6, 3, 4
+
+
+class Counting(Streams):
+    """Counts the bytes that are asked for, by all threads together."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.taken: list[int] = []
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        self.taken.append(size_bytes)
+        return super().allocate(size_bytes)
+
+
+@pytest.mark.parametrize(("width", "planes"), [(64, 1), (64, 2), (1 << 17, 2)])
+def test_all_is_taken_at_start_and_was_said_before(width: int, planes: int) -> None:
+    """With chunks that are smaller than a staging buffer, and larger; the kernels' table may be missing."""
+    caches = [torch.zeros(*([2] * (planes - 1)), BLOCKS, TOKENS, width // 64, 64) for _ in range(LAYERS)]
+    layers = [find_planes(f"layer.{number}", cache, BLOCKS) for number, cache in enumerate(caches)]
+    page_bytes = layers[0][0].page_bytes
+    layout = KVLayout((page_bytes,) * LAYERS, planes, TOKENS, 4 * TOKENS)
+    assert (layout.slot_bytes > STAGING_BYTES) == (width > 64)
+    streams = Counting()
+    paged = DevicePagedKV(layers, layout, BLOCKS, streams=streams)
+    others = [paged.for_thread() for _ in range(WORKER_THREADS - 1)]
+    hot = HotChunks(paged, 2 * layout.slot_bytes + 1)
+    said = device_bytes(layout, tier_bytes=2 * layout.slot_bytes + 1)
+    assert said.total - table_bytes(layout) <= sum(streams.taken) <= said.total
+    assert sum(each.device_bytes for each in (paged, *others)) == sum(streams.taken) - said.tier
+    taken = len(streams.taken)
+    ids, payload = torch.arange(4).numpy(), torch.zeros(layout.slot_bytes, dtype=torch.uint8).numpy()
+    paged.reach(paged.gather(ids, payload))
+    paged.scatter(ids, payload, 4, 0)
+    paged.wait()
+    hot.close()
+    assert len(streams.taken) == taken, "nothing is taken later"

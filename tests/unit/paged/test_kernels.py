@@ -1,0 +1,59 @@
+"""Triton's kernels without a GPU: against PyTorch's indexing, and through the compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.paged.kernels import TorchKernels, kernels_for
+from kvstore.paged.streams import Streams
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def triton_folder() -> Path | None:
+    """Where Triton is: beside the environment, as vLLM's CPU build would take it for a GPU's. None if in it."""
+    if importlib.util.find_spec("triton") is not None:
+        return None
+    for folder in (Path(os.environ.get("TRITON_FOLDER", "")), Path(sys.prefix, "triton")):
+        if folder.is_absolute() and (folder / "triton").is_dir():
+            return folder
+    pytest.skip("Triton is not installed: tools/dev/venv.sh puts it into a folder of its own")
+
+
+def trial(what: str, tmp_path: Path, **environment: str) -> str:
+    folder = triton_folder()
+    paths = [ROOT, ROOT / "tests", *([folder] if folder else [])]
+    ended = subprocess.run(
+        [sys.executable, "-m", "support.kernel_trials", what],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "TRITON_CACHE_DIR": str(tmp_path),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_kernels_move_what_pytorch_moves(tmp_path: Path) -> None:
+    assert trial("interpret", tmp_path, TRITON_INTERPRET="1").count("same bytes") > 30
+
+
+def test_the_kernels_compile(tmp_path: Path) -> None:
+    assert trial("compile", tmp_path, TRITON_INTERPRET="0").count("compiled") == 6
+
+
+def test_pytorch_moves_blocks_on_a_cpu() -> None:
+    streams = Streams(torch.device("cpu"))
+    assert isinstance(kernels_for([torch.zeros(2, 2)], streams, streams.allocate(16)), TorchKernels)

@@ -1,0 +1,55 @@
+"""The pool is made for its device, and what is said of the memory of a GPU."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore import assembly
+from kvstore.assembly import log_device_bytes, open_tiers
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.options import EngineOptions
+
+LAYOUT = KVLayout((65_536,) * 32, 1, 16, 256)
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (torch.device("cuda", 1), ["355.0 MiB of cuda:1 are taken: staging 288.0 MiB", "GPU tier 64.0 MiB"]),
+        (torch.device("cpu"), []),
+    ],
+)
+def test_the_start_tells_what_it_takes_of_a_gpu(
+    device: torch.device, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    paged: Any = SimpleNamespace(device=device, layout=LAYOUT)
+    with caplog.at_level(logging.INFO, "kvstore"):
+        log_device_bytes(paged, EngineOptions(1 << 30, max_local_gpu_bytes=70 << 20), threads=3)
+    assert len(caplog.records) == bool(said)
+    assert all(part in caplog.text for part in said)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_pool_is_made_for_the_device_of_the_cache(in_background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    class Pool:
+        num_slots = 1
+
+        def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, *, pin_in_background: bool) -> None:
+            asked.append((num_slots, slot_bytes, device, pin_in_background))
+
+        def close(self) -> None:
+            asked.append("closed")
+
+    monkeypatch.setattr(assembly, "SlabPool", Pool)
+    paged: Any = SimpleNamespace(device=torch.device("cuda", 1), layout=LAYOUT)
+    options = EngineOptions(64 << 20, pin_in_background=in_background)
+    open_tiers(paged, Namespace({"model": "one"}), options).close()
+    assert asked == [(2, LAYOUT.slot_bytes, torch.device("cuda", 1), in_background), "closed"]

@@ -1,0 +1,170 @@
+"""Moves on a device that does nothing before somebody waits for it: who waits for what, and what comes after what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.gate import HANG_GUARD_S
+from support.late_bench import FULL, LAYERS, Bench, blocks_of, load_job, ref_of, store_job
+from support.late_device import Failure
+
+from kvstore.catalog.plans import LoadStep, Place
+from kvstore.transfer.layerwise import LayerLoad, LayerStore
+from kvstore.transfer.mover import LoadJob, as_block_ids
+from kvstore.transfer.stopwatch import Stopwatch
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.device.stalled = []
+    bench.device.failures.clear()
+    assert bench.mover.close(HANG_GUARD_S)
+
+
+# -- slots ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tier_fills_a_slot_when_it_has_been_read(bench: Bench) -> None:
+    """The load that read it was over for the index long before it was for the device."""
+    bench.mover.store([store_job(1, 0), store_job(2, 1, write=True)])
+    assert bench.mover.flush(HANG_GUARD_S)
+    bench.model_writes(0, 0)  # a step that is still being computed
+    assert not bench.mover.load([load_job(1, 0)]).failed
+    no_blocks = LoadJob(LoadStep(ref_of(2), 0, Place.DISK), as_block_ids([]), 0)
+    assert not bench.mover.load([no_blocks]).failed  # chunk 2 comes to the slot of chunk 1
+    assert bench.held() == blocks_of(1)
+    assert not bench.mover.load([load_job(2, 0)]).failed
+    assert bench.held() == blocks_of(2)
+
+
+def test_a_gather_fills_a_slot_when_it_has_been_read(bench: Bench) -> None:
+    """By another stream: that of a thread beside the model."""
+    bench.mover.store([store_job(1, 0)])
+    saver, loader = bench.mover.for_thread(), bench.mover.for_thread()
+    assert not loader.load([load_job(1, 0)]).failed
+    bench.device.stalled = [loader.paged.streams.copying[way] for way in loader.paged.streams.copying]  # type: ignore[attr-defined]
+    stores = saver.start_store([store_job(2, 0)])
+    with pytest.raises(AssertionError, match="streams wait for each other"):
+        saver.finish_store(stores)
+    bench.device.stalled = []
+    assert bench.held() == blocks_of(1)
+
+
+def test_a_closed_pool_has_no_slot_in_use(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is unpinned then, and may be given back."""
+    bench.mover.store([store_job(1, 0)])
+    assert not bench.mover.load([load_job(1, 0)]).failed
+    assert not bench.cpu.is_settled
+    seen: list[bool] = []
+    monkeypatch.setattr(bench.cpu._pool, "close", lambda: seen.append(bench.cpu.is_settled))
+    bench.cpu.close()
+    assert seen == [True]
+
+
+# -- who waits -----------------------------------------------------------------------------------------------------
+
+
+def test_a_load_waits_for_nothing(bench: Bench) -> None:
+    bench.mover.store([store_job(number, number) for number in (1, 2, 3)])
+    bench.device.counts.clear()
+    bench.model_writes(0, 0)
+    for number in (1, 2, 3):
+        assert not bench.mover.load([load_job(number, number)]).failed
+    assert bench.host_waits == 0
+    assert bench.held() == blocks_of(3)
+
+
+def test_a_load_by_layer_waits_for_nothing(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 1)])
+    bench.device.counts.clear()
+    load = LayerLoad(bench.mover, [load_job(1, 1)])
+    for layer in range(LAYERS):
+        load.move(layer)
+    assert not load.finish().failed
+    assert bench.host_waits == 0
+    assert not bench.cpu.is_settled
+    assert bench.held() == blocks_of(1)
+
+
+def test_a_store_by_layer_is_known_when_it_is_in_memory(bench: Bench) -> None:
+    store = LayerStore(bench.mover, [store_job(1, 1)])
+    for layer in range(LAYERS):
+        store.move(layer)
+    assert bench.host_waits == 0
+    assert store.finish() == set()
+    bench.overwrite(1)
+    assert not bench.mover.load([load_job(1, 1)]).failed
+    assert bench.held() == blocks_of(1)
+
+
+def test_a_store_by_layer_that_is_given_up_waits_for_nothing(bench: Bench) -> None:
+    store = LayerStore(bench.mover, [store_job(1, 1)])
+    store.move(0)
+    assert store.finish(trusted=False) == {ref_of(1).prefix_key}
+    assert bench.host_waits == 0
+    assert not bench.cpu.is_settled  # its slot is filled again when the copy has ended
+    assert bench.cpu.read(1, ref_of(1)) is None
+
+
+def test_what_a_load_takes_is_told_without_the_step_before(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 1)])
+    for _ in range(1000):
+        bench.model_writes(0, 0)  # the late device's clock counts what it does
+    with (watch := Stopwatch(bench.paged)):
+        assert not bench.mover.load([load_job(1, 1)]).failed
+    stopped = [watch.has_stopped]
+    bench.device.run_all()
+    assert [*stopped, watch.has_stopped] == [False, True]
+    assert 2 <= watch.seconds < 100  # of its clock
+
+
+# -- a device that is full, or broken ------------------------------------------------------------------------------
+
+
+def test_a_full_device_fails_loads(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 1)])
+    bench.device.failures.append(Failure(FULL))
+    assert bench.mover.load([load_job(1, 1)]).failed == {ref_of(1).prefix_key}
+    assert bench.mover.counters.failed_copies == 1
+    assert not bench.mover.load([load_job(1, 1)]).failed
+    assert bench.held() == blocks_of(1)
+
+
+def test_a_full_device_fails_stores(bench: Bench) -> None:
+    bench.device.failures.append(Failure(FULL))
+    jobs = [store_job(1, 1, write=True), store_job(2, 2)]
+    assert bench.mover.store(jobs) == {ref_of(1).prefix_key, ref_of(2).prefix_key}
+    assert bench.written == [(ref_of(1), False)]
+    assert bench.mover.counters.failed_copies == 2
+    assert bench.mover.load([load_job(1, 1)]).failed
+    assert bench.mover.store(jobs) == set()
+
+
+@pytest.mark.parametrize("full_at", range(LAYERS))
+def test_a_full_device_fails_what_goes_by_layer(bench: Bench, full_at: int) -> None:
+    bench.mover.store([store_job(1, 1)])
+    load, store = LayerLoad(bench.mover, [load_job(1, 1)]), LayerStore(bench.mover, [store_job(2, 2)])
+    for layer in range(LAYERS):
+        for moves in (load, store):
+            if layer == full_at:
+                bench.device.failures.append(Failure(FULL))
+            moves.move(layer)
+    assert load.finish().failed == {ref_of(1).prefix_key}
+    assert store.finish() == {ref_of(2).prefix_key}
+    assert bench.cpu.read(2, ref_of(2)) is None
+
+
+def test_a_broken_device_is_heard_of(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 1)])
+    broken = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    bench.device.failures.append(Failure(broken))
+    with pytest.raises(torch.AcceleratorError):
+        bench.mover.load([load_job(1, 1)])
+    bench.device.failures.append(Failure(broken))
+    with pytest.raises(torch.AcceleratorError):
+        bench.mover.store([store_job(2, 2, write=True)])
+    assert bench.written == [(ref_of(2), False)]

@@ -1,0 +1,89 @@
+"""The command line; see ``__init__``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.tools.bench.gpu.needs import explain, missing_packages
+
+if TYPE_CHECKING:
+    import torch
+
+_WIDTH = 160  # where the output is no terminal
+_WRONG_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; the exit status is 1 if a step failed, 2 if nothing can run."""
+    given = _parser().parse_args(arguments)
+    missing = missing_packages()
+    if missing:
+        print(explain(missing), file=sys.stderr)
+        return _WRONG_USAGE
+    import torch  # noqa: PLC0415 - it may be missing
+
+    from kvstore.errors import KVStoreError  # noqa: PLC0415
+
+    device = torch.device(given.device or "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("error: torch finds no GPU here (--device cpu --small tests the bench itself)", file=sys.stderr)
+        return _WRONG_USAGE
+    try:
+        return _one(given, device) if given.plan == "one" else _run(given, device)
+    except KVStoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _one(given: argparse.Namespace, device: torch.device) -> int:
+    """One step, in this process."""
+    from kvstore.tools.bench.gpu.child import run_one  # noqa: PLC0415 - see main
+
+    run_one(given.step, device, given.out, small=given.small)
+    return 0
+
+
+def _run(given: argparse.Namespace, device: torch.device) -> int:
+    """Some steps, each in its own process, and the table."""
+    from rich.console import Console  # noqa: PLC0415 - see main
+
+    from kvstore.tools.bench.gpu.run import RESULTS, machine, run_steps  # noqa: PLC0415
+    from kvstore.tools.bench.gpu.scale import make_scale  # noqa: PLC0415
+    from kvstore.tools.bench.gpu.steps import PLANS  # noqa: PLC0415
+    from kvstore.tools.bench.gpu.table import figure_table  # noqa: PLC0415
+
+    globs = given.only.split(",")
+    steps = [step for step in PLANS[given.plan] if any(fnmatchcase(step.name, glob) for glob in globs)]
+    if not steps:
+        print(f"error: --only {given.only!r} matches no step", file=sys.stderr)
+        return _WRONG_USAGE
+    folder = (given.out or Path("bench-results")).absolute()
+    scale, ended = make_scale(device, small=given.small), []
+    for step in run_steps(steps, scale, folder, small=given.small):
+        print(f"{step.outcome:<9} {step.name:<22} {step.seconds:5.0f} s  {step.said}", file=sys.stderr, flush=True)
+        ended.append(step)
+    title = f"{given.plan} on {machine(scale)['device']}; every figure and sample is in {folder / RESULTS}"
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(figure_table(ended, title))
+    return int(any(step.is_failed for step in ended))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvstore.tools.bench.gpu", description=__doc__)
+    parser.add_argument(
+        "plan", choices=("bench", "visit", "one"), help="which steps to run; one: --step, in this process"
+    )
+    parser.add_argument("step", nargs="?", help="the step, behind one")
+    parser.add_argument("--only", metavar="GLOBS", default="*", help="steps whose name matches: limit,moves-*")
+    parser.add_argument("--device", help="cuda (the default), cuda:1, cpu")
+    parser.add_argument("--small", action="store_true", help="little data: for tests of the bench itself")
+    parser.add_argument("--out", type=Path, help="folder for results (bench-results)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Figures of a visit: each with the limit measured in the same run, and the ratio of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.tools.bench.samples import Pair
+
+GB_PER_S, MS, US, COUNT = "GB/s", "ms", "us", ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One result.
+
+    Attributes:
+        name: what was measured.
+        value: in ``unit``.
+        limit: what it is held against, measured in the same run, in the same unit.
+        ratio: of the limit; a median over pairs of samples where there are any, so not exactly the quotient.
+        unit: of value and limit.
+        goal: for the ratio; None if it is for information only.
+        at_most: the ratio must not exceed the goal, instead of reaching it.
+        more: samples and whatever else explains the figure.
+    """
+
+    name: str
+    value: float
+    limit: float
+    ratio: float
+    unit: str
+    goal: float | None = None
+    at_most: bool = False
+    more: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """The ratio against its goal, in a word; empty without a goal."""
+        if self.goal is None:
+            return ""
+        is_kept = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
+        return "ok" if is_kept else "short"
+
+    def to_json(self) -> dict[str, object]:
+        """Everything known about the figure."""
+        return {
+            "figure": self.name,
+            "value": self.value,
+            "limit": self.limit,
+            "ratio": self.ratio,
+            "unit": self.unit,
+            "goal": self.goal,
+            "at_most": self.at_most,
+            "verdict": self.verdict,
+            "more": dict(self.more),
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, object]) -> Figure:
+        """A figure as ``to_json`` gave it."""
+        names = ("value", "limit", "ratio", "unit", "goal", "at_most", "more")
+        return cls(str(found["figure"]), **{name: found[name] for name in names})  # type: ignore[arg-type]
+
+
+def speed(name: str, pairs: Sequence[Pair], size_bytes: int, goal: float | None = None) -> Figure:
+    """The speed of a path that moved ``size_bytes`` in each sample, against that of its limit."""
+    path_s = statistics.median(pair.path_s for pair in pairs)
+    limit_s = statistics.median(pair.limit_s for pair in pairs)
+    ratio = statistics.median(pair.limit_s / pair.path_s for pair in pairs)
+    samples = {"samples_s": [pair.path_s for pair in pairs], "limit_samples_s": [pair.limit_s for pair in pairs]}
+    return Figure(name, size_bytes / path_s / 1e9, size_bytes / limit_s / 1e9, ratio, GB_PER_S, goal, more=samples)
+
+
+def duration(
+    name: str,
+    value_s: float,
+    limit_s: float,
+    unit: str,
+    goal: float | None = None,
+    *,
+    more: Mapping[str, object] | None = None,
+) -> Figure:
+    """A time, which should not exceed its limit by more than ``goal``."""
+    scale = {MS: 1e3, US: 1e6}[unit]
+    return Figure(name, value_s * scale, limit_s * scale, value_s / limit_s, unit, goal, at_most=True, more=more or {})
+
+
+def count(name: str, value: int, of: int, goal: float | None = 1.0) -> Figure:
+    """How many of ``of`` there were."""
+    return Figure(name, value, of, value / of, COUNT, goal)
+
+
+def percentile(samples_s: Iterable[float], share: float) -> float:
+    """The sample that ``share`` percent do not exceed."""
+    return float(np.percentile(list(samples_s), share, method="higher"))
+
+
+def append_line(file: Path, line: Mapping[str, object]) -> None:
+    """Add one JSON line to a file and see it onto the disk, so that it survives whatever comes next."""
+    data = (json.dumps(line) + "\n").encode()
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,134 @@
+"""A run: one process a step, its figures written as they come, and its end, whatever that was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from json import loads
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvstore.tools.bench.gpu.figures import Figure, append_line
+from kvstore.tools.bench.gpu.scale import Scale
+from kvstore.tools.bench.gpu.steps import MODULE, Step
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS, LOG = "gpu.jsonl", "gpu.log"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a step ended.
+
+    Attributes:
+        name: of the step.
+        outcome: done, failed, timed out, skipped; or answered, of a question that failed.
+        said: why it failed or was skipped; of a program, its last line.
+        seconds: it took.
+        figures: what it found before its end.
+    """
+
+    name: str
+    outcome: str
+    said: str = ""
+    seconds: float = 0.0
+    figures: Sequence[Figure] = field(default=())
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the run fails because of it."""
+        return self.outcome in {"failed", "timed out"}
+
+
+def run_steps(steps: Iterable[Step], scale: Scale, folder: Path, *, small: bool) -> Iterator[Ended]:
+    """Run steps one after the other; each one's figures and end are in the folder's ``gpu.jsonl`` at once.
+
+    Args:
+        steps: what to run.
+        scale: for which device.
+        folder: for results; made if it is not there.
+        small: whether steps run at the small scale.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / RESULTS
+    append_line(results, {"run": machine(scale)})
+    for step in steps:
+        why_not = step.hindrance(scale)
+        ended = Ended(step.name, "skipped", why_not) if why_not else _run(step, scale, folder, small=small)
+        append_line(
+            results, {"step": ended.name, "outcome": ended.outcome, "said": ended.said, "seconds": ended.seconds}
+        )
+        yield ended
+
+
+def machine(scale: Scale) -> dict[str, object]:
+    """What the figures were measured on."""
+    return {
+        "device": torch.cuda.get_device_name(scale.device) if scale.is_cuda else "CPU",
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _run(step: Step, scale: Scale, folder: Path, *, small: bool) -> Ended:
+    results, log = folder / RESULTS, folder / LOG
+    command = step.program(folder) if step.program else _one(step.name, scale, folder, small=small)
+    begin_bytes, begin_s = results.stat().st_size, perf_counter()
+    with log.open("ab") as output:
+        output.write(f"== {step.name}: {' '.join(command)}\n".encode())
+        output.flush()
+        logged_bytes = output.tell()
+        process = subprocess.Popen(  # noqa: S603 - our own steps
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    seconds = perf_counter() - begin_s
+    figures = _figures(results, begin_bytes)
+    said = _last_line(log, logged_bytes)
+    if status == 0:
+        return Ended(step.name, "done", said if step.program else "", seconds, figures)
+    outcome = "answered" if step.is_question else "timed out" if status is None else "failed"
+    why = f"ended after its {step.limit_s:.0f} s" if status is None else f"status {status}"
+    return Ended(step.name, outcome, f"{why}: {said}", seconds, figures)
+
+
+def _one(name: str, scale: Scale, folder: Path, *, small: bool) -> list[str]:
+    command = [sys.executable, "-m", MODULE, "one", name, "--device", str(scale.device), "--out", str(folder)]
+    return [*command, "--small"] if small else command
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a step and whatever it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _figures(results: Path, begin_bytes: int) -> list[Figure]:
+    """The figures in a file of results from a position on."""
+    with results.open("rb") as lines:
+        lines.seek(begin_bytes)
+        found: list[dict[str, Any]] = [loads(line) for line in lines]
+    return [Figure.from_json(line) for line in found if "figure" in line]
+
+
+def _last_line(log: Path, begin_bytes: int) -> str:
+    with log.open("rb") as lines:
+        lines.seek(begin_bytes)
+        said = lines.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")

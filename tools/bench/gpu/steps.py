@@ -1,0 +1,132 @@
+"""The steps of a visit: what each one does, and how long it may take.
+
+A step is a function of this library that yields figures, or a program. Each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+from kvstore.tools.bench.geometry import GEOMETRIES
+from kvstore.tools.bench.gpu.beside import measure_beside
+from kvstore.tools.bench.gpu.capture import check_captures, find_collisions
+from kvstore.tools.bench.gpu.copies import measure_limit
+from kvstore.tools.bench.gpu.figures import Figure
+from kvstore.tools.bench.gpu.launches import measure_launches
+from kvstore.tools.bench.gpu.moves import measure_moves
+from kvstore.tools.bench.gpu.offloading import measure_offloading, why_not
+from kvstore.tools.bench.gpu.order import check_broken_order, check_order
+from kvstore.tools.bench.gpu.pinning import measure_pinning
+from kvstore.tools.bench.gpu.scale import Scale
+from kvstore.tools.bench.gpu.stress import check_stress
+
+MODULE = "kvstore.tools.bench.gpu"
+VISIT_S = 25 * 60.0
+GPU_TESTS = (
+    "tests/unit/paged",
+    "tests/unit/memory",
+    "tests/conformance/test_gpu_streams.py",
+    "tests/conformance/test_gpu_paths.py",
+)
+_SMALLEST = "moves-qwen-0.5b"  # what checkers and profilers of kernels run, as they make everything slow
+Measure = Callable[[Scale, Path], Iterator[Figure]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: as ``--only`` takes it.
+        limit_s: it is ended after that.
+        measure: yields its figures, given the scale and the folder for files; None for a program.
+        program: its command line, given the folder for files.
+        needs: the program that must be on the PATH.
+        why_not: says why it cannot run on a device, if it cannot.
+        is_question: whether it only asks what the driver does: no answer is a failure.
+    """
+
+    name: str
+    limit_s: float
+    measure: Measure | None = None
+    program: Callable[[Path], list[str]] | None = None
+    needs: str | None = None
+    why_not: Callable[[Scale], str | None] = lambda _: None
+    is_question: bool = False
+
+    def hindrance(self, scale: Scale) -> str | None:
+        """Why it cannot run here; None if it can."""
+        if self.needs is not None and shutil.which(self.needs) is None:
+            return f"{self.needs} is not on the PATH"
+        return self.why_not(scale)
+
+
+def _needs_cuda(scale: Scale) -> str | None:
+    return None if scale.is_cuda else "needs a device that works late"
+
+
+def _measured(name: str, limit_s: float, measure: Callable[[Scale], Iterator[Figure]]) -> Step:
+    return Step(name, limit_s, lambda scale, _: measure(scale))
+
+
+def _small(tool: list[str]) -> list[str]:
+    return [*tool, sys.executable, "-m", MODULE, "one", _SMALLEST, "--small"]
+
+
+def _ncu(folder: Path) -> list[str]:
+    log = str(folder / "gpu-ncu.txt")
+    ours = ["--kernel-name", "regex:move|index", "--launch-count", "20"]
+    return _small(["ncu", "--clock-control", "none", "--set", "basic", *ours, "--log-file", log])
+
+
+def _sanitizer(tool: str) -> Step:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    return Step(tool, 100, program=lambda _: _small(command), needs="compute-sanitizer", why_not=_needs_cuda)
+
+
+_LLAMA, _QWEN = GEOMETRIES["llama-8b"], GEOMETRIES["qwen-0.5b"]
+_PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *GPU_TESTS]
+_TESTS = Step("tests", 200, program=lambda _: _PYTEST)
+_CHECKS = [
+    _TESTS,
+    _measured("capture", 60, partial(check_captures, "global")),
+    _measured("capture-relaxed", 60, partial(check_captures, "relaxed")),
+    _measured("order", 60, check_order),
+    Step("order-broken", 60, lambda scale, _: check_broken_order(scale), why_not=_needs_cuda),
+    _measured("stress", 60, partial(check_stress, _QWEN)),
+    _sanitizer("memcheck"),
+    _sanitizer("racecheck"),
+]
+_SPEED = [
+    _measured("limit", 40, measure_limit),
+    *(_measured(f"moves-{name}", 60, partial(measure_moves, geometry)) for name, geometry in GEOMETRIES.items()),
+    *(_measured(f"beside-{name}", 45, partial(measure_beside, geometry)) for name, geometry in GEOMETRIES.items()),
+    _measured("pinning", 50, measure_pinning),
+]
+_VLLM = Step("offloading", 300, lambda scale, _: measure_offloading(scale), why_not=why_not)
+_AGAIN = [
+    _measured("again-llama-8b", 60, partial(measure_moves, _LLAMA)),
+    Step("launches", 40, partial(measure_launches, _LLAMA)),
+    Step("ncu", 80, program=_ncu, needs="ncu", why_not=_needs_cuda),
+    Step("collisions", 60, lambda scale, _: find_collisions(scale), is_question=True),  # last: it may hang the driver
+]
+
+PLANS = {"bench": [_TESTS, *_SPEED, _VLLM], "visit": [*_CHECKS, *_SPEED, *_AGAIN]}
+STEPS = {step.name: step for plan in PLANS.values() for step in plan}
+
+
+def find_step(name: str) -> Step:
+    """A step by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in STEPS:
+        raise ConfigError(f"there is no step {name!r}: take one of {', '.join(STEPS)}")
+    return STEPS[name]

@@ -1,0 +1,133 @@
+"""Saves and loads on their threads beside a model whose graph keeps writing the blocks: every byte must be right.
+
+As under vLLM, blocks are used again only when their save or load has been taken, and then at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from itertools import count as numbers
+from time import perf_counter, sleep
+
+import torch
+
+from kvstore.adapters.vllm.plan import Fetch
+from kvstore.adapters.vllm.worker.background import Background
+from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.gpu.bed import Bed
+from kvstore.tools.bench.gpu.figures import Figure, count
+from kvstore.tools.bench.gpu.model import Model
+from kvstore.tools.bench.gpu.scale import Scale
+from kvstore.tools.bench.samples import BenchError
+
+_VALUES = 250  # of a byte: the step's number, 1 to 250 and again
+_TIMEOUT_S = 30.0
+_POLL_S = 0.0005
+
+
+class Stress:
+    """A model that fills one chunk's blocks in each step, whose save and load follow.
+
+    The chunks of a batch are filled, saved and loaded in turn: a chunk that was filled in a step is saved behind it;
+    when the save has ended its slot is loaded into other blocks, and those are read. Each is right if it holds the
+    number of the step that filled it.
+    """
+
+    def __init__(self, bed: Bed, scale: Scale) -> None:
+        self._bed, self._scale = bed, scale
+        self._caches = [cache.view(torch.uint8).view(bed.paged.num_blocks, -1) for cache in bed.workbench.caches]
+        source = bed.new_batch()
+        target = bed.workbench.other_blocks(source)
+        self._stores, self._loads = bed.stores(0, source), bed.loads(0, target)
+        self._sources = [torch.from_numpy(ids).to(scale.device) for ids in bed.of_chunks(source)]
+        self._targets = [torch.from_numpy(ids).to(scale.device) for ids in bed.of_chunks(target)]
+        self._where = self._sources[0].clone()  # which blocks the graph fills, and with what
+        self._value = torch.zeros((), dtype=torch.uint8, device=scale.device)
+        self._model = Model(scale, more=self._fill)
+        self._background = Background(bed.mover)
+        self._numbers = numbers(1)
+        self._step = 0
+        self._free = list(range(bed.num_chunks))
+        self._saving: list[tuple[int, int]] = []  # chunk and value, in order
+        self._loading: dict[int, tuple[int, int]] = {}  # by the number of the fetch
+        self.checked = self.wrong = 0
+
+    def step(self) -> None:
+        """Fill a free chunk, save it, and go on with what has ended."""
+        chunk = self._free.pop(0) if self._free else None
+        if chunk is None:
+            self._model.step(behind=self._take)
+            return
+        self._step += 1
+        value = self._step % _VALUES + 1
+        self._where.copy_(self._sources[chunk])
+        self._value.fill_(value)
+
+        def save() -> None:
+            self._saving.append((chunk, value))
+            self._background.save(self._step, [self._stores[chunk]], ())
+            self._take()
+
+        self._model.step(behind=save)
+
+    def drain(self) -> None:
+        """Wait until everything has been saved, loaded and compared.
+
+        Raises:
+            BenchError: something did not end.
+        """
+        deadline_s = perf_counter() + _TIMEOUT_S
+        while self._saving or self._loading:
+            self._take()
+            if perf_counter() > deadline_s:
+                raise BenchError(f"{len(self._saving)} saves, {len(self._loading)} loads do not end")
+            sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._background.stop()
+        self._background.wait(_TIMEOUT_S)
+
+    def _fill(self) -> None:
+        for cache in self._caches:
+            cache.index_copy_(0, self._where, self._value.expand(len(self._where), cache.shape[1]))
+
+    def _take(self) -> None:
+        for saved in self._background.take_saved():
+            chunk, value = self._saving.pop(0)
+            self._note(is_right=not saved.failed and bool((self._slot(chunk) == value).all()))
+            number = next(self._numbers)
+            self._loading[number] = (chunk, value)
+            self._background.fetch(Fetch(number, "stress", [self._loads[chunk]]))
+        for fetched in self._background.take_fetched():
+            chunk, value = self._loading.pop(fetched.fetch.number)
+            parts = [cache.index_select(0, self._targets[chunk]) for cache in self._caches]
+            edges = torch.stack([edge for part in parts for edge in (part.min(), part.max())])
+            self._note(is_right=not fetched.result.failed and set(edges.tolist()) == {value})
+            self._free.append(chunk)
+
+    def _slot(self, chunk: int) -> torch.Tensor:
+        size_bytes = self._bed.workbench.geometry.chunk_bytes
+        return torch.from_numpy(self._bed.payloads(0)[chunk])[:size_bytes]
+
+    def _note(self, *, is_right: bool) -> None:
+        self.checked += 1
+        self.wrong += not is_right
+
+
+def check_stress(geometry: Geometry, scale: Scale) -> Iterator[Figure]:
+    """Drive the model, its saves and its loads for some hundred steps.
+
+    Raises:
+        BenchError: a chunk held something else than what its step had written.
+    """
+    with ExitStack() as opened:
+        bed = opened.enter_context(closing(Bed(geometry, scale)))
+        stress = opened.enter_context(closing(Stress(bed, scale)))
+        for _ in range(scale.model_steps):
+            stress.step()
+        stress.drain()
+    if stress.wrong or not stress.checked:
+        raise BenchError(f"{stress.wrong} of {stress.checked} chunks saved and loaded beside a model were wrong")
+    yield count("chunks right beside a model that writes", stress.checked, stress.checked)
