@@ -174,7 +174,12 @@ def test_a_write_is_not_undone_by_a_removal_before_it(
     bench.before_forgetting = gate
     errands = bench.lane._errands
     waits, wait = threading.Event(), errands.wait
-    monkeypatch.setattr(errands, "wait", lambda *given: (waits.set(), wait(*given))[1])
+
+    def waiting(number: int, timeout_s: float | None = None) -> bool:
+        waits.set()
+        return wait(number, timeout_s)
+
+    monkeypatch.setattr(errands, "wait", waiting)
     bench.lane.remove([ref_of(1)])
     assert gate.reached.wait(HANG_GUARD_S)
     assert bench.read(1) is Outcome.MISS, "though it is still there"
