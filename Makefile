@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SIDE_BY_SIDE := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate matrix clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ soak: venv  ## the long tests
 
 mutate: venv  ## defects on purpose: do the tests notice? ARGS="--only 'disk/*'" tries one area
 	@$(BIN)/python -m kvstore.tools.dev.mutate $(ARGS)
+
+matrix: venv  ## every supported version of vLLM, each in its environment; ARGS="--short" for its beginning
+	@$(BIN)/python -m kvstore.tools.dev.matrix $(ARGS)
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full
