@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ mutate: venv  ## defects on purpose: do the tests notice? ARGS="--only 'disk/*'"
 
 mutate-gpu: venv  ## the same for the order of work on a GPU, which a device on the CPU simulates
 	@$(BIN)/python -m kvstore.tools.dev.mutate --only 'gpu/*' $(ARGS)
+
+matrix: venv  ## every supported version of vLLM, each in its environment; ARGS="--short" for its beginning
+	@$(BIN)/python -m kvstore.tools.dev.matrix $(ARGS)
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full

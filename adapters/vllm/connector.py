@@ -12,6 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvstore.adapters.vllm.glue import interface
+
+interface.require()  # before anything is imported by name from a vLLM that may lack it
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,15 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstore.adapters.vllm.glue import logs
+from kvstore.adapters.vllm.glue import capabilities, logs
 from kvstore.adapters.vllm.glue.binding import hold_nothing, paged_kv_of
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, worker_options
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
 from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
-from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, tell_untested
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -108,6 +112,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
         self._config = loaded.config
+        interface.require_hooks(KVStoreConnector, KVConnectorBase_V1)
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
@@ -118,6 +123,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
+            tell_untested()
             self._scheduler = StoreScheduler(scheduler_options(vllm_config, kv_cache_config, self._config))
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
@@ -244,6 +250,23 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._scheduler.close()
         self._arrivals.close()
 
+    def unregister_kv_caches(self) -> None:
+        """Bring everything to rest that uses the caches: vLLM is about to sleep. It has reset the connector before.
+
+        Raises:
+            KVStoreError: something has not ended in time.
+        """
+        if self._worker is not None and not self._worker.drain(self._config.blocking_timeout_secs):
+            raise KVStoreError(
+                f"vLLM cannot sleep now: a load or store has not ended within {self._config.blocking_timeout_secs} s "
+                "(blocking_timeout_secs). Try again"
+            )
+
+    def restore_kv_caches(self) -> None:
+        """Go on after sleep: the caches are where they were, and what they held is gone."""
+        if self._worker is not None:
+            self._worker.restore()
+
     # -- scheduler side ------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -257,7 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
             logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
-        elif facts and self._scheduler is not None:
+        elif facts and self._scheduler is not None and self._scheduler.index is None:  # else: vLLM has woken up
             try:
                 self._scheduler.connect(facts)
             except KVStoreError as error:
@@ -304,14 +327,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Split a hit by the tier that holds it."""
-        split = self._scheduling.hit_split(request.request_id)
-        sources = {
-            CacheHitSource.HOST: split.memory_tokens,
-            CacheHitSource.DISK: split.disk_tokens,
-            CacheHitSource.EXTERNAL_UNSPECIFIED: split.remote_tokens,
-        }
-        return {source: tokens for source, tokens in sources.items() if tokens}
+        """Split a hit by the tier that holds it; vLLM asks if it names sources."""
+        return capabilities.hit_sources(self._scheduling.hit_split(request.request_id))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan the step."""

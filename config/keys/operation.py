@@ -17,6 +17,9 @@ class OperationKeys(Keys):
     required: bool = True
     """Stop vLLM if memory, the folder or another tier is not available at start. If false, vLLM then runs without the
     cache, and a warning says why. A wrong key or flag always stops it."""
+    allow_untested_vllm: bool = True
+    """Start with a version of vLLM that was not tested if it has all that kvstore uses of it (see
+    [versions.md](versions.md)); a line in the log says so. If false, only tested versions are served."""
     internal_api_server_enabled: bool = False
     """Serve administration over HTTP, in the scheduler's process (see
     [operations.md](operations.md#the-admin-endpoint)). Needs the extra `admin`, whose packages vLLM brings along."""

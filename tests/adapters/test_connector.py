@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -18,12 +19,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstore.adapters.vllm.connector import KVStoreConnector, PlanMetadata
-from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
+from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, PlanMetadata
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.errors import KVStoreError
 
 pytestmark = pytest.mark.vllm
 
@@ -79,6 +81,34 @@ def test_requests_that_begin_anew_are_among_those_that_were_loaded(connector: KV
     results = connector.get_transfer_results(set())
     assert (results.finished_sending, results.finished_recving) == ({"ended"}, {"one", "two"})
     assert results.failed_recving == {"two"}
+
+
+@pytest.mark.parametrize("at_rest", [True, False])
+def test_vllm_sleeps_when_nothing_uses_its_memory(connector: KVStoreConnector, *, at_rest: bool) -> None:
+    connector.unregister_kv_caches()  # before any cache was registered
+    connector.restore_kv_caches()
+    worker = Mock(spec=StoreWorker)
+    worker.drain.return_value = at_rest
+    connector._worker = worker
+    refused: Any = pytest.raises(KVStoreError, match=r"cannot sleep now.*blocking_timeout_secs")
+    with nullcontext() if at_rest else refused:
+        connector.unregister_kv_caches()
+    worker.drain.assert_called_once_with(connector._config.blocking_timeout_secs)
+    connector.restore_kv_caches()
+    worker.restore.assert_called_once_with()
+
+
+def test_what_workers_say_when_they_wake_up_changes_nothing(connector: KVStoreConnector) -> None:
+    """vLLM 0.33 shakes hands again: an index made anew would forget what is stored, and what is on its way."""
+    facts = FactsMetadata(Mock(spec=WorkerFacts))
+    scheduler = Mock(spec=StoreScheduler)
+    scheduler.index = None
+    connector._scheduler = scheduler
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
+    scheduler.connect.assert_called_once_with([facts.facts])
+    scheduler.index = Mock()
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
+    scheduler.connect.assert_called_once_with([facts.facts])
 
 
 @pytest.mark.parametrize(

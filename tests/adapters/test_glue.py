@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvstore.adapters.vllm.glue import capabilities, support
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options, scheduler_options, worker_options
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
-from kvstore.adapters.vllm.glue.support import ALLOW_UNTESTED, check_supported, frees_blocks, overwrites_early
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
 from kvstore.errors import ConfigError, LayoutError
@@ -43,10 +45,12 @@ def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(groups))
 
 
-def vllm_config(*, policy: str = "recompute", consumer: bool = True, dcp: int = 1, pcp: int = 1) -> Any:
+def vllm_config(
+    *, policy: str = "recompute", consumer: bool = True, dcp: int = 1, pcp: int = 1, sleep: bool = False
+) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_consumer=consumer, is_kv_producer=True, kv_load_failure_policy=policy),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=sleep),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp),
@@ -187,12 +191,24 @@ def test_events_are_made_if_vllm_publishes_them(*, enabled: bool) -> None:
     assert scheduler_options(configured(transfer, events), cache_config(), CONFIG).announces is enabled
 
 
-def test_an_untested_version_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_refused_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    with pytest.raises(ConfigError, match=r"0\.99\.0.*0\.32.*KVSTORE_ALLOW_UNTESTED_VLLM=1"):
-        check_supported(vllm_config(), cache_config(), CONFIG)
-    monkeypatch.setenv(ALLOW_UNTESTED, "1")
     check_supported(vllm_config(), cache_config(), CONFIG)
+    strict = CONFIG.model_copy(update={"allow_untested_vllm": False})
+    with pytest.raises(ConfigError, match=r"0\.99\.0.*0\.32.*allow_untested_vllm"):
+        check_supported(vllm_config(), cache_config(), strict)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_sleep_that_is_not_told_of_is_refused_on_a_device(monkeypatch: pytest.MonkeyPatch, *, on_cpu: bool) -> None:
+    monkeypatch.setattr(support, "FOUND", {**capabilities.FOUND, capabilities.SLEEPS: False})
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: on_cpu)
+    sleepy = vllm_config(sleep=True)
+    refused: Any = pytest.raises(ConfigError, match=r"use vLLM 0\.33")
+    with nullcontext() if on_cpu else refused:
+        check_supported(sleepy, cache_config(), CONFIG)
+    monkeypatch.setattr(support, "FOUND", {**capabilities.FOUND, capabilities.SLEEPS: True})
+    check_supported(sleepy, cache_config(), CONFIG.model_copy(update={"max_local_gpu_size": 1.0}))
 
 
 # -- namespaces and shards ------------------------------------------------------------------------------------------

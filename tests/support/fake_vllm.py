@@ -88,6 +88,19 @@ class FakeVllm(FakeRunner):
         self.scheduler.reset_cache()
         self.epochs[self.weights] = self.scheduler._epoch
 
+    def sleep(self) -> None:
+        """Sleep and wake up as vLLM 0.33 does at level 1 and 2: what the device held is gone, its addresses stay."""
+        while self.in_flight:
+            self._process(self.in_flight.popleft())
+        if self.loading:
+            return
+        self.reset(preempt=True)
+        for worker, layers in zip(self.workers, self.caches, strict=True):
+            assert worker.drain(10)
+            for layer in layers:
+                layer[:] = 0x5A
+            worker.restore()
+
     def settle(self) -> None:
         """Work until idle, with every write reported."""
         self.run()

@@ -22,13 +22,15 @@ from typing import Any
 from support.vllm_engine import Completion, Engine, StoreSetup, prepare_environment
 
 _MARK = "RUNNER RESULT "
-_COMMAND = [sys.executable, "-m", "support.runner"]
+_MODULE = ["-m", "support.runner"]
 
 
-def run_elsewhere(job: dict[str, Any], *, timeout_s: float = 300.0) -> list[list[list[Completion]]]:
+def run_elsewhere(
+    job: dict[str, Any], *, timeout_s: float = 300.0, python: str = sys.executable
+) -> list[list[list[Completion]]]:
     """Carry a job out in a new process: for each engine, for each round, the completions."""
     done = subprocess.run(
-        _COMMAND,
+        [python, *_MODULE],
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -47,7 +49,9 @@ def staying_elsewhere(job: dict[str, Any], *, timeout_s: float = 120.0) -> Itera
     (engine,) = job["engines"]
     line = json.dumps({**job, "two_processes": False, "engines": [{**engine, "stays": True}]})
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=_environment())
+    process = subprocess.Popen(
+        [sys.executable, *_MODULE], stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=_environment()
+    )
     try:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -61,10 +61,11 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: "0.31.2")
+    monkeypatch.setattr(metadata, "version", lambda _: "0.99.2")
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     found = look({"max_local_cpu_size": 0.1})
-    assert states(found["vLLM"]) == {"error"}
+    assert states(found["vLLM"]) == {"warning"}
+    assert states(look({"max_local_cpu_size": 0.1, "allow_untested_vllm": False})["vLLM"]) == {"error"}
     assert states(found["layout"]) == {"warning"}
 
     def missing(name: str) -> str:

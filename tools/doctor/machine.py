@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from kvstore.adapters.vllm.glue.versions import TESTED_VLLM
+from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 from kvstore.memory.limits import available_memory_bytes
@@ -38,7 +38,7 @@ def diagnose(
         bytes_per_token: KV of a token, for each worker.
         prefill_tokens_per_s: how fast the model computes; loading must be faster.
     """
-    yield from _software()
+    yield from _software(config)
     yield _memory(config, workers)
     yield _open_files()
     needed_bytes_per_s = bytes_per_token * prefill_tokens_per_s
@@ -48,16 +48,21 @@ def diagnose(
     yield from elsewhere(config)
 
 
-def _software() -> Iterator[Finding]:
+def _software(config: StoreConfig) -> Iterator[Finding]:
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        yield Finding("vLLM", "warning", "not installed here", f"pip install 'vllm=={TESTED_VLLM}*'")
+        yield Finding("vLLM", "warning", "not installed here", f"pip install 'vllm=={TESTED[-1]}.*'")
         return
-    if version.startswith(TESTED_VLLM):
+    if is_tested(version):
         yield Finding("vLLM", "ok", version)
+    elif config.allow_untested_vllm:
+        remedy = (
+            f"tested are {', '.join(TESTED)}; another one is examined at start, and served if it has all that is used"
+        )
+        yield Finding("vLLM", "warning", f"{version} has not been tested", remedy)
     else:
-        remedy = f"install vllm {TESTED_VLLM}x: other versions are refused at start"
+        remedy = f"install vLLM {' or '.join(TESTED)}: allow_untested_vllm is false"
         yield Finding("vLLM", "error", f"{version} has not been tested", remedy)
     layout = os.environ.get("VLLM_KV_CACHE_LAYOUT")
     if layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.adapters.vllm.glue.capabilities import kv_replicas
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shard:
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pp_rank, tp_rank = divmod(rank_of(vllm_config), tp_size)
-    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    replicas = kv_replicas(kv_cache_config)
     shard, replica = divmod(tp_rank, replicas)
     return Shard(f"pp {pp_rank}/{pp_size} tp {shard}/{tp_size // replicas}", replica)
 

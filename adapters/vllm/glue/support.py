@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from typing import TYPE_CHECKING
 
 import vllm
@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvstore.adapters.vllm.glue.versions import TESTED_VLLM
+from kvstore.adapters.vllm.glue.capabilities import FOUND, SLEEPS
+from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
 from kvstore.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from kvstore.config import StoreConfig
 
-ALLOW_UNTESTED = "KVSTORE_ALLOW_UNTESTED_VLLM"
+logger = logging.getLogger(__name__)
+
 CONNECTOR_FLAG = (
     "--kv-transfer-config "
     '\'{"kv_connector":"KVStoreConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
@@ -38,17 +40,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
         ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
         LayoutError: a KV cache that is not one group of attention layers.
     """
-    if not vllm.__version__.startswith(TESTED_VLLM) and os.environ.get(ALLOW_UNTESTED) != "1":
-        raise ConfigError(
-            f"vLLM {vllm.__version__} has not been tested with this version of kvstore, {TESTED_VLLM}x has: "
-            f"install that, or set {ALLOW_UNTESTED}=1 to try"
-        )
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if config.max_local_gpu_size and (model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)):
-        raise ConfigError(
-            "max_local_gpu_size is set, and vLLM may sleep: it would take the memory away while kvstore uses it. Start "
-            "vLLM without --enable-sleep-mode, or unset max_local_gpu_size"
-        )
+    _check_version(config)
+    _check_sleep(vllm_config, config)
+    parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
             "context parallelism splits a block over ranks, which is not supported: set "
@@ -58,6 +52,39 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
     if vllm_config.kv_transfer_config.is_kv_consumer:
         _check_loads(vllm_config, kv_cache_config, config)
     _check_sizes(block_tokens_of(kv_cache_config), config)
+
+
+def tell_untested() -> None:
+    """Say once, in the scheduler's process, that nobody has tried this version."""
+    if not is_tested(vllm.__version__):
+        logger.warning("%s. It has everything that kvstore uses, so it is served", _untested())
+
+
+def _check_version(config: StoreConfig) -> None:
+    if not config.allow_untested_vllm and not is_tested(vllm.__version__):
+        raise ConfigError(f"{_untested()}: install one of these, or set allow_untested_vllm to true")
+
+
+def _untested() -> str:
+    return f"vLLM {vllm.__version__} has not been tested with this version of kvstore; {', '.join(TESTED)} have"
+
+
+def _check_sleep(vllm_config: VllmConfig, config: StoreConfig) -> None:
+    """Where the connector is not told of it, vLLM takes device memory away from under what is on its way."""
+    model = vllm_config.model_config
+    may_sleep = model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)
+    if not may_sleep or FOUND[SLEEPS]:
+        return
+    if config.max_local_gpu_size:
+        raise ConfigError(
+            "max_local_gpu_size is set, and vLLM may sleep: it would take the memory away while kvstore uses it. Start "
+            "vLLM without --enable-sleep-mode, unset max_local_gpu_size, or use vLLM 0.33"
+        )
+    if model.enable_sleep_mode and not vllm.platforms.current_platform.is_cpu():
+        raise ConfigError(
+            f"vLLM {vllm.__version__} may sleep, and does not tell kvstore when: it would take memory away that copies "
+            f"still use. Start vLLM without --enable-sleep-mode, or use vLLM {SLEEPS.since}"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -88,6 +88,8 @@ class _Client:
             self.vllm.forget_local()
         elif chance < 0.49:
             self.vllm.reset(preempt=self.random.random() < 0.5)
+        elif chance < 0.495:
+            self.vllm.sleep()
         elif chance < 0.55 and self.with_faults:
             self.break_a_file()
         elif chance < 0.58 and self.vllm.setup.server is not None:

@@ -1,0 +1,64 @@
+"""What differs between the versions of vLLM that this adapter runs with: found by looking, not by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+if TYPE_CHECKING:
+    from kvstore.adapters.vllm.telemetry.accounts import HitSplit
+
+
+class Capability(NamedTuple):
+    """Something that only some versions of vLLM have.
+
+    Attributes:
+        since: the first version that has it.
+        changes: what it changes for users.
+    """
+
+    since: str
+    changes: str
+
+
+COUNTS_REPLICAS: Final = Capability(
+    "0.31", "of ranks that hold the same KV (MLA) one sends it to a shared tier; before, each sends and reads its own"
+)
+NAMES_HIT_SOURCES: Final = Capability("0.32", "vLLM's own metrics split a hit by memory, disk and remote tier")
+SLEEPS: Final = Capability("0.33", "connectors are told of sleep: it may be used on GPUs, with the GPU tier too")
+
+
+def _find(module: str, name: str) -> Any:  # noqa: ANN401 - whatever that version has there
+    try:
+        return getattr(import_module(module), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+_CacheHitSource: Final = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
+
+FOUND: Final[Mapping[Capability, bool]] = {
+    COUNTS_REPLICAS: "kv_tp_replicas" in KVCacheConfig.__dataclass_fields__,
+    NAMES_HIT_SOURCES: _CacheHitSource is not None,
+    SLEEPS: hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
+}
+"""All of them, and whether the installed vLLM has them."""
+
+
+def kv_replicas(kv_cache_config: KVCacheConfig) -> int:
+    """How many consecutive ranks hold the same KV. Before 0.31 vLLM does not say, and each rank counts for itself."""
+    return max(1, kv_cache_config.kv_tp_replicas) if FOUND[COUNTS_REPLICAS] else 1
+
+
+def hit_sources(split: HitSplit) -> dict[Any, int]:
+    """A hit by vLLM's names of the tiers that hold it; only called by versions that have names."""
+    sources = {
+        _CacheHitSource.HOST: split.memory_tokens,
+        _CacheHitSource.DISK: split.disk_tokens,
+        _CacheHitSource.EXTERNAL_UNSPECIFIED: split.remote_tokens,
+    }
+    return {source: tokens for source, tokens in sources.items() if tokens}

@@ -1,0 +1,269 @@
+"""What this adapter uses of vLLM. An installed vLLM is examined for all of it, so that a new one need not be refused.
+
+A class counts as having an attribute if it, or a parent, declares, annotates or defines it, or if its constructor
+mentions it: so nothing has to be made, and no source to be read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from types import FunctionType
+from typing import Any, Final, NamedTuple
+
+from kvstore.errors import ConfigError
+
+TESTED: Final = ("0.30", "0.31", "0.32")
+"""The versions with which the whole matrix of tests was run; docs/versions.md has the figures."""
+
+_BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_OPTIONAL_HOOKS: Final = {"get_external_cache_hit_sources", "unregister_kv_caches", "restore_kv_caches"}
+
+
+class Use(NamedTuple):
+    """A class or function, and what is used of it: attributes of a class, or arguments given by name."""
+
+    module: str
+    name: str
+    parts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+USES: Final = (
+    Use(_BASE, "KVConnectorBase_V1", ("_kv_cache_manager", "bind_connector_metadata", "get_transfer_results")),
+    Use(_BASE, "KVConnectorHandshakeMetadata"),
+    Use(_BASE, "KVConnectorMetadata"),
+    Use(_BASE, "KVConnectorRole", ("SCHEDULER",)),
+    Use(_BASE, "KVConnectorTransferResults", ("failed_recving",)),
+    Use(_BASE, "KVConnectorWorkerMetadata", ("aggregate",)),
+    Use("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", ("_registry", "register_connector")),
+    Use(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        "KVConnectorPromMetrics",
+        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues", "observe"),
+    ),
+    Use(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        "KVConnectorStats",
+        ("data", "reset", "aggregate", "reduce", "is_empty"),
+    ),
+    Use("vllm.v1.core.sched.output", "KVConnectorBlockState", ("get_block_ids",)),
+    Use(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state"),
+    ),
+    Use("vllm.v1.outputs", "KVConnectorOutput", ("invalid_block_ids", "kv_connector_worker_meta")),
+    Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", ("get_block_ids",)),
+    Use("vllm.v1.core.kv_cache_manager", "KVCacheManager", ("evict_blocks",)),
+    Use(
+        "vllm.v1.request",
+        "Request",
+        (
+            "request_id",
+            "all_token_ids",
+            "output_token_ids",
+            "num_tokens",
+            "num_prompt_tokens",
+            "num_computed_tokens",
+            "sampling_params",
+            "pooling_params",
+            "kv_transfer_params",
+            "lora_request",
+            "cache_salt",
+            "mm_features",
+            "prompt_embeds",
+            "prompt_is_token_ids",
+            "resumable",
+        ),
+    ),
+    Use("vllm.sampling_params", "SamplingParams", ("extra_args",)),
+    Use("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path", "load_inplace")),
+    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("identifier", "mm_position")),
+    Use("vllm.multimodal.inputs", "PlaceholderRange", ("offset", "length")),
+    Use(
+        "vllm.config",
+        "VllmConfig",
+        (
+            "model_config",
+            "cache_config",
+            "parallel_config",
+            "scheduler_config",
+            "load_config",
+            "speculative_config",
+            "kv_transfer_config",
+            "kv_events_config",
+        ),
+    ),
+    Use(
+        "vllm.config",
+        "ModelConfig",
+        ("model", "dtype", "hf_config", "quantization", "enable_sleep_mode", "get_head_size"),
+    ),
+    Use("vllm.config", "CacheConfig", ("cache_dtype",)),
+    Use(
+        "vllm.config",
+        "ParallelConfig",
+        (
+            "rank",
+            "world_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "data_parallel_rank",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+    ),
+    Use("vllm.config", "SchedulerConfig", ("async_scheduling",)),
+    Use("vllm.config", "LoadConfig", ("load_format",)),
+    Use(
+        "vllm.config",
+        "KVTransferConfig",
+        (
+            "kv_connector",
+            "kv_role",
+            "is_kv_producer",
+            "is_kv_consumer",
+            "kv_load_failure_policy",
+            "kv_connector_extra_config",
+        ),
+    ),
+    Use("vllm.config", "KVEventsConfig", ("enable_kv_cache_events",)),
+    Use("vllm.v1.kv_cache_interface", "KVCacheConfig", ("kv_cache_groups", "num_blocks")),
+    Use("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Use("vllm.v1.kv_cache_interface", "AttentionSpec", ("block_size", "unpadded_page_size_bytes")),
+    Use("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
+    Use("vllm.v1.kv_cache_interface", "SlidingWindowSpec"),
+    Use("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec"),
+    Use("vllm.v1.kv_cache_interface", "RSWASpec"),
+    Use("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
+    Use("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
+    Use("vllm.v1.kv_cache_interface", "iter_layer_specs"),
+    Use("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind"),
+    Use("vllm.v1.core.kv_cache_utils", "BlockHash"),
+    Use("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash"),
+    Use("vllm.distributed.kv_events", "MEDIUM_CPU"),
+    Use("vllm.distributed.kv_events", "MEDIUM_STORAGE"),
+    Use("vllm.distributed.kv_events", "BlockRemoved", ("block_hashes", "medium", "group_idx")),
+    Use(
+        "vllm.distributed.kv_events",
+        "BlockStored",
+        (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "group_idx",
+            "kv_cache_spec_kind",
+        ),
+    ),
+)
+
+
+def require() -> None:
+    """Refuse a vLLM that lacks something, before anything of it is imported by name.
+
+    Raises:
+        ConfigError: names what is missing, and the versions that have it.
+    """
+    _refuse(missing())
+
+
+def require_hooks(connector: type[Any], base: type[Any]) -> None:
+    """Refuse a vLLM that would call the connector otherwise than it expects to be called.
+
+    Raises:
+        ConfigError: names the methods.
+    """
+    _refuse(missing_hooks(connector, base))
+
+
+def missing(uses: tuple[Use, ...] = USES) -> list[str]:
+    """What the installed vLLM lacks, as ``module.name`` or ``module.name.attribute``."""
+    return [name for use in uses for name in _missing_of(use)]
+
+
+def missing_hooks(connector: type[Any], base: type[Any]) -> list[str]:
+    """Methods of a connector that vLLM does not call or calls with other arguments, and those it asks for in vain."""
+    return [f"{base.__module__}.{base.__name__}.{name}" for name in _wrong_hooks(connector, base)]
+
+
+def is_tested(version: str) -> bool:
+    """Whether the whole matrix was run with a version such as ``0.32.1+cpu``."""
+    return any(version == tested or version.startswith(tested + ".") for tested in TESTED)
+
+
+def _refuse(lacking: list[str]) -> None:
+    if not lacking:
+        return
+    from vllm import __version__  # noqa: PLC0415 - only to name it
+
+    raise ConfigError(
+        f"vLLM {__version__} lacks what kvstore uses: {', '.join(lacking)}. Install one of the versions that were "
+        f"tested ({', '.join(TESTED)}), or a newer kvstore"
+    )
+
+
+def _missing_of(use: Use) -> Iterator[str]:
+    try:
+        found = getattr(import_module(use.module), use.name)
+    except (ImportError, AttributeError):
+        yield str(use)
+        return
+    parts = _parts_of(found) if use.parts else set()
+    yield from (f"{use}.{part}" for part in use.parts if part not in parts)
+
+
+def _parts_of(found: type[Any]) -> set[str]:
+    """The attributes of a class that can be known without making one."""
+    parts = set(dir(found))
+    for parent in found.__mro__:
+        parts.update(vars(parent).get("__annotations__", {}))
+        parts.update(vars(parent).get("__slots__", ()))
+        constructor = vars(parent).get("__init__")
+        code = getattr(constructor, "__code__", None)
+        if code is not None:
+            parts.update(code.co_names)
+            parts.update(code.co_varnames)
+    return parts
+
+
+def _wrong_hooks(connector: type[Any], base: type[Any]) -> Iterator[str]:
+    for name, ours in vars(connector).items():
+        if name.startswith("_") or not isinstance(ours, FunctionType | classmethod | property):
+            continue
+        theirs = inspect.getattr_static(base, name, None)
+        if theirs is None:
+            if name not in _OPTIONAL_HOOKS:
+                yield name
+        elif not _takes(ours, theirs):
+            yield f"{name}, which is called otherwise" if isinstance(ours, property) else _shown(name, theirs)
+    defined = {name for parent in connector.__mro__ if parent is not base for name in vars(parent)}
+    yield from sorted(set(getattr(base, "__abstractmethods__", ())) - defined)
+
+
+def _takes(ours: Any, theirs: Any) -> bool:  # noqa: ANN401 - functions, class methods or properties
+    """Whether a method can be called with every argument that another one declares."""
+    if isinstance(ours, property) or isinstance(theirs, property):
+        return isinstance(ours, property) and isinstance(theirs, property)
+    mine, given = (list(inspect.signature(_function(one)).parameters.values()) for one in (ours, theirs))
+    rest = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    named = [one.name for one in given if one.kind not in rest]
+    if [one.name for one in mine[: len(named)]] != named:
+        return False
+    return all(one.kind in rest or one.default is not one.empty for one in mine[len(named) :])
+
+
+def _shown(name: str, theirs: Any) -> str:  # noqa: ANN401 - a function, or a class method
+    return f"{name}({', '.join(inspect.signature(_function(theirs)).parameters)})"
+
+
+def _function(method: Any) -> Any:  # noqa: ANN401 - a function, or a class method around one
+    return getattr(method, "__func__", method)

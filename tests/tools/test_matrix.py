@@ -1,0 +1,85 @@
+"""The matrix of vLLM's versions: which steps run with which version, what is said, and what the page says of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.adapters.vllm.glue.interface import TESTED
+from kvstore.tools.dev import matrix
+from kvstore.tools.dev.matrix import STEPS, VERSIONS, Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/versions.md").read_text()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
+    """Steps that were carried out, and whether they had another interpreter; those of faults fail."""
+    calls: list[tuple[str, str, bool]] = []
+
+    def carry_out(version: Any, step: Any, python: Path, variables: dict[str, str]) -> Outcome:
+        calls.append((version.name, step.name, "KVSTORE_OTHER_PYTHON" in variables))
+        return Outcome(version.name, step.name, "failed" if step.name == "faults" else "ok", "1 passed", 0.1)
+
+    def prepare(version: Any, folder: Path) -> tuple[Path, dict[str, str]]:
+        if version.name == "0.31":
+            raise subprocess.CalledProcessError(1, "pip")
+        return folder / version.name, {}
+
+    monkeypatch.setattr(matrix, "carry_out", carry_out)
+    monkeypatch.setattr(matrix, "prepare", prepare)
+    return calls
+
+
+def test_one_version_that_cannot_be_installed_stops_no_other(
+    ran: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert matrix.main(["--json"]) == 1
+    outcomes = {(one["version"], one["step"]): one["verdict"] for one in json.loads(capsys.readouterr().out)}
+    assert outcomes["0.31", "environment"] == "failed"
+    assert {version for version, _, _ in ran} == {version.name for version in VERSIONS} - {"0.31"}
+
+
+def test_without_a_cpu_build_only_files_are_examined(ran: list[tuple[str, str, bool]]) -> None:
+    for version in VERSIONS:
+        if not version.runs:
+            del ran[:]
+            assert matrix.main(["--only", version.name]) == 0
+            assert ran == [(version.name, step.name, False) for step in STEPS if not step.needs_engine]
+
+
+def test_every_version_but_the_oldest_takes_turns_with_it(ran: list[tuple[str, str, bool]]) -> None:
+    matrix.main(["--step", "upgrade"])
+    assert [(version, other) for version, step, other in ran if step == "upgrade"] == [("0.32", True)]
+
+
+def test_the_short_form_passes_without_faults(ran: list[tuple[str, str, bool]]) -> None:
+    assert matrix.main(["--short", "--only", "0.30", "--only", "0.32"]) == 0
+    assert [step for version, step, _ in ran if version == "0.30"] == [step.name for step in STEPS if step.is_short]
+
+
+def test_paths_exist() -> None:
+    assert all((ROOT / path).exists() for step in STEPS for path in step.paths)
+
+
+def test_tested_versions_ran() -> None:
+    assert set(TESTED) <= {version.name for version in VERSIONS if version.runs}
+
+
+def test_the_page_has_every_version() -> None:
+    table = PAGE[PAGE.index("<!-- matrix -->") : PAGE.index("<!-- end -->")]
+    for version in VERSIONS:
+        assert f"| {version.release} | " in table
+
+
+@pytest.mark.vllm
+def test_the_page_has_every_capability() -> None:
+    from kvstore.adapters.vllm.glue.capabilities import FOUND
+
+    rows = [line for line in PAGE.splitlines() if line.startswith("| 0.") and line.count("|") == 4]
+    assert [row.split("|")[1].strip() for row in rows] == [capability.since for capability in FOUND]
