@@ -145,6 +145,9 @@ class PagedKV(Protocol):
     def wait(self) -> None:
         """Wait until everything launched so far is done. For ``close``, and for tests."""
 
+    def restore(self) -> None:
+        """Go on after the device's memory has lost what it held, at the same addresses, while nothing was under way."""
+
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """Copy ``n = len(block_ids)`` blocks of every layer into a payload on the cache's own device.
 
@@ -355,6 +358,9 @@ class HostPagedKV:
 
     def wait(self) -> None:
         """See ``PagedKV``: on the host everything is done at once."""
+
+    def restore(self) -> None:
+        """See ``PagedKV``: host memory keeps what it holds."""
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""

@@ -118,6 +118,11 @@ class DevicePagedKV:
         """See ``PagedKV``."""
         self.streams.wait()
 
+    def restore(self) -> None:
+        """See ``PagedKV``."""
+        self._by_layer = None
+        self._kernels.restore(self.streams)
+
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:

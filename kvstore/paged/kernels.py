@@ -50,6 +50,9 @@ class Kernels(Protocol):
     def scatter(self, launch: Launch, staged: torch.Tensor) -> None:
         """Copy blocks from the buffer into the cache."""
 
+    def restore(self, streams: Streams) -> None:
+        """Write again what is kept on the device, whose memory has lost what it held."""
+
 
 class TorchKernels:
     """One launch for each plane of each chunk.
@@ -72,6 +75,9 @@ class TorchKernels:
         """See ``Kernels``."""
         for rows, ids, part in self._parts(launch, staged):
             rows.index_copy_(0, ids, part)
+
+    def restore(self, streams: Streams) -> None:
+        """See ``Kernels``: nothing is kept."""
 
     def _parts(self, launch: Launch, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """A plane's rows, the ids of some of them, and their rows in the buffer."""
@@ -114,10 +120,10 @@ class TritonKernels:
         self._splits = triton.cdiv(max(sizes), self._words)
         self._end_plane = len(rows)
         self.device_bytes = numbers.nbytes
+        self._numbers = numbers
         self._table = streams.allocate(numbers.nbytes).view(torch.int64).view(numbers.shape)
-        streams.run(lambda: self._table.copy_(numbers))
         streams.keep(self._table)
-        streams.reach(streams.now())  # other streams read it, too
+        self.restore(streams)
 
     def gather(self, launch: Launch, staged: torch.Tensor) -> None:
         """See ``Kernels``."""
@@ -126,6 +132,11 @@ class TritonKernels:
     def scatter(self, launch: Launch, staged: torch.Tensor) -> None:
         """See ``Kernels``."""
         self._launch(launch.planes, launch.places.on_device, staged, is_gather=False)
+
+    def restore(self, streams: Streams) -> None:
+        """See ``Kernels``. A table of garbage would let kernels read and write anywhere."""
+        streams.run(lambda: self._table.copy_(self._numbers))
+        streams.reach(streams.now())  # other streams read it, too
 
     def warm_up(self, staged: torch.Tensor) -> None:
         """Compile and load, which needs time and device memory: move the plane without bytes, both ways."""

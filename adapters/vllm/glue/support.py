@@ -163,7 +163,7 @@ def overwrites_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     Model runner V2 does when it takes in a step: it zeroes blocks where layers differ in precision. It copies blocks,
     too, but only for several groups of layers, which are refused. Where vLLM does not say, it may do either.
     """
-    if not vllm.__version__.startswith(TESTED_VLLM):
+    if not is_tested(vllm.__version__):
         return True
     return bool(getattr(vllm_config, "use_v2_model_runner", True)) and bool(
         getattr(kv_cache_config, "needs_kv_cache_zeroing", True)

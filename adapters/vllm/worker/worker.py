@@ -404,6 +404,10 @@ class StoreWorker:
             time.sleep(_POLL_S)
         return is_idle
 
+    def restore(self) -> None:
+        """Go on after ``drain``, though the device's memory has lost what it held. Copies there end with the reset."""
+        self._paged.restore()
+
     def close(self) -> None:
         """Wait for pending writes, within the configured bound, and release everything."""
         self._background.stop()
