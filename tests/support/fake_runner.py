@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -69,7 +70,9 @@ class FakeRunner(FakeBlocks):
         super().__init__(setup.gpu_blocks)
         self.setup = setup
         self.random = random.Random(setup.seed)
-        self.late = None if setup.eagerness is None else LateDevice(setup.seed, eagerness=setup.eagerness)
+        self.late = None
+        if setup.eagerness is not None:
+            self.late = LateDevice(setup.seed, eagerness=setup.eagerness, is_uneven=True)
         self.wrong: list[AssertionError] = []  # found by what was launched
         self._remote = remote_of(setup)
         self.scheduler = StoreScheduler(
@@ -219,6 +222,8 @@ class FakeRunner(FakeBlocks):
         if not self.setup.overwrites_early:
             self._scramble_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
+            if self.late is not None and self.random.random() < 0.3:
+                worker._background._stores.submit(time.sleep, 0.005)  # or this thread lets the device do all at once
             worker.begin_step(plan)
             if step.has_loads:
                 worker.load()

@@ -35,6 +35,7 @@ class LateStream:
         self.number = number
         self.launched = 0
         self.done = 0
+        self.speed = device.draw_speed()
         self.done_at: dict[int, int] = {0: 0}  # the device's clock when each piece was done
         self._work: deque[Work | LateMoment] = deque()
 
@@ -101,9 +102,12 @@ class LateDevice:
         seed: of everything random.
         size_bytes: of its memory.
         eagerness: how probable it is that a launch lets it work.
+        is_uneven: some streams get less done than others.
     """
 
-    def __init__(self, seed: int, size_bytes: int = 1 << 24, eagerness: float = 0.2) -> None:
+    def __init__(
+        self, seed: int, size_bytes: int = 1 << 24, eagerness: float = 0.2, *, is_uneven: bool = False
+    ) -> None:
         self.dice = random.Random(seed)
         self.lock = threading.RLock()
         self.clock = 0
@@ -113,8 +117,13 @@ class LateDevice:
         self.memory = Arena(size_bytes)
         self.is_capturing = False
         self._eagerness = eagerness
+        self._speeds = (0.001, 0.05, 1.0) if is_uneven else (1.0,)
         self._streams: list[LateStream] = []
         self._current: dict[int, LateStream] = {}
+
+    def draw_speed(self) -> float:
+        """What share of the work a stream gets done, beside the others."""
+        return self.dice.choice(self._speeds) if len(self._speeds) > 1 else 1.0
 
     def make_stream(self) -> LateStream:
         """One more stream."""
@@ -185,6 +194,8 @@ class LateDevice:
         if not ready:
             return False
         self.clock += 1
+        if len(self._speeds) > 1:
+            ready = self.dice.choices(ready, [stream.speed for stream in ready])
         self.dice.choice(ready).do_next()
         return True
 
