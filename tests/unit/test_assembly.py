@@ -14,6 +14,7 @@ from kvstore.assembly import log_device_bytes, open_tiers
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.options import EngineOptions
+from kvstore.paged.streams import Streams
 
 LAYOUT = KVLayout((65_536,) * 32, 1, 16, 256)
 
@@ -49,7 +50,7 @@ def test_the_pool_is_made_for_the_device_of_the_cache(in_background: bool, monke
             asked.append("closed")
 
     monkeypatch.setattr(assembly, "SlabPool", Pool)
-    paged: Any = SimpleNamespace(device=torch.device("cuda", 1), layout=LAYOUT)
+    paged: Any = SimpleNamespace(device=torch.device("cuda", 1), layout=LAYOUT, streams=Streams(torch.device("cpu")))
     options = EngineOptions(64 << 20, pin_in_background=in_background)
     open_tiers(paged, Namespace({"model": "one"}), options).close()
     assert asked == [(2, LAYOUT.slot_bytes, torch.device("cuda", 1), in_background), "closed"]

@@ -26,6 +26,7 @@ from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory import slabs
 from kvstore.memory.slabs import SlabPool
+from kvstore.paged.streams import Streams
 from kvstore.transfer.mover import as_block_ids
 
 HERE, THERE = Receiver("here", 1), Receiver("there", 2)
@@ -108,7 +109,8 @@ def test_the_buffer_is_pinned_for_the_device_of_the_cache(monkeypatch: pytest.Mo
     asked: list[torch.device] = []
     monkeypatch.setattr(slabs, "find_pinner", asked.append)
     monkeypatch.setattr(slabs, "node_near", lambda device: None)
-    paged = SimpleNamespace(device=torch.device("cuda", 1), layout=Rig().layout)
+    streams = Streams(torch.device("cpu"))
+    paged = SimpleNamespace(device=torch.device("cuda", 1), layout=Rig().layout, streams=streams, reach=streams.reach)
     pusher = Pusher(cast("Any", paged), SLOT_BYTES, lambda _: Inbox(), PushCounters())
     pusher.close(0.0)
     assert asked == [torch.device("cuda", 1)]
