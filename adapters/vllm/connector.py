@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.adapters.vllm.glue import capabilities, logs
 from kvstore.adapters.vllm.glue.binding import hold_nothing, paged_kv_of
 from kvstore.adapters.vllm.glue.namespace import namespace_of
-from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, worker_options
+from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, sends, worker_options
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
 from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, tell_untested
@@ -152,9 +152,10 @@ class KVStoreConnector(KVConnectorBase_V1):
         workers = int(config.parallel_config.world_size)
         pool_bytes = self._config.max_local_cpu_bytes
         asked = f"max_local_cpu_size of {pool_bytes / 2**30:.1f} GiB for each of {workers} workers"
-        if self._config.listens:
+        sends_bytes = self._config.pd_buffer_size if sends(config, self._config) else 0
+        if self._config.listens or sends_bytes:
             asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
-        limits.require_memory(self._config.host_memory_bytes * workers, asked)
+        limits.require_memory((self._config.host_memory_bytes + sends_bytes) * workers, asked)
         paged = paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
         namespace = namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:

@@ -48,7 +48,7 @@ def test_a_field_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def test_an_attribute_that_no_constructor_sets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Request(request.Request):
+    class Request(request.Request):  # type: ignore[misc]
         pass
 
     class Other:

@@ -164,9 +164,14 @@ def _handover_options(vllm_config: VllmConfig, config: StoreConfig) -> HandoverO
     )
 
 
+def sends(vllm_config: VllmConfig, config: StoreConfig) -> bool:
+    """Whether this engine computes prompts for others: each of its workers has a buffer of ``pd_buffer_size``."""
+    return config.enable_pd and bool(vllm_config.kv_transfer_config.is_kv_producer)
+
+
 def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions | None:
     """How a worker hands KV over; None if this engine computes no prompts for others."""
-    if not config.enable_pd or not vllm_config.kv_transfer_config.is_kv_producer:
+    if not sends(vllm_config, config):
         return None
     settings = _given({"timeout_s": config.blocking_timeout_secs, **_keys(config)})
     return PushOptions(rank_of(vllm_config), config.pd_buffer_size, settings)
