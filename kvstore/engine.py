@@ -330,7 +330,7 @@ class CacheEngine:
             else:
                 with self._planner.deciding() as index:
                     count = index.clear()
-                    self._mover.clear()
+                    self._mover.clear(index.take_removals())
         self._settle()
         return count
 
@@ -345,6 +345,7 @@ class CacheEngine:
             self._clears += 1
             with self._planner.deciding() as index:
                 index.clear()
+                index.take_removals()  # they go with their epoch
             namespace = self._namespace.at_epoch(new_epoch())
             self._mover.reset(namespace)
             self._planner.reset_directory(namespace)

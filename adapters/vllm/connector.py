@@ -221,6 +221,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Report requests whose last store has ended, and those whose asynchronous load has."""
         if self._worker is None:
             return None, None
+        self._worker.end_empty_step()
         self._worker.end_loads()
         return self._worker.take_ended_requests() or None, self._worker.take_fetched_requests() or None
 
@@ -260,7 +261,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         if self._worker is not None and not self._worker.drain(self._config.blocking_timeout_secs):
             raise KVStoreError(
                 f"vLLM cannot sleep now: a load or store has not ended within {self._config.blocking_timeout_secs} s "
-                "(blocking_timeout_secs). Try again"
+                "(blocking_timeout_secs). Let it sleep again before you wake it up: other ranks may sleep already"
             )
 
     def restore_kv_caches(self) -> None:
@@ -273,7 +274,9 @@ class KVStoreConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn what the workers own, ordered by their rank."""
+        """Learn what the workers own, ordered by their rank. When vLLM wakes up it asks them again, for nothing new."""
+        if self.facts:
+            return
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ours = [rank for rank in ranks if isinstance(rank, FactsMetadata)]
         facts = self.facts = [rank.facts for rank in ours if rank.facts is not None]
@@ -281,7 +284,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             logger.warning("nothing is cached, as another connector spoke first: list %s first", CONNECTOR)
         elif 0 < len(facts) < len(ranks):  # a chunk counts only if every rank holds its part
             logger.warning("nothing is cached: %d of %d workers run without", len(ranks) - len(facts), len(ranks))
-        elif facts and self._scheduler is not None and self._scheduler.index is None:  # else: vLLM has woken up
+        elif facts and self._scheduler is not None:
             try:
                 self._scheduler.connect(facts)
             except KVStoreError as error:

@@ -417,10 +417,9 @@ class ChunkIndex(Lookup):
     def clear(self) -> int:
         """Forget every chunk and return how many there were; what is in flight goes when it ends.
 
-        The caller clears the disk tier as a whole, so nothing is announced for removal.
+        The caller clears the disk tier as a whole. What was there is announced for removal, in case that fails.
         """
         count = self.remove_all()
-        self._disk.removals.clear()
         if self._remote.view is not None:
             self._remote.view.clear()
         return count

@@ -106,9 +106,11 @@ class LabelledPool:
 
     def close(self) -> None:
         """Wait until no slot is in use, and stop the pool's background work. Idempotent."""
-        for slot in list(self._uses):
-            self.settle(slot)
-        self._pool.close()
+        try:
+            for slot in list(self._uses):
+                self.settle(slot)
+        finally:  # also if the device is broken
+            self._pool.close()
 
     def _uses_of(self, slot: int) -> list[Moment]:
         with self._lock:

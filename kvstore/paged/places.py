@@ -63,8 +63,8 @@ class PlaceRing:
         self.max_blocks = max_blocks
         self._size = LAUNCHES * NUMBERS * max_blocks
         self._streams = streams
-        self._on_host = streams.pinned(self._size * WORD_BYTES).view(torch.int64)
-        self._on_device = streams.allocate(self._size * WORD_BYTES).view(torch.int64)
+        self._on_host = streams.pinned(self._size * WORD_BYTES, torch.int64)
+        self._on_device = streams.allocate(self._size * WORD_BYTES, torch.int64)
         streams.keep(self._on_device)
         allocated = streams.now()
         self._oldest_first: deque[Places] = deque()

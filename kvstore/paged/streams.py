@@ -73,8 +73,8 @@ class Streams:
         """What the device took from one moment to another, both of them reached; 0 where work is done at once."""
         return 0.0
 
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Device memory as uint8 ``[size_bytes]``, usable by what the current stream is given from now on.
+    def allocate(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Device memory of ``size_bytes`` as a row of ``dtype``, for what the current stream is given from now on.
 
         Outside inference mode, in which engines like to start: its tensors could not be written to by other threads.
 
@@ -83,7 +83,7 @@ class Streams:
         """
         try:
             with torch.inference_mode(mode=False):
-                return self._empty(size_bytes)
+                return self._empty(size_bytes).view(dtype)
         except (RuntimeError, TypeError) as error:  # a TypeError if the size is no 64-bit number
             if isinstance(error, torch.AcceleratorError):  # the device is broken, not full
                 raise
@@ -92,10 +92,11 @@ class Streams:
                 "max_local_gpu_size, or what the engine takes (vLLM: --gpu-memory-utilization)"
             ) from error
 
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Host memory as uint8 ``[size_bytes]``, from which a device copies while the host goes on."""
+    def pinned(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory of ``size_bytes`` as one row of ``dtype``, from which a device copies while the host goes on."""
         with torch.inference_mode(mode=False):
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            return host.view(dtype)
 
     def keep(self, memory: torch.Tensor) -> None:
         """Tell the allocator that these streams use ``memory``, which may be dropped at any time."""

@@ -19,6 +19,8 @@ class Kind(NamedTuple):
     called: str
 
 
+_ENCODE: Final = "If it has a password with characters other than letters and digits, percent-encode these"
+
 TEXT: Final = Kind(TypeAdapter(Annotated[str, Field(min_length=1)]), "a text")
 FILE: Final = Kind(TypeAdapter(Path), "the path of a file")
 FLAG: Final = Kind(TypeAdapter(bool), "true or false")
@@ -31,26 +33,26 @@ def split_url(url: object, what: str, example: str) -> SplitResult:
     """The parts of a URL, whose hosts and ports are not checked yet.
 
     Raises:
-        ConfigError: it is none. Does not show it, as it may contain a password.
+        ConfigError: it is none. Shows nothing of it, as it may contain a password.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a {what} tier needs the option 'url', such as {example}")
     try:
         return urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"the URL of the {what} cannot be read: {error}") from error
+    except ValueError:
+        raise ConfigError(f"the URL of the {what} cannot be read: {_ENCODE}") from None
 
 
 def host_and_port(parts: SplitResult, what: str) -> tuple[str, int | None]:
     """Where a URL leads; no host is empty.
 
     Raises:
-        ConfigError: its port is none.
+        ConfigError: its port is none. Does not show it: behind a password with a slash, it is a part of that.
     """
     try:
         return parts.hostname or "", parts.port
-    except ValueError as error:
-        raise ConfigError(f"{what} names a wrong port: {error}") from error
+    except ValueError:
+        raise ConfigError(f"{what} names a wrong port: it must be 0 to 65535. {_ENCODE}") from None
 
 
 def kinds_of(target: type) -> dict[str, Kind]:

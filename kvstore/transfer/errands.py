@@ -1,8 +1,8 @@
 """Removals, clears and resets of one tier, in order and on a thread of their own, so that no caller waits for the tier.
 
-Waiting removals are carried out together. A clear or a reset replaces everything that waits before it; if a clear
-fails, the removals that it replaced are carried out, as what was found to be wrong must not be found again. Each errand
-has a number: a write that must come after some of them waits for the last one.
+Waiting removals are carried out together. A clear or a reset takes up the removals that wait before it, and replaces
+other clears and resets: should it fail, what was found to be wrong must still not be found again. Each errand has a
+number: a write that must come after some of them waits for the last one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -35,14 +36,16 @@ class _Errand:
     Attributes:
         refs: the chunks to remove; None for a sweep.
         namespace: the one that a reset enters.
-        replaced: of a sweep, chunks whose removals it has replaced.
+        before: of a sweep, chunks to remove first: other engines, or peers, may have them.
+        otherwise: of a clear, chunks to remove one by one if it fails, which nobody else knows of.
         number: of the last call that is done with this errand.
         then: called afterwards, even if it failed.
     """
 
     refs: dict[ChunkRef, None] | None
     namespace: Namespace | None = None
-    replaced: dict[ChunkRef, None] = field(default_factory=dict)
+    before: dict[ChunkRef, None] = field(default_factory=dict)
+    otherwise: dict[ChunkRef, None] = field(default_factory=dict)
     number: int = 0
     then: list[Then] = field(default_factory=list)
 
@@ -98,13 +101,13 @@ class Errands:
         if not is_taken and then is not None:
             _call([then])
 
-    def clear(self) -> None:
-        """Remove everything from the tier."""
-        self._sweep(None)
+    def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
+        """Remove everything from the tier; if that fails, at least these chunks."""
+        self._sweep(None, refs)
 
     def reset(self, namespace: Namespace) -> None:
         """Remove everything from the tier, which enters another namespace."""
-        self._sweep(namespace)
+        self._sweep(namespace, ())
 
     def wait(self, number: int, timeout_s: float | None = None) -> bool:
         """Wait until the errands up to a number have been tried; False if time ran out, or ``close`` came first."""
@@ -125,16 +128,17 @@ class Errands:
     def _unfinished(self) -> list[_Errand]:
         return [*self._waiting] if self._under_way is None else [self._under_way, *self._waiting]
 
-    def _sweep(self, namespace: Namespace | None) -> None:
+    def _sweep(self, namespace: Namespace | None, refs: Iterable[ChunkRef]) -> None:
         with self._changed:
             if self._is_closed:
                 return
-            sweep = _Errand(None, namespace)
+            sweep = _Errand(None, namespace, otherwise=dict.fromkeys(refs))
             for errand in self._waiting:
                 sweep.then += errand.then
-                sweep.replaced.update(errand.replaced if errand.refs is None else errand.refs)
+                sweep.before.update(errand.before if errand.refs is None else errand.refs)
+                sweep.otherwise.update(errand.otherwise)
                 sweep.namespace = sweep.namespace or errand.namespace  # a reset that has not begun also clears
-            self._waiting.clear()  # they go with everything else
+            self._waiting.clear()
             self._number(sweep)
             self._add(sweep)
 
@@ -177,27 +181,31 @@ class Errands:
             return errand
 
     def _try(self, errand: _Errand) -> None:
-        is_reset = errand.namespace is not None
-        what = "remove chunks from" if errand.refs is not None else "reset" if is_reset else "clear"
+        if errand.refs is not None:
+            self._attempt("remove chunks from", partial(self._tier.remove, errand.refs))
+            return
+        self._remove(errand.before)
+        namespace = errand.namespace
+        if namespace is not None:
+            self._attempt("reset", lambda: self._tier.reset(namespace))
+        elif not self._attempt("clear", self._tier.clear):
+            self._remove(errand.otherwise)
+
+    def _remove(self, refs: Iterable[ChunkRef]) -> None:
+        left = iter(refs)
+        while not self._is_closed and (part := list(islice(left, _MAX_REFS))):
+            self._attempt("remove chunks from", partial(self._tier.remove, part))
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
+        """Whether the tier has done something."""
         try:
-            if errand.refs is not None:
-                self._tier.remove(errand.refs)
-            elif errand.namespace is not None:
-                self._tier.reset(errand.namespace)
-            else:
-                self._tier.clear()
+            action()
         except ClosedError:
             pass  # a write that hung has ended after ``close``: the next start finds what it left
         except TierError as error:
             self._complain(what, error)
-            self._try_replaced(errand)
-
-    def _try_replaced(self, sweep: _Errand) -> None:
-        """Carry out the removals that a sweep was to make good for. After a reset nothing finds these chunks anyway."""
-        if sweep.namespace is None:
-            refs = iter(sweep.replaced)
-            while part := dict.fromkeys(islice(refs, _MAX_REFS)):
-                self._try(_Errand(part))
+            return False
+        return True
 
 
 def _call(then: Iterable[Then]) -> None:

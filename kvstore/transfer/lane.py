@@ -160,11 +160,11 @@ class Lane:
             if leaving:
                 self._errands.remove(leaving)
 
-    def clear(self) -> None:
-        """Start to remove everything from the tier."""
+    def clear(self, refs: Iterable[ChunkRef] = ()) -> None:
+        """Start to remove everything from the tier; if that fails, at least these chunks."""
         with self._lock:
             self._sweeps += 1  # voids what began before
-            self._errands.clear()
+            self._errands.clear(refs)
 
     def reset(self, namespace: Namespace) -> None:
         """Start to remove everything from the tier; what is stored from now on belongs to another namespace."""

@@ -156,12 +156,16 @@ class LayerLoad:
         return self._result
 
     def _note_loads(self) -> None:
-        """After every layer, while the blocks still belong to the load, so that hot copies may be taken of them."""
+        """After every layer, while the blocks still belong to the load, so that hot copies may be taken of them.
+
+        None if a chunk has failed: the model may have computed from garbage, and written it into a block that came.
+        """
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
             if key in self._result.failed:
                 continue
             filling = self._fillings.get(number) or self._mover.cpu.filling(job.step.slot, job.step.ref)
+            filling = None if self._result.failed else filling
             self._mover.note_load(job, filling, is_hot=key in self._hot)
 
     def _read_ahead(self, layer: int) -> None:

@@ -364,10 +364,13 @@ class Mover:
         if place in self._lanes:
             self._lanes[place].remove(refs)
 
-    def clear(self) -> None:
-        """Forget everything in every tier: in memory now, elsewhere as soon as possible. Waits for no tier."""
-        for lane in self._lanes.values():
-            lane.clear()
+    def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
+        """Forget everything in every tier: in memory now, elsewhere as soon as possible. Waits for no tier.
+
+        ``on_disk`` is what the index knew of there, which goes one by one if the disk cannot be cleared as a whole.
+        """
+        for place, lane in self._lanes.items():
+            lane.clear(on_disk if place is Place.DISK else ())
         self._forget_memory()  # last, so that reads which the lanes had let through lose their slots
 
     def reset(self, namespace: Namespace) -> None:

@@ -53,7 +53,9 @@ def vllm_config(
         model_config=SimpleNamespace(enable_sleep_mode=sleep),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         speculative_config=None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp, use_ubatching=False
+        ),
     )
 
 
@@ -62,6 +64,7 @@ def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None,
         kv_transfer_config=transfer,
         kv_events_config=events,
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        parallel_config=SimpleNamespace(use_ubatching=drafts),
         speculative_config=SimpleNamespace() if drafts else None,
     )
 
@@ -75,6 +78,7 @@ def test_layers_are_followed_if_asked_for_and_there_is_no_draft_model(*, drafts:
     assert (rules.async_load, rules.runs_ahead, rules.layerwise) == (None, True, not drafts)
     options = worker_options(vllm_config, cache_config(), config)
     assert options.layerwise is not drafts
+    assert options.names_layers_early is drafts
     assert options.layer_names == ("layer.0",)
     assert options.async_save is not vllm.platforms.current_platform.is_cpu()
 

@@ -61,6 +61,7 @@ class _NothingConnected(KVStoreConnector):
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
+        self.facts = []
 
 
 def test_registering_twice_is_fine() -> None:

@@ -83,7 +83,7 @@ def test_untested_version(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    message = refusal(tiny_model, StoreSetup())
+    message = refusal(tiny_model, StoreSetup(extra={"kvstore.allow_untested_vllm": False}))
     assert "0.99.0" in message
     assert "0.32" in message
 

@@ -141,12 +141,26 @@ def prepare(version: Version, folder: Path) -> tuple[Path, dict[str, str]]:
     script = [str(ROOT / "tools/dev/venv.sh"), "full"]
     subprocess.run(script, check=True, cwd=ROOT, env=make, stdout=sys.stderr)  # noqa: S603 - our own
     python = venv / "bin" / "python"
+    check_version(python, runs_with.release, {})
     if version.runs:
         return python, {}
     files = folder / f"{version.name}-files"
     if not files.exists():
         unpack(python, version, files)
-    return python, {"PYTHONPATH": str(files), "VLLM_TARGET_DEVICE": "cpu"}
+    variables = {"PYTHONPATH": str(files), "VLLM_TARGET_DEVICE": "cpu"}
+    check_version(python, version.release, variables)
+    return python, variables
+
+
+def check_version(python: Path, release: str, variables: Mapping[str, str]) -> None:
+    """Make sure that this is what will be tested.
+
+    Raises:
+        subprocess.CalledProcessError: another version answers.
+    """
+    code = f"import vllm, sys; sys.exit(not vllm.__version__.startswith({release!r}))"
+    command, environment = [str(python), "-c", code], {**os.environ, **variables}
+    subprocess.run(command, check=True, env=environment, stdout=sys.stderr)  # noqa: S603 - made here
 
 
 def unpack(python: Path, version: Version, files: Path) -> None:

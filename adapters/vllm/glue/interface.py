@@ -116,6 +116,7 @@ USES: Final = (
             "data_parallel_rank",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "use_ubatching",
         ),
     ),
     Use("vllm.config", "SchedulerConfig", ("async_scheduling",)),
@@ -225,7 +226,8 @@ def _parts_of(found: type[Any]) -> set[str]:
     """The attributes of a class that can be known without making one."""
     parts = set(dir(found))
     for parent in found.__mro__:
-        parts.update(vars(parent).get("__annotations__", {}))
+        parts.update(inspect.get_annotations(parent))
+        parts.update(getattr(parent, "__dataclass_fields__", ()))
         parts.update(vars(parent).get("__slots__", ()))
         constructor = vars(parent).get("__init__")
         code = getattr(constructor, "__code__", None)

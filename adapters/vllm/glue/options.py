@@ -80,6 +80,7 @@ def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
     """How a worker moves KV."""
     return WorkerOptions(
         layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names),
+        names_layers_early=bool(vllm_config.parallel_config.use_ubatching),
         layerwise=_goes_layerwise(vllm_config, config),
         async_save=_async_save(config),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),

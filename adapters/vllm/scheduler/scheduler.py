@@ -389,6 +389,7 @@ class StoreScheduler:
         if self._connected is not None:
             self._connected.saves.cancel_coming()
             self._connected.index.clear()
+            self._connected.index.take_removals()  # they belong to the epoch that ends with all it has
             self._connected.pins.cancel_coming()
             self._connected.remote.reset(self._epoch)
         for req_id, tracker in list(self._trackers.items()):

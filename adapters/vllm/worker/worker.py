@@ -59,6 +59,8 @@ class WorkerOptions:
         layerwise: what a step moves goes layer by layer, with the model. What goes to other engines always does.
         async_save: stores run while the next step computes; otherwise a step ends when they have been gathered.
         push: how KV is handed over to other engines; None if it is not.
+        names_layers_early: the model names a layer before all of it is computed, as micro-batches do: what is stored or
+            handed over is gathered when the step ends.
         overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
     """
 
@@ -66,6 +68,7 @@ class WorkerOptions:
     layerwise: bool = False
     async_save: bool = False
     push: PushOptions | None = None
+    names_layers_early: bool = False
     overwrites_early: bool = False
 
 
@@ -95,6 +98,7 @@ class StoreWorker:
         self._async_save = options.async_save
         self._overwrites_early = options.overwrites_early
         self._layerwise = options.layerwise
+        self._names_layers_early = options.names_layers_early
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
         self._layout = paged.layout
@@ -164,6 +168,7 @@ class StoreWorker:
         if plan.epoch:
             self._background.revoke_fetches()
             self._background.forget_saves()
+            self._mover.remove(Place.REMOTE, plan.recalls)  # before: other engines may still be in that epoch
             namespace = self._namespace.at_epoch(plan.epoch)
             if self._server is not None:
                 self._server.enter(namespace)
@@ -172,7 +177,7 @@ class StoreWorker:
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
-        if plan.recalls:  # or a write that an earlier step planned would begin after its removal
+        if plan.recalls and not plan.epoch:  # or a write that an earlier step planned would begin after its removal
             self._background.follow_saves(partial(self._mover.remove, Place.REMOTE, plan.recalls))
         for fetch in plan.fetches:
             self._background.fetch(fetch)
@@ -204,7 +209,7 @@ class StoreWorker:
         """The model has computed a layer."""
         layer = self._layer_numbers.get(layer_name)
         plan = self._plan
-        if layer is None or plan is None or plan.acked < self._poisoned_step:
+        if layer is None or plan is None or self._names_layers_early or plan.acked < self._poisoned_step:
             return
         self._pushes.begin(plan.requests)
         if self._layer_store is None and self._layerwise and not self._async_save:
@@ -226,6 +231,11 @@ class StoreWorker:
         for saved in self._background.take_saved():
             self._report.tally.observe(metrics.STORE_SECONDS.key(), [saved.seconds])
             self._note_stores(saved.step, saved.failed, saved.ended)
+
+    def end_empty_step(self) -> None:
+        """End a step in which the model computed nothing: vLLM 0.30 asks for no ``store`` then."""
+        if self._plan is not None and not self._plan.computes:
+            self.store()
 
     def _settle_loads(self, plan: StepPlan) -> None:
         if self._layered_load is not None:
@@ -409,18 +419,21 @@ class StoreWorker:
         self._paged.restore()
 
     def close(self) -> None:
-        """Wait for pending writes, within the configured bound, and release everything."""
+        """Wait for pending writes, within the configured bound, and release everything, whatever fails."""
+        timeout_s = self._engine.io_timeout_s
         self._background.stop()
-        if not self.drain(self._engine.io_timeout_s):
-            logger.warning("a load or store is left behind: it has not ended within %s s", self._engine.io_timeout_s)
-        self._pushes.close(self._engine.io_timeout_s)
-        if not self._mover.close(self._engine.io_timeout_s):
-            logger.warning(
-                "chunks lost at shutdown: the slower tiers did not take all of them within %s s",
-                self._engine.io_timeout_s,
-            )
-        if self._server is not None:
-            self._server.close()
+        with ExitStack() as closing:
+            if self._server is not None:
+                closing.callback(self._server.close)
+            closing.callback(self._close_mover)
+            closing.callback(self._pushes.close, timeout_s)
+            if not self.drain(timeout_s):
+                logger.warning("a load or store is left behind: it has not ended within %s s", timeout_s)
+
+    def _close_mover(self) -> None:
+        timeout_s = self._engine.io_timeout_s
+        if not self._mover.close(timeout_s):
+            logger.warning("chunks lost at shutdown: the slower tiers did not take all of them within %s s", timeout_s)
 
 
 def _moved(mover: Mover, background: Background) -> MoverCounters:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import combinations
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
@@ -116,6 +116,13 @@ def _check_shared_room(folders: Sequence[Path], share_bytes: int) -> None:
             raise unusable(neighbours[0], error) from error
 
 
+class _Stray(NamedTuple):
+    """Where a chunk is that is not at home, and how often the tier had been cleared when it was stored there."""
+
+    folder: int
+    clears: int
+
+
 class StripedTier(BoundedTier):
     """Disk tiers side by side. A batch is served one chunk after the other; callers on several threads overlap.
 
@@ -136,7 +143,7 @@ class StripedTier(BoundedTier):
         self._disks = tuple(disks)
         self._tiers = tuple(tiers)
         self._lock = threading.Lock()  # guards the fields below; never held during I/O
-        self._strays: dict[ChunkRef, int] = {}
+        self._strays: dict[ChunkRef, _Stray] = {}
         self._putting: set[ChunkRef] = set()
         self._scanned = False
         self._clears = 0  # and resets
@@ -182,7 +189,9 @@ class StripedTier(BoundedTier):
         places = {ref: number for _, ref, number in uses}  # of two, the one used last
         with self._lock:
             self.counters.swept = sum(disk.counters.swept for disk in self._disks)
-            self._strays = {ref: number for ref, number in places.items() if number != self._home(ref)}
+            self._strays = {
+                ref: _Stray(number, self._clears) for ref, number in places.items() if number != self._home(ref)
+            }
             self._scanned = True
         for number, chunks in enumerate(found):
             doubles = [use.ref for use in chunks if places[use.ref] != number]
@@ -256,7 +265,7 @@ class StripedTier(BoundedTier):
         by_folder: dict[int, list[ChunkRef]] = {}
         with self._lock:  # a put that ends later does not find its stray, and notes it again
             for ref in refs:
-                by_folder.setdefault(self._strays.pop(ref, self._home(ref)), []).append(ref)
+                by_folder.setdefault(self._take_place(ref), []).append(ref)
         for number, leaving in by_folder.items():
             try:
                 self._tiers[number].remove(leaving)
@@ -269,7 +278,18 @@ class StripedTier(BoundedTier):
         Raises:
             TierError: a folder refused; the others were cleared.
         """
-        self._forget_all(lambda tier: tier.clear())
+        with self._lock:
+            self._clears += 1
+            clears = self._clears
+
+        def clear(number: int) -> None:
+            self._tiers[number].clear()
+            with self._lock:  # of a folder that refuses, where its chunks are must be known, as they may be removed
+                for ref, stray in list(self._strays.items()):
+                    if stray.folder == number and stray.clears < clears:
+                        del self._strays[ref]
+
+        self._in_every_folder(clear)
 
     def reset(self, namespace: Namespace) -> None:
         """Forget every chunk and enter another namespace, in every folder.
@@ -277,13 +297,10 @@ class StripedTier(BoundedTier):
         Raises:
             TierError: a folder would not let go of the old chunks, and stores nothing until it does.
         """
-        self._forget_all(lambda tier: tier.reset(namespace))
-
-    def _forget_all(self, action: Callable[[BoundedTier], None]) -> None:
         with self._lock:
             self._clears += 1
             self._strays.clear()
-        self._in_every_folder(lambda number: action(self._tiers[number]))
+        self._in_every_folder(lambda number: self._tiers[number].reset(namespace))
 
     def stored_bytes(self, num_blocks: int) -> int:
         """See ``DiskTier.stored_bytes``."""
@@ -308,7 +325,13 @@ class StripedTier(BoundedTier):
         return zlib.crc32(ref.prefix_key) % len(self._disks)
 
     def _place(self, ref: ChunkRef) -> int:
-        return self._strays.get(ref, self._home(ref))
+        stray = self._strays.get(ref)
+        return self._home(ref) if stray is None else stray.folder
+
+    def _take_place(self, ref: ChunkRef) -> int:
+        """Needs the lock."""
+        stray = self._strays.pop(ref, None)
+        return self._home(ref) if stray is None else stray.folder
 
     def _check_open(self) -> None:
         if self._closed:
@@ -397,10 +420,11 @@ class StripedTier(BoundedTier):
         If the tier was cleared since the put began, remove the new one instead.
         """
         with self._lock:
-            before = self._strays.pop(ref, self._home(ref))
-            is_current = clears == self._clears
-            if is_current and place != self._home(ref):
-                self._strays[ref] = place
+            before, is_current = self._place(ref), clears == self._clears
+            if is_current:
+                self._strays.pop(ref, None)
+                if place != self._home(ref):
+                    self._strays[ref] = _Stray(place, clears)
         obsolete = before if is_current else place
         if not is_current or before != place:
             try:

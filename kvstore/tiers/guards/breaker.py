@@ -269,10 +269,21 @@ class CircuitBreaker(TierWrapper):
         Raises:
             TierError: the tier is broken. Even so it is in the new namespace, or will be before it does anything else.
         """
-        self._owed.forget(self._owed.refs())
+        self._try_owed()  # in the namespace that ends: other engines may still be there
         with self._clearing():
             self._namespace_id = namespace.id  # puts that come meanwhile fail either way
             self.inner.reset(namespace)
+
+    def _try_owed(self) -> None:
+        """Carry out removals that are owed, or give them up."""
+        owed = self._owed.refs()
+        if not owed:
+            return
+        try:
+            self.inner.remove(owed)
+        except TierError as error:
+            logger.warning("%d chunks stay in the %s tier's old namespace: %s", len(owed), self.name, error)
+        self._owed.forget(owed)
 
     def close(self) -> None:
         """Forward. Removals still owed are lost: their chunks are back at the next start."""

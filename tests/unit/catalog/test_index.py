@@ -313,13 +313,13 @@ def test_removing_what_is_being_loaded() -> None:
     assert (len(index), index.slots_in_use, index.disk_used_bytes) == (0, 0, 0)
 
 
-def test_clear_forgets_all_and_announces_nothing() -> None:
+def test_clear_forgets_all_and_announces_what_was_on_disk() -> None:
     index = make(8, disk_chunks=8)
     store(index, 40)
     in_flight = index.prepare_store(refs_of(16, 1))
     load_steps = index.prepare_load(refs_of(40)[:1])
     assert index.clear() == 4
-    assert index.take_removals() == []
+    assert keys(index.take_removals()) >= keys(refs_of(40)), "in case the disk cannot be cleared as a whole"
     assert known_tokens(index, 40) == 0
     index.complete_load(load_steps, set(), set())
     index.complete_store(in_flight, set())

@@ -22,9 +22,9 @@ class Counting(Streams):
         super().__init__(torch.device("cpu"))
         self.taken: list[int] = []
 
-    def allocate(self, size_bytes: int) -> torch.Tensor:
+    def allocate(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         self.taken.append(size_bytes)
-        return super().allocate(size_bytes)
+        return super().allocate(size_bytes, dtype)
 
 
 @pytest.mark.parametrize(("width", "planes"), [(64, 1), (64, 2), (1 << 17, 2)])

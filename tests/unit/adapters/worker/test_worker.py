@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from kvstore.paged.binding import bind_paged_kv
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
 
+ONE = Namespace({"model": "one"})
 REF = ChunkRef(b"k" * 16, 2)
 OTHER = ChunkRef(b"o" * 16, 2)
 
@@ -89,6 +92,68 @@ def test_loads_may_start_twice_or_after_the_forward_pass(worker: StoreWorker, ca
     cache[[7, 5]] = 0
     worker.load()
     assert not cache[[7, 5]].any(), "a second call must not overwrite what was computed"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_step_that_computes_nothing_ends_without_a_store(cache: torch.Tensor, *, async_save: bool) -> None:
+    """vLLM 0.30 does not ask for one then; the last chunks of a request that has ended are stored in such a step."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(paged, ONE, EngineOptions(4 * 4096), WorkerOptions(async_save=async_save))
+    worker.facts()
+    worker.begin_step(StepPlan(1, 0, [replace(store(REF, 0, [1, 2]), finished=True)]))
+    worker.load()
+    worker.end_empty_step()
+    worker._background.finish_saves()
+    worker.end_loads()
+    assert worker.take_ended_requests() == {"store"}
+    assert result_of(worker.take_report(), 1).ranks_ended == 1
+    worker.begin_step(StepPlan(2, 1, computes=True))
+    worker.end_empty_step()
+    assert worker._plan is not None, "a step that computes ends with its store"
+    worker.close()
+
+
+@pytest.mark.parametrize("names_layers_early", [False, True])
+def test_layers_that_are_named_before_all_is_computed_are_stored_at_the_end(
+    cache: torch.Tensor, *, names_layers_early: bool
+) -> None:
+    """With micro-batches a layer's hooks are called for each of them."""
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    options = WorkerOptions(("layer",), layerwise=True, names_layers_early=names_layers_early)
+    worker = StoreWorker(paged, ONE, EngineOptions(4 * 4096), options)
+    worker.facts()
+    worker.begin_step(StepPlan(1, 0, [store(REF, 0, [1, 2])], computes=True))
+    cache[1] = 5
+    worker.save_layer("layer")  # of the first half
+    cache[2] = 6
+    worker.save_layer("layer")
+    worker.store()
+    worker.begin_step(StepPlan(2, 1, [load(REF, 0, [7, 5])]))
+    worker.load()
+    worker.wait_for_layer("layer")
+    worker.store()
+    assert bool((cache[5] == 6).all()) is names_layers_early
+    worker.close()
+
+
+def test_a_broken_device_keeps_nothing_from_being_closed(worker: StoreWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Mock(return_value=True)
+    monkeypatch.setattr(worker._mover, "close", close)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._paged, "moment", Mock(side_effect=RuntimeError("an illegal memory access")))
+        with pytest.raises(RuntimeError, match="illegal"):
+            worker.close()
+    close.assert_called_once_with(worker._engine.io_timeout_s)
+    monkeypatch.undo()
+
+
+def test_recalls_are_for_the_epoch_that_ends(worker: StoreWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines may still be in it."""
+    said: list[str] = []
+    monkeypatch.setattr(worker._mover, "remove", lambda place, refs: said.extend(place.value for _ in refs))
+    monkeypatch.setattr(worker._mover, "reset", lambda _namespace: said.append("reset"))
+    worker.begin_step(StepPlan(1, 0, epoch="next", recalls=[REF]))
+    assert said == ["remote", "reset"]
 
 
 def test_hooks_outside_a_step_do_nothing(worker: StoreWorker) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.diskwork import (
@@ -35,6 +36,7 @@ from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.guards import Deadline
 
 CAPACITY_BYTES = 36 * CHUNK_BYTES
+SMALL_BYTES = 12 * CHUNK_BYTES
 REFS = [make_ref(number) for number in range(24)]
 
 Open = Callable[..., BoundedTier]
@@ -382,3 +384,25 @@ def test_what_is_put_around_each_folder(folders: list[Path]) -> None:
     open_folders(folders, MINE, EVEN, CAPACITY_BYTES, wrap=wrap).close()
     open_folders(folders[:1], MINE, EVEN, CAPACITY_BYTES, wrap=wrap).close()
     assert len(seen) == 4
+
+
+def test_a_stray_is_removed_where_it_is_though_its_folder_refused_to_be_cleared(
+    open_tier: Open, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(capacity_bytes=SMALL_BYTES)
+    assert isinstance(tier, StripedTier)
+    for number in range(100):
+        put(tier, make_ref(number))
+        if tier._strays:
+            break
+    (stray, place) = next(iter(tier._strays.items()))
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._tiers[place.folder], "clear", Mock(side_effect=TierError("no")))
+        with pytest.raises(TierError):
+            tier.clear()
+    assert tier.contains([stray]) == [True]
+    tier.remove([stray])
+    assert open_tier(capacity_bytes=SMALL_BYTES).contains([stray]) == [False]
+    tier = open_tier(capacity_bytes=SMALL_BYTES)
+    tier.clear()
+    assert not tier._strays  # type: ignore[attr-defined]
