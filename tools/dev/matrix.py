@@ -59,7 +59,11 @@ STEPS: Final = (
     Step("interface", ("tests/adapters/test_interface.py",), needs_engine=False, is_short=True),
     Step("adapter", ("tests/adapters", "tests/unit/adapters"), needs_engine=False),
     Step("one output", ("tests/e2e/test_bytes.py",), needs_engine=True, is_short=True),
-    Step("outputs and hits", ("tests/e2e/test_outputs.py", "tests/e2e/test_window.py"), needs_engine=True),
+    Step(
+        "outputs and hits",
+        ("tests/e2e/test_outputs.py", "tests/e2e/test_crowded.py", "tests/e2e/test_window.py"),
+        needs_engine=True,
+    ),
     Step("faults", ("tests/e2e/test_faults.py",), needs_engine=True),
     Step("metrics", ("tests/e2e/test_metrics.py", "tests/e2e/test_events.py"), needs_engine=True),
     Step("upgrade", ("tests/e2e/test_upgrade.py",), needs_engine=True),
