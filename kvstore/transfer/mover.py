@@ -365,7 +365,7 @@ class Mover:
             self._lanes[place].remove(refs)
 
     def clear(self, on_disk: Iterable[ChunkRef] = ()) -> None:
-        """Forget everything in every tier, and wait for none; what is known to be ``on_disk`` even if that fails there."""
+        """Forget everything in every tier, and wait for none; what is known ``on_disk`` even if that fails there."""
         for place, lane in self._lanes.items():
             lane.clear(on_disk if place is Place.DISK else ())
         self._forget_memory()  # last, so that reads which the lanes had let through lose their slots
