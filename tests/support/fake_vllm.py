@@ -92,8 +92,8 @@ class FakeVllm(FakeRunner):
         """Sleep and wake up as vLLM 0.33 does at level 1 and 2: what the device held is gone, its addresses stay."""
         while self.in_flight:
             self._process(self.in_flight.popleft())
-        if self.loading:
-            return
+        if self.loading or any(request.blocks for request in self.waiting):
+            return  # a reset would be refused
         self.reset(preempt=True)
         for worker, layers in zip(self.workers, self.caches, strict=True):
             assert worker.drain(10)
