@@ -16,11 +16,11 @@ from support.redis_server import RedisServer, running
 from support.runner import run_elsewhere
 from support.vllm_engine import Completion, Prompt, StoreSetup, assert_same_outputs, through_memory, whole_blocks
 
-OTHER = os.environ.get("KVSTORE_OTHER_PYTHON", "")
+OTHER = os.environ.get("OTHER_VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.e2e,
-    pytest.mark.skipif(not OTHER, reason="needs KVSTORE_OTHER_PYTHON, an interpreter with another vLLM: make matrix"),
+    pytest.mark.skipif(not OTHER, reason="needs OTHER_VLLM_PYTHON, an interpreter with another vLLM: make matrix"),
 ]
 
 

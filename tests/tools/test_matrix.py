@@ -23,7 +23,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     calls: list[tuple[str, str, bool]] = []
 
     def carry_out(version: Any, step: Any, python: Path, variables: dict[str, str]) -> Outcome:
-        calls.append((version.name, step.name, "KVSTORE_OTHER_PYTHON" in variables))
+        calls.append((version.name, step.name, "OTHER_VLLM_PYTHON" in variables))
         return Outcome(version.name, step.name, "failed" if step.name == "faults" else "ok", "1 passed", 0.1)
 
     def prepare(version: Any, folder: Path) -> tuple[Path, dict[str, str]]:

@@ -123,7 +123,7 @@ def run(versions: Sequence[Version], steps: Sequence[Step], folder: Path) -> Ite
         except subprocess.CalledProcessError as error:
             yield Outcome(version.name, "environment", "failed", str(error), time.monotonic() - begin_s)
             continue
-        variables = {**variables, **({"KVSTORE_OTHER_PYTHON": str(other)} if other else {})}
+        variables = {**variables, **({"OTHER_VLLM_PYTHON": str(other)} if other else {})}
         for step in steps:
             if step.needs_engine and not version.runs:
                 yield Outcome(version.name, step.name, "-", "no CPU build", 0.0)
