@@ -6,8 +6,9 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -31,8 +32,10 @@ from support.wrapped import (
     transfer,
 )
 
-from kvstore.errors import ClosedError, InvalidCallError, TierError
+from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
 from kvstore.tiers.guards import BreakerState, CircuitBreaker
+
+OTHER = NAMESPACE.at_epoch("other")
 
 
 def forbid() -> None:
@@ -250,6 +253,41 @@ def test_clear_goes_through_an_open_breaker() -> None:
     assert not bench.tier.chunks
     assert bench.breaker.owed_removals == 0
     assert bench.state() is BreakerState.OPEN
+
+
+def test_what_is_owed_is_removed_from_the_epoch_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines may still be in it."""
+    tier = FakeTier()
+    breaker = CircuitBreaker(tier, failures=5)
+    breaker.put([transfer(1)])
+    removed: list[bytes | None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "remove", Mock(side_effect=TierError("no")))
+        with pytest.raises(TierError):
+            breaker.remove([ref_of(1)])
+    monkeypatch.setattr(tier, "remove", lambda _refs: removed.append(tier.namespace_id))
+    breaker.reset(OTHER)
+    assert removed == [None]
+    assert tier.namespace_id == OTHER.id
+    assert breaker.owed_removals == 0
+
+
+def test_a_removal_that_hangs_over_a_reset_takes_no_later_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take effect in the new epoch, so its chunk is stored there only when it has ended."""
+    tier = FakeTier()
+    breaker = CircuitBreaker(tier, failures=5)
+    breaker.put([transfer(1)])
+    hung: Future[None] = Future()
+    for error in (TierError("no"), TierTimeoutError("late", hung)):
+        monkeypatch.setattr(tier, "remove", Mock(side_effect=error))
+        if isinstance(error, TierTimeoutError):
+            breaker.reset(OTHER)
+        else:
+            with pytest.raises(TierError):
+                breaker.remove([ref_of(1)])
+    assert breaker.put([transfer(1)]) == [FAILED]
+    hung.set_result(None)
+    assert breaker.put([transfer(1)]) == [STORED]
 
 
 def test_a_closed_tier_says_so_through_an_open_breaker(monkeypatch: pytest.MonkeyPatch) -> None:

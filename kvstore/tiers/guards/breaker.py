@@ -275,15 +275,13 @@ class CircuitBreaker(TierWrapper):
             self.inner.reset(namespace)
 
     def _try_owed(self) -> None:
-        """Carry out removals that are owed, or give them up."""
-        owed = self._owed.refs()
-        if not owed:
-            return
-        try:
-            self.inner.remove(owed)
-        except TierError as error:
-            logger.warning("%d chunks stay in the %s tier's old namespace: %s", len(owed), self.name, error)
-        self._owed.forget(owed)
+        """Carry out removals that are owed, or give them up. One that hangs keeps its chunks from being put."""
+        if self._owed:
+            try:
+                self._remove_with_owed()
+            except TierError as error:
+                logger.warning("chunks stay in the %s tier's old namespace: %s", self.name, error)
+            self._owed.forget(self._owed.refs())
 
     def close(self) -> None:
         """Forward. Removals still owed are lost: their chunks are back at the next start."""
