@@ -1,8 +1,8 @@
 """Removals, clears and resets of one tier, in order and on a thread of their own, so that no caller waits for the tier.
 
-Waiting removals are carried out together. A clear or a reset takes up the removals that wait before it, and replaces
-other clears and resets: should it fail, what was found to be wrong must still not be found again. Each errand has a
-number: a write that must come after some of them waits for the last one.
+Waiting removals are carried out together. A clear or a reset first carries out the removals that waited before it, and
+replaces earlier clears and resets: if it fails, what was found to be wrong must still not be found again. Each errand
+has a number: a write that must come after some of them waits for the last one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,6 +16,7 @@ from kvstore.memory.slabs import SlabPool
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.lane import Lane
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
+from support.gate import HANG_GUARD_S
 from support.late_device import LateDevice, late_paged
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, SLOT_BYTES, FakeTier, Rig
 
@@ -24,6 +27,16 @@ FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 class Bench:
     """A mover over a late device, in whose cache block ``b`` holds ``b`` in every byte."""
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator[Bench]:
+        """One for a test, which ends well whatever the test has held up or broken."""
+        bench = cls()
+        yield bench
+        bench.device.stalled = []
+        bench.device.failures.clear()
+        assert bench.mover.close(HANG_GUARD_S)
 
     def __init__(self) -> None:
         self.device = LateDevice(1, eagerness=0.0)

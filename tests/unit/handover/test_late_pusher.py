@@ -19,11 +19,8 @@ from kvstore.transfer.mover import as_block_ids
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.device.stalled = []
-    bench.device.failures.clear()
-    assert bench.mover.close(HANG_GUARD_S)
+    with Bench.running() as bench:
+        yield bench
 
 
 class Inbox(Transport):

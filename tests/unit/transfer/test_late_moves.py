@@ -18,11 +18,8 @@ from kvstore.transfer.stopwatch import Stopwatch
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.device.stalled = []
-    bench.device.failures.clear()
-    assert bench.mover.close(HANG_GUARD_S)
+    with Bench.running() as bench:
+        yield bench
 
 
 # -- slots ---------------------------------------------------------------------------------------------------------

@@ -21,11 +21,8 @@ from kvstore.options import EngineOptions
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.device.stalled = []
-    bench.device.failures.clear()
-    assert bench.mover.close(HANG_GUARD_S)
+    with Bench.running() as bench:
+        yield bench
 
 
 # -- stores beside the model ---------------------------------------------------------------------------------------
