@@ -19,6 +19,7 @@ ROOMS = (
     ("errors", "throttle"),
     ("keys", "layout"),
     ("chunks", "policies"),
+    ("checkpoints",),
     ("catalog", "format", "paged", "protocol"),
     ("memory",),
     ("options", "requests", "tiers"),

@@ -1,0 +1,133 @@
+"""The KV cache groups of a model: what a layer of each keeps, and which blocks a model needs to go on at some token.
+
+A group of full attention keeps all tokens: a *chunk* is its KV, additive. Other groups keep the last window, or one
+state. What a model needs of them to go on at token N is the *checkpoint* at N: a hit of N tokens takes all chunks up to
+N and the checkpoint at N. A model whose only group is full needs no checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from kvstore.errors import LayoutError
+
+
+class Kind(Enum):
+    """What the layers of a group keep."""
+
+    FULL = "full"  # the KV of all tokens
+    WINDOW = "window"  # that of the last tokens
+    LOCAL = "local"  # that of the tokens since the last multiple of a chunk of attention
+    STATE = "state"  # one state, of Mamba, linear attention or a convolution
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group, on one rank.
+
+    Attributes:
+        kind: what its layers keep.
+        block_tokens: tokens in one of its blocks.
+        block_bytes: bytes of one block in all its layers on this rank.
+        span_tokens: for a window, the tokens before the next one that it attends to; for local attention, its chunk.
+    """
+
+    kind: Kind
+    block_tokens: int
+    block_bytes: int
+    span_tokens: int = 0
+
+    def blocks_at(self, end_tokens: int) -> range:
+        """The positions, in a request's block table, of the blocks that hold what is needed to go on at a token.
+
+        ``end_tokens`` is a multiple of ``block_tokens``.
+        """
+        end = end_tokens // self.block_tokens
+        match self.kind:
+            case Kind.FULL:
+                return range(end)
+            case Kind.WINDOW:
+                return range(max(0, end_tokens - self.span_tokens) // self.block_tokens, end)
+            case Kind.LOCAL:
+                return range(end_tokens // self.span_tokens * self.span_tokens // self.block_tokens, end)
+            case Kind.STATE:
+                return range(max(0, end - 1), end)
+
+
+class Row(NamedTuple):
+    """One block of a checkpoint: the number of its group, and its position in that group's block table."""
+
+    group: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of a model that KV is kept of, on one rank, by their numbers here."""
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise LayoutError("this model has no KV cache that could be stored")
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether any group keeps less than all tokens."""
+        return bool(self.partial)
+
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """The groups whose KV is in chunks."""
+        return tuple(number for number, group in enumerate(self.groups) if group.kind is Kind.FULL)
+
+    @cached_property
+    def partial(self) -> tuple[int, ...]:
+        """The groups of which checkpoints are made."""
+        return tuple(number for number, group in enumerate(self.groups) if group.kind is not Kind.FULL)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether a group keeps one state: then not every step leaves what a checkpoint needs."""
+        return any(group.kind is Kind.STATE for group in self.groups)
+
+    @cached_property
+    def block_tokens(self) -> int:
+        """The tokens after which a block of every group ends."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    def rows_at(self, end_tokens: int) -> list[Row]:
+        """The blocks of the checkpoint at a token, a multiple of ``block_tokens``."""
+        return [Row(number, at) for number in self.partial for at in self.groups[number].blocks_at(end_tokens)]
+
+    def checkpoint_bytes(self, end_tokens: int) -> int:
+        """Bytes of the checkpoint at a token."""
+        return sum(self.groups[row.group].block_bytes for row in self.rows_at(end_tokens))
+
+
+def cut(rows: Sequence[Row], ranks: Sequence[Groups], room_bytes: Sequence[int]) -> list[tuple[Row, ...]]:
+    """The rows of a checkpoint in parts, each of which fits into ``room_bytes`` of its rank, on every rank.
+
+    Raises:
+        LayoutError: a single block is larger than that.
+    """
+    parts: list[list[Row]] = []
+    used = list(room_bytes)  # the first row begins the first part
+    for row in rows:
+        sizes = [rank.groups[row.group].block_bytes for rank in ranks]
+        if any(size > room for size, room in zip(sizes, room_bytes, strict=True)):
+            raise LayoutError(
+                f"a block of KV cache group {row.group} has {max(sizes)} bytes, more than the {min(room_bytes)} of a "
+                "chunk: set chunk_size higher"
+            )
+        if not parts or any(use + size > room for use, size, room in zip(used, sizes, room_bytes, strict=True)):
+            parts.append([])
+            used = [0] * len(ranks)
+        parts[-1].append(row)
+        used = [use + size for use, size in zip(used, sizes, strict=True)]
+    return [tuple(part) for part in parts]
