@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
-from support.index_machine import BLOCK, CHUNK, IndexMachine
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from support.index_machine import BLOCK, CHUNK, IndexMachine, stored_bytes
 from support.schedules import schedule_settings
 
 from kvstore.catalog.entries import NO_SLOT
-from kvstore.catalog.plans import Match, Place
+from kvstore.catalog.plans import Match, Place, StoreStep
 from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints
@@ -34,7 +34,7 @@ class CheckpointMachine(IndexMachine):
 
     @initialize(
         model=st.sampled_from(MODELS),
-        num_slots=st.integers(1, 14),
+        num_slots=st.integers(2, 30),
         capacity=st.integers(0, 9),
         keep=st.booleans(),
         max_writes=st.none() | st.integers(1, 4),
@@ -112,6 +112,12 @@ class CheckpointMachine(IndexMachine):
             refs += self.parts_at(hasher, end_tokens)
             assert not (ends_well and all(map(self.is_known, refs)) and self.fit(refs)), f"missed {end_tokens}"
 
+    @invariant()
+    def a_lookup_finds_what_trying_all_ends_finds(self) -> None:
+        for family in range(3):
+            hasher = self.hasher(family, 30)
+            self.check(self.index.lookup(hasher), hasher, 0, 30)
+
     # -- what happens ------------------------------------------------------------------------------------------------
 
     @rule(
@@ -159,6 +165,32 @@ class CheckpointMachine(IndexMachine):
         self.carry_out_removals()
         if steps:
             self.world.stores.append(steps)
+
+    @rule(family=st.integers(0, 2), length=st.integers(6, 30), marks=st.sets(st.integers(0, 5), min_size=1))
+    def store_with_success(self, family: int, length: int, marks: set[int]) -> None:
+        """Chunk by chunk, so that a small pool lets them pass to the disk."""
+        for number in range((length - 1) // CHUNK + 1):
+            self.store_chunk(family, min(length, (number + 1) * CHUNK), number, {*marks, (length - 1) // CHUNK})
+
+    def store_chunk(self, family: int, length: int, first: int, marks: set[int]) -> None:
+        num_stores = len(self.world.stores)
+        self.prepare_store(family, length, first, with_tail=True, ttl_s=None, marks=marks)
+        for steps in self.world.stores[num_stores:]:
+            alive = {step.ref.prefix_key for step in steps if not self.index._chunks[step.ref.prefix_key].forgotten}
+            self.world.slots.update((step.slot, step.ref) for step in steps)
+            self.index.complete_store(steps, set())
+            self.stored |= alive
+            for step in steps:
+                self.write_with_success(step)
+        del self.world.stores[num_stores:]
+        self.carry_out_removals()
+
+    def write_with_success(self, step: StoreStep) -> None:
+        for target in step.targets:
+            (self.world.disk if target is Place.DISK else self.world.remote).add(step.ref)
+            if target is Place.DISK:
+                self.world.sizes[step.ref] = stored_bytes(step.ref.num_blocks)
+            self.index.complete_write(step.ref.prefix_key, target, stored=True)
 
     @rule(
         family=st.integers(0, 2),
@@ -250,4 +282,4 @@ def key_at(hasher: PrefixHasher, end_tokens: int) -> PrefixKey:
 
 @pytest.mark.schedules
 def test_a_lookup_finds_what_trying_all_ends_finds() -> None:
-    run_state_machine_as_test(CheckpointMachine, settings=schedule_settings(60, stateful_step_count=30))
+    run_state_machine_as_test(CheckpointMachine, settings=schedule_settings(100, stateful_step_count=30))

@@ -242,6 +242,15 @@ def test_what_the_remote_tier_has_of_a_checkpoint_is_part_of_it() -> None:
     assert found(index, CHUNK) == CHUNK
 
 
+def test_a_part_that_was_removed_takes_the_others_with_it_also_where_the_remote_tier_has_it() -> None:
+    index = make(remote=RemoteView(1000.0))
+    store(index, CHUNK, [CHUNK])
+    parts = parts_at(index, CHUNK)
+    index.condemn(parts[:1])
+    index.advance(1.0)
+    assert known(index, parts) == [False, False]
+
+
 def test_parts_that_only_pass_memory_do_not_break_their_checkpoint() -> None:
     view = RemoteView(1000.0)
     index = make(keep=False, remote=view)
@@ -397,3 +406,24 @@ def test_why_a_prompt_was_not_found() -> None:
     windows.remove(ref.prefix_key for ref in parts_at(windows, 2 * CHUNK))
     assert windows.why_missing(hasher_of(2 * CHUNK), 0, 2 * CHUNK) is MissReason.REMOVED
     assert windows.why_missing(hasher_of(2 * CHUNK + BLOCK), 2 * CHUNK, 2 * CHUNK + BLOCK) is MissReason.NEVER_STORED
+
+
+def test_a_part_on_its_way_out_makes_no_checkpoint_whole() -> None:
+    index = make(disk_chunks=20)
+    steps = plan(index, CHUNK, [CHUNK])
+    first, second = parts_at(index, CHUNK)
+    index.complete_store(steps, {first.prefix_key})
+    index.advance(1.0)
+    for step in steps:
+        if step.ref != first:
+            index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    again = plan(index, CHUNK, [CHUNK])
+    assert keys(again) == {second.prefix_key}, "the first is still being written"
+    index.complete_store(again, set())
+    index.advance(2.0)
+    assert second.prefix_key not in index
+    for step in again:
+        index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    index.complete_write(first.prefix_key, Place.DISK, stored=False)
+    index.check_invariants()
+    assert len(index) == 1

@@ -80,6 +80,8 @@ def test_a_part_is_named_by_its_tokens_and_by_what_it_holds() -> None:
     names += [ref.prefix_key for ref in found.refs(b"o" * 16, 320)]
     names += [ref.prefix_key for ref in checkpoints(FULL, WINDOW, WINDOW).refs(KEY, 320)]
     names += [ref.prefix_key for ref in checkpoints(WINDOW, FULL).refs(KEY, 320)]
+    names += [ref.prefix_key for ref in checkpoints(FULL, *4 * [WINDOW]).refs(KEY, 320)]  # in two parts
+    names += [ref.prefix_key for ref in checkpoints(FULL, *8 * [WINDOW]).refs(KEY, 320)]  # in three, the first alike
     assert len(set(names)) == len(names)
     assert KEY not in names
 
