@@ -41,7 +41,7 @@ class CheckpointMachine(IndexMachine):
         remote_hold_s=st.none() | st.integers(1, 9),
         cache_policy=st.sampled_from(["ADAPTIVE", "LRU", "S3FIFO"]),
     )
-    def start(  # type: ignore[override]
+    def start(
         self,
         model: tuple[Group, ...],
         num_slots: int,
@@ -128,7 +128,7 @@ class CheckpointMachine(IndexMachine):
         ttl_s=st.none() | st.none() | st.integers(1, 9),
         marks=st.sets(st.integers(0, 5)),
     )
-    def prepare_store(  # type: ignore[override]
+    def prepare_store(
         self, family: int, length: int, first: int, with_tail: bool, ttl_s: int | None, marks: set[int]
     ) -> None:
         hasher = self.hasher(family, length)
@@ -198,9 +198,7 @@ class CheckpointMachine(IndexMachine):
         skip_blocks=st.integers(0, 9),
         limit_tokens=st.none() | st.integers(0, 36),
     )
-    def prepare_load(  # type: ignore[override]
-        self, family: int, length: int, skip_blocks: int, limit_tokens: int | None
-    ) -> None:
+    def prepare_load(self, family: int, length: int, skip_blocks: int, limit_tokens: int | None) -> None:
         hasher, skip_tokens = self.hasher(family, length), skip_blocks * BLOCK
         match = self.index.lookup(hasher, skip_tokens, limit_tokens=limit_tokens)
         self.check(match, hasher, skip_tokens, length if limit_tokens is None else limit_tokens)
@@ -234,7 +232,7 @@ class CheckpointMachine(IndexMachine):
             self.leases[name] = (self.now_s + ttl_s, {ref.prefix_key for ref in refs[:held]})
 
     @rule(family=st.integers(0, 2), length=st.integers(0, 36), stored=st.booleans(), part=st.integers(0, 3))
-    def others_use_the_remote(self, family: int, length: int, stored: bool, part: int) -> None:  # type: ignore[override]
+    def others_use_the_remote(self, family: int, length: int, stored: bool, part: int) -> None:
         hasher = self.hasher(family, length)
         refs = chunk_refs(hasher, with_tail=True)
         ends = [sum(ref.num_blocks for ref in refs[:number]) * BLOCK for number in range(1, len(refs) + 1)]
@@ -263,7 +261,7 @@ class CheckpointMachine(IndexMachine):
         assert self.index.lookup(hasher, skip_tokens).num_tokens == match.num_tokens, "it was not asked about all"
 
     @rule(family=st.integers(0, 2), chunk=st.integers(0, 5), part=st.integers(0, 2))
-    def remove(self, family: int, chunk: int, part: int) -> None:  # type: ignore[override]
+    def remove(self, family: int, chunk: int, part: int) -> None:
         hasher = self.hasher(family, 30)
         end_tokens = min(30, (chunk + 1) * CHUNK)
         refs = [*self.parts_at(hasher, end_tokens), ChunkRef(key_at(hasher, end_tokens), CHUNK // BLOCK)][
