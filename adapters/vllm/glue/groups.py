@@ -57,6 +57,22 @@ def fitting_chunk_size(kv_cache_config: KVCacheConfig, config: StoreConfig) -> i
     return round_up(config.chunk_size, block_tokens_of(kv_cache_config))
 
 
+def announced_group(kv_cache_config: KVCacheConfig) -> int | None:
+    """VLLM's number of the group whose blocks KV events are about: one that keeps all tokens.
+
+    None if there is none, or if vLLM names its blocks by other numbers of tokens than those of a block of all groups.
+    """
+    if not is_grouped(kv_cache_config):
+        return 0
+    block_tokens = block_tokens_of(kv_cache_config)
+    if kv_cache_config.hash_block_size not in {None, block_tokens}:
+        return None
+    kinds = {
+        number: kind_of(kv_cache_config.kv_cache_groups[number].kv_cache_spec) for number in group_ids(kv_cache_config)
+    }
+    return next((number for number, kind in kinds.items() if kind is Kind.FULL), None)
+
+
 def kind_of(spec: KVCacheSpec) -> Kind:
     """What layers with this specification keep.
 
