@@ -126,11 +126,6 @@ def test_several_groups_with_a_draft_model_are_refused() -> None:
         check_supported(config, hybrid(), CONFIG)
 
 
-def test_several_groups_are_not_handed_over() -> None:
-    with pytest.raises(ConfigError, match="leave enable_pd out"):
-        check_supported(vllm_config(), hybrid(), CONFIG.model_copy(update={"enable_pd": True}))
-
-
 @pytest.mark.parametrize("key", ["local_disk_serde", "remote_serde"])
 def test_several_groups_are_not_quantized(key: str) -> None:
     with pytest.raises(ConfigError, match="int8"):
