@@ -11,8 +11,13 @@ import pytest
 
 from kvstore.tools.dev.models import __main__ as sweep
 
-OWN = {"built": True, "runs": "float32", "groups": ["MambaSpec", "MambaSpec", "FullAttentionSpec"], "own_cached": [64]}
-DONE = {
+OWN: dict[str, Any] = {
+    "built": True,
+    "runs": "float32",
+    "groups": ["MambaSpec", "MambaSpec", "FullAttentionSpec"],
+    "own_cached": [64],
+}
+DONE: dict[str, dict[str, Any]] = {
     "Equal": OWN | {"cached": [64], "equal": True, "equal_own": False},
     "EqualToOwn": OWN | {"cached": [64], "equal": False, "equal_own": True},
     "Unequal": OWN | {"cached": [64], "equal": False, "equal_own": False},

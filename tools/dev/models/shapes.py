@@ -88,7 +88,7 @@ def build(architecture: str, folder: Path) -> None:
 
 def tiny(usual: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a usual configuration that a tiny one has other values in."""
-    fields = {name: SIZES[name] for name, value in usual.items() if name in SIZES and is_size(value)}
+    fields: dict[str, Any] = {name: SIZES[name] for name, value in usual.items() if name in SIZES and is_size(value)}
     heads = usual.get("num_attention_heads")
     if "num_key_value_heads" in fields and usual["num_key_value_heads"] == heads:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
