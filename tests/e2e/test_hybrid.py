@@ -41,6 +41,10 @@ GROUPS = {
     "gemma3n": [WINDOW] * 3 + [FULL],
     "gemma4": [WINDOW] * 3 + [FULL],
 }
+FOUND_BY_SIBLINGS = {
+    "llama4": [768, SHARED_TOKENS, SHARED_TOKENS],  # four chunks of attention: nothing of them is needed behind
+    "mistral": [0, 0, 0],  # without a full group nothing tells where prompts part
+}
 IN_EVERY_RUN = ("gptoss", "gemma3", "granite4")
 
 FEW_BLOCKS = {"gptoss": 62, "granite4": 58, "llama4": 100, "gemma4": 80}  # hardly more than vLLM starts with
@@ -117,7 +121,7 @@ def test_prompts_that_part_in_the_middle(hybrid: Hybrid, plain: list[Completion]
             (answer,) = engine.generate([prompt])
             assert_same_outputs(expected[number : number + 1], [answer])
             found.append(answer.cached_tokens)
-        assert found == [0, SHARED_TOKENS, SHARED_TOKENS]
+        assert found == FOUND_BY_SIBLINGS.get(hybrid.name, [0, SHARED_TOKENS, SHARED_TOKENS])
         engine.assert_idle()
 
 
