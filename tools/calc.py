@@ -1,43 +1,84 @@
-"""``kvstore calc``: the size of a token's and a chunk's KV, how many tokens fit in memory, and what a GPU gives."""
+"""``kvstore calc``: the size of KV, of a token to a prompt, how many tokens fit in memory, and what a GPU gives."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.checkpoints.groups import Kind
+from kvstore.checkpoints.parts import Checkpoints
 from kvstore.format import chunkfile
-from kvstore.layout import KVLayout
+from kvstore.keys import PREFIX_KEY_BYTES
+from kvstore.layout import KVLayout, round_up
 from kvstore.paged.footprint import DeviceBytes, device_bytes
+from kvstore.tools.modelgroups import Geometry, KVModel
 
 GIB = 1 << 30
 PIN_S_PER_GIB = 0.11  # what drivers take, by other people's figures
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+CHUNK_TOKENS = 256
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 10_000
+_ANY_KEY: Final = bytes(PREFIX_KEY_BYTES)
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """What decides the size of a model's KV.
+class GroupSizes:
+    """Layers that keep the same, on one worker.
 
     Attributes:
-        layers: attention layers.
-        kv_heads: heads of keys and values; 1 with latent attention (MLA).
-        head_elements: numbers per token and head: keys and values together, or the latent vector.
-        dtype: type of these numbers.
+        kind: ``full``, ``window``, ``local`` or ``state``.
+        layers: how many there are.
+        block_tokens: tokens in a block of theirs.
+        block_bytes: of a block in all of them.
+        span_tokens: of a window, the tokens before the next one that it shows; of local attention, its chunk.
     """
 
+    kind: str
     layers: int
-    kv_heads: int
-    head_elements: int
-    dtype: str
+    block_tokens: int
+    block_bytes: int
+    span_tokens: int
 
-    def bytes_per_token(self, tp_size: int = 1) -> int:
-        """KV of one worker: heads are divided among tensor-parallel workers, or repeated if there are too few."""
-        heads = max(1, self.kv_heads // tp_size)
-        return self.layers * heads * self.head_elements * DTYPE_BYTES[self.dtype]
+
+@dataclass(frozen=True)
+class CheckpointSizes:
+    """The checkpoint at the end of a prompt.
+
+    Attributes:
+        at_tokens: tokens before it.
+        size_bytes: of the windows and states.
+        parts: how many chunks it is stored as.
+        worth_tokens: tokens whose chunks are as large; None if the model has no chunks.
+    """
+
+    at_tokens: int
+    size_bytes: int
+    parts: int
+    worth_tokens: int | None
+
+
+@dataclass(frozen=True)
+class PromptSizes:
+    """What is stored of one prompt, by the default rule.
+
+    Attributes:
+        tokens: of the prompt.
+        chunks: whole ones before its last token.
+        checkpoints: at its end, or at each chunk's end where one is no larger than a chunk.
+        stored_bytes: payloads of all of these.
+        loaded_bytes: payloads that a hit at its end takes: the chunks, and one checkpoint.
+        promoted_bytes: what is stored if vLLM lets every layer keep all tokens; None if it does not.
+        slots: of memory that they occupy.
+    """
+
+    tokens: int
+    chunks: int
+    checkpoints: int
+    stored_bytes: int
+    loaded_bytes: int
+    promoted_bytes: int | None
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -45,101 +86,137 @@ class Sizes:
     """The answer, for one worker.
 
     Attributes:
-        chunk_bytes: payload of a full chunk.
+        geometry: of the layers that keep all tokens; without any, of others.
+        groups: layers of each kind.
+        alignment_tokens: after so many a block of every layer ends.
+        chunk_tokens: as wanted, or rounded up to a multiple of that.
+        bytes_per_token: in the layers that keep all tokens.
+        chunk_bytes: payload of a full chunk; without layers that keep all tokens, of the largest part of a checkpoint.
         file_bytes: size of its file on disk, without a codec.
-        holds_tokens: for each memory size asked for, in GiB, how many tokens fit, in whole chunks.
+        checkpoint: None if the model needs none.
+        prompt: what is stored of a prompt.
+        holds_tokens: for each memory size asked for, in GiB, how many tokens of such prompts fit, in whole chunks.
         pin_s: for each of these, about how long it takes to pin it.
         device: bytes of a GPU that are taken.
     """
 
     geometry: Geometry
+    groups: tuple[GroupSizes, ...]
     tp_size: int
+    alignment_tokens: int
     chunk_tokens: int
     bytes_per_token: int
     chunk_bytes: int
     file_bytes: int
+    checkpoint: CheckpointSizes | None
+    prompt: PromptSizes
     holds_tokens: dict[str, int]
     pin_s: dict[str, float]
     device: DeviceBytes
 
+    @property
+    def loaded_bytes_per_token(self) -> int:
+        """What a hit takes for each of a prompt's tokens."""
+        return self.prompt.loaded_bytes // _whole_tokens(self.prompt.tokens, self.chunk_tokens)
+
 
 def calculate(
-    geometry: Geometry,
+    model: KVModel,
     *,
-    chunk_tokens: int,
-    block_tokens: int,
-    tp_size: int,
-    memory_gib: Sequence[float],
+    chunk_tokens: int = CHUNK_TOKENS,
+    block_tokens: int = BLOCK_TOKENS,
+    tp_size: int = 1,
+    memory_gib: Sequence[float] = (),
     gpu_tier_gib: float = 0.0,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Sizes:
-    """Work out all sizes.
+    """Work out all sizes. A prompt has at least one whole chunk before its last token.
 
     Raises:
-        ConfigError: the chunk size is not a multiple of the block size, or the heads cannot be divided like this.
+        ConfigError: the heads cannot be divided among so many workers.
+        LayoutError: the chunk size is not a multiple of the block size, or less than a block of a checkpoint.
     """
-    if tp_size < 1 or (geometry.kv_heads % tp_size and tp_size % geometry.kv_heads):
-        raise ConfigError(f"{geometry.kv_heads} KV heads cannot be divided among {tp_size} workers")
-    page_bytes = geometry.bytes_per_token(tp_size) * block_tokens // geometry.layers
-    layout = KVLayout((page_bytes,) * geometry.layers, 1, block_tokens, chunk_tokens)
-    blocks = layout.blocks_per_chunk
-    holds = {f"{gib:g}": int(gib * GIB) // layout.slot_bytes * chunk_tokens for gib in memory_gib}
+    groups = model.groups(block_tokens, tp_size)
+    if groups.needs_checkpoints:
+        chunk_tokens = round_up(chunk_tokens, groups.block_tokens)
+    layout = model.chunk_layout(block_tokens, chunk_tokens, tp_size)
+    prompt_tokens = max(prompt_tokens, chunk_tokens + 1)
+    end_tokens = _whole_tokens(prompt_tokens, chunk_tokens)
+    checkpoints = Checkpoints((groups,), (layout,))
+    promoted = model.promoted_bytes_per_token(tp_size) if groups.needs_checkpoints else None
+    prompt = _prompt(checkpoints, prompt_tokens, promoted)
+    bytes_per_token = model.bytes_per_token(tp_size)
     return Sizes(
-        geometry,
+        model.attention[0].geometry,
+        tuple(
+            GroupSizes(one.kind.value, one.layers, one.block_tokens, one.layers * one.page_bytes, one.span_tokens)
+            for one in model.alike(block_tokens, tp_size)
+        ),
         tp_size,
+        groups.block_tokens,
         chunk_tokens,
-        geometry.bytes_per_token(tp_size),
-        layout.payload_bytes(blocks),
-        chunkfile.file_bytes(layout, blocks),
-        holds,
+        bytes_per_token,
+        layout.payload_bytes(layout.blocks_per_chunk),
+        chunkfile.file_bytes(layout, layout.blocks_per_chunk),
+        _checkpoint(checkpoints, end_tokens, bytes_per_token),
+        prompt,
+        {f"{gib:g}": _held_tokens(gib, layout, prompt) for gib in memory_gib},
         {f"{gib:g}": gib * PIN_S_PER_GIB for gib in memory_gib},
         device_bytes(layout, tier_bytes=int(gpu_tier_gib * GIB)),
     )
 
 
-def geometry_of(model: Path, kv_dtype: str | None = None) -> Geometry:
-    """Read a model's ``config.json``.
-
-    Args:
-        model: the model's folder, or the file.
-        kv_dtype: as vLLM's ``--kv-cache-dtype``; None or ``auto`` for the model's own.
-
-    Raises:
-        ConfigError: there is no such file, or it does not say enough.
-    """
-    file = model / "config.json" if model.is_dir() else model
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}; name the folder of a model, or give --layers"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is not a model's configuration")
-    text = {**config, **config.get("text_config", {})}  # of a model that also reads images
-    dtype = kv_dtype if kv_dtype not in (None, "auto") else str(text.get("dtype") or text.get("torch_dtype") or "")
-    return _geometry(text, dtype.removeprefix("torch.") or "bfloat16", file)
+def _whole_tokens(prompt_tokens: int, chunk_tokens: int) -> int:
+    """The tokens of a prompt's whole chunks. Its last token is always computed."""
+    return (prompt_tokens - 1) // chunk_tokens * chunk_tokens
 
 
-def _geometry(config: Mapping[str, Any], dtype: str, file: Path) -> Geometry:
-    check_dtype(dtype)
-    try:
-        layers = int(config["num_hidden_layers"])
-        if "kv_lora_rank" in config:
-            return Geometry(layers, 1, int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]), dtype)
-        heads = int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-        return Geometry(layers, int(config.get("num_key_value_heads") or heads), 2 * head_dim, dtype)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file} does not say {error}: give --layers, --kv-heads and --head-size") from error
+def _checkpoint(checkpoints: Checkpoints, end_tokens: int, bytes_per_token: int) -> CheckpointSizes | None:
+    groups = checkpoints.groups
+    if not groups.needs_checkpoints:
+        return None
+    size_bytes = groups.checkpoint_bytes(end_tokens)
+    return CheckpointSizes(
+        end_tokens,
+        size_bytes,
+        len([*checkpoints.refs(_ANY_KEY, end_tokens)]),
+        size_bytes // bytes_per_token if bytes_per_token else None,
+    )
 
 
-def check_dtype(dtype: str) -> None:
-    """Refuse a type of unknown size.
+def _prompt(checkpoints: Checkpoints, prompt_tokens: int, promoted_bytes_per_token: int | None) -> PromptSizes:
+    layout, groups = checkpoints.layouts[0], checkpoints.groups
+    size = layout.chunk_tokens
+    end_tokens = _whole_tokens(prompt_tokens, size)
+    num_chunks = end_tokens // size if groups.full else 0
+    ends = range(size, end_tokens + 1, size) if groups.needs_checkpoints else ()
+    wanted = [end for end in ends if checkpoints.is_wanted(end - size, end, (end_tokens,))]
+    parts = {end: [ref.num_blocks for ref in checkpoints.refs(_ANY_KEY, end)] for end in wanted}
+    chunk_bytes = num_chunks * layout.payload_bytes(layout.blocks_per_chunk)
+    return PromptSizes(
+        prompt_tokens,
+        num_chunks,
+        len(wanted),
+        chunk_bytes + sum(layout.payload_bytes(num_blocks) for of in parts.values() for num_blocks in of),
+        chunk_bytes + sum(layout.payload_bytes(num_blocks) for num_blocks in parts.get(end_tokens, ())),
+        None if promoted_bytes_per_token is None else end_tokens * promoted_bytes_per_token,
+        num_chunks + sum(map(len, parts.values())),
+    )
 
-    Raises:
-        ConfigError: the type is unknown; the message lists the known ones.
-    """
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"the KV dtype {dtype!r} is not known: use one of {', '.join(DTYPE_BYTES)}")
+
+def _held_tokens(memory_gib: float, layout: KVLayout, prompt: PromptSizes) -> int:
+    slots, size = int(memory_gib * GIB) // layout.slot_bytes, layout.chunk_tokens
+    return slots * _whole_tokens(prompt.tokens, size) // prompt.slots // size * size
+
+
+def kept(group: GroupSizes) -> str:
+    """What layers keep, for people."""
+    match Kind(group.kind):
+        case Kind.FULL:
+            return "all tokens"
+        case Kind.WINDOW:
+            return f"a window of {group.span_tokens + 1:,} tokens"
+        case Kind.LOCAL:
+            return f"the tokens since a multiple of {group.span_tokens:,}"
+        case Kind.STATE:
+            return f"a state of {group.block_bytes // group.layers:,} bytes"

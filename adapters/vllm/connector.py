@@ -7,9 +7,9 @@ asynchronously, while its request waits. Stores are gathered when a step ends, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.adapters.vllm.glue import interface
@@ -23,24 +23,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvstore.adapters.vllm.glue import capabilities, logs
-from kvstore.adapters.vllm.glue.binding import hold_nothing, paged_kv_of
+from kvstore.adapters.vllm.glue.binding import groups_of, hold_nothing, paged_kv_of
+from kvstore.adapters.vllm.glue.groups import fitting_chunk_size, group_ids
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, sends, worker_options
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
 from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
-from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, tell_untested
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_untested
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
+from kvstore.adapters.vllm.requests.rows import States, Tables
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.events import as_kv_events
 from kvstore.adapters.vllm.telemetry.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.config import load_config
+from kvstore.config import StoreConfig, load_config
 from kvstore.errors import InvalidCallError, KVStoreError
 from kvstore.memory import limits
 from kvstore.ops.admin_http import AdminServer
@@ -92,7 +95,7 @@ class FactsMetadata(KVConnectorHandshakeMetadata):
     facts: WorkerFacts | None
 
 
-class KVStoreConnector(KVConnectorBase_V1):
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache offload to CPU memory, disk and remote tiers. Configured as docs/configuration.md says.
 
     Attributes:
@@ -111,10 +114,12 @@ class KVStoreConnector(KVConnectorBase_V1):
         loaded = load_config(
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
-        self._config = loaded.config
+        self._config = _fitting(loaded.config, kv_cache_config, says_so=role is KVConnectorRole.SCHEDULER)
         interface.require_hooks(KVStoreConnector, KVConnectorBase_V1)
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
+        self._group_ids = group_ids(kv_cache_config)
+        self._stores_nothing = stores_nothing(vllm_config, kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle(logger)
         self._gave_up = False
@@ -124,6 +129,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
             tell_untested()
+            if self._stores_nothing is not None:
+                logger.warning("nothing is cached: %s", self._stores_nothing)
             self._scheduler = StoreScheduler(scheduler_options(vllm_config, kv_cache_config, self._config))
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
@@ -142,6 +149,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         """
         if hold_nothing(kv_caches):
             return  # a profiling run
+        if self._stores_nothing is not None:
+            self._gave_up = True
+            return
         try:
             self._open_worker(kv_caches)
         except KVStoreError as error:
@@ -157,6 +167,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             asked += f", and pd_buffer_size of {self._config.pd_buffer_size / 2**30:.1f} GiB"
         limits.require_memory((self._config.host_memory_bytes + sends_bytes) * workers, asked)
         paged = paged_kv_of(kv_caches, kv_cache_config, config, self._config.chunk_size)
+        how = replace(worker_options(config, kv_cache_config, self._config), groups=groups_of(paged, kv_cache_config))
         namespace = namespace_of(config, kv_cache_config, self._config, paged)
         with ExitStack() as opened:
             server = embedded_server(config, namespace, paged.layout, self._config)
@@ -166,7 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1):
                 paged,
                 namespace,
                 engine_options(config, kv_cache_config, self._config),
-                worker_options(config, kv_cache_config, self._config),
+                how,
                 server,
             )
             opened.pop_all()
@@ -328,7 +339,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load that vLLM decided on."""
-        self._scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduling.allocated(request.request_id, self._tables(blocks.get_block_ids()), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Split a hit by the tier that holds it; vLLM asks if it names sources."""
@@ -341,8 +352,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         return PlanMetadata(
             self._scheduling.plan_step(
                 scheduler_output.num_scheduled_tokens,
-                lambda req_id: state.get_block_ids(req_id)[0],
+                lambda req_id: self._tables(state.get_block_ids(req_id)),
                 preempts=self._frees_blocks or bool(scheduler_output.preempted_req_ids),
+                states_of=lambda req_id: self._states(state.boundary_state_offloads.get(req_id, ())),
             )
         )
 
@@ -366,18 +378,36 @@ class KVStoreConnector(KVConnectorBase_V1):
         return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See ``request_finished_all_groups``: of the only group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store.
 
         The answer may tell where the request's KV is.
         """
         self._arrivals.end(request.request_id)
         answer = self._scheduling.answer(request.request_id, first_token=next(iter(request.output_token_ids), None))
-        return self._scheduling.finish_request(request.request_id, block_ids), answer
+        return self._scheduling.finish_request(request.request_id, self._tables(block_ids)), answer
 
     def reset_cache(self) -> bool | None:
         """Forget everything: the weights have changed."""
         self._scheduling.reset_cache()
         return True
+
+    def _tables(self, block_ids: Sequence[list[int]]) -> Tables:
+        """Of the groups that are stored."""
+        return [block_ids[number] for number in self._group_ids] if len(block_ids) > 1 else block_ids
+
+    def _states(self, offers: Iterable[tuple[int, int, int]]) -> States:
+        """The blocks that vLLM says hold a state after the step, each given with its group and the state's token."""
+        return {
+            (self._group_ids.index(group), num_tokens): block
+            for group, block, num_tokens in offers
+            if group in self._group_ids
+        }
 
     @property
     def _scheduling(self) -> StoreScheduler:
@@ -406,3 +436,15 @@ class KVStoreConnector(KVConnectorBase_V1):
     ) -> KVConnectorPromMetrics | None:
         """Our metrics under vLLM's ``/metrics``."""
         return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _fitting(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_so: bool) -> StoreConfig:
+    """The configuration with a ``chunk_size`` of whole blocks."""
+    chunk_size = fitting_chunk_size(kv_cache_config, config)
+    if chunk_size != config.chunk_size and says_so:
+        logger.warning(
+            "chunk_size is %d instead of %d: the blocks of this model's KV cache end together after so many tokens",
+            chunk_size,
+            config.chunk_size,
+        )
+    return config.model_copy(update={"chunk_size": chunk_size})

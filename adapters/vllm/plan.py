@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.catalog.plans import Place
+from kvstore.checkpoints.groups import Groups
 from kvstore.chunks import ChunkRef
 from kvstore.handover.pusher import PushJob
 from kvstore.keys import Namespace, PrefixKey
@@ -222,6 +223,7 @@ class WorkerFacts:
         namespace: whose chunks its tiers hold.
         layout: their geometry.
         server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
+        groups: of layers whose KV it keeps; None for one that keeps all tokens.
     """
 
     num_slots: int
@@ -232,6 +234,7 @@ class WorkerFacts:
     namespace: Namespace
     layout: KVLayout
     server_url: str | None = None
+    groups: Groups | None = None
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

@@ -34,7 +34,12 @@ class StorageKeys(Keys):
     """Chunks, and where an engine keeps them for itself."""
 
     chunk_size: Annotated[int, Unit("tokens"), Field(gt=0)] = 256
-    """Tokens in a chunk, the unit that is stored and looked up. A multiple of vLLM's block size."""
+    """Tokens in a chunk, the unit that is stored and looked up. Rounded up to a multiple of vLLM's block size, and of
+    all block sizes of a model with several KV cache groups."""
+    checkpoint_interval: Annotated[int, Unit("tokens"), Field(ge=0)] = 0
+    """Of models with windows or states ([models.md](models.md)): how often what a model needs besides chunks to go on
+    is stored within a prompt. It is always stored where a prompt ends or another one parted from it, and where it is no
+    larger than a chunk. 0 for no more than that."""
     local_cpu: bool = True
     """Keep chunks in CPU memory. If false, CPU memory only stages chunks on their way to and from slower tiers."""
     max_local_cpu_size: Gib = Field(default=5.0, gt=0)

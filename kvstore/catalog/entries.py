@@ -82,6 +82,8 @@ class Entries(dict[PrefixKey, Entry]):
         self.departed = Departed()
         self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
         self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
+        self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # the parts of a checkpoint, by each of them
+        self._broken: list[PrefixKey] = []  # parts of checkpoints of which another part is gone
 
     def is_unused(self, key: PrefixKey) -> bool:
         """Whether a chunk may be evicted."""
@@ -101,3 +103,16 @@ class Entries(dict[PrefixKey, Entry]):
         """Drop the entry of a chunk that is nowhere."""
         self.pop(chunk.ref.prefix_key, None)
         self.expiries.withdraw(chunk.ref.prefix_key)
+        self._broken += self._siblings.pop(chunk.ref.prefix_key, ())
+
+    def note_checkpoint(self, keys: tuple[PrefixKey, ...]) -> None:
+        """The parts of one checkpoint: without one of them the others are worth nothing."""
+        if all(key in self for key in keys):
+            self._siblings.update(dict.fromkeys(keys, keys))
+        else:
+            self._broken += keys
+
+    def take_broken(self) -> list[Entry]:
+        """The parts that are left of checkpoints that are not whole, since the last call."""
+        broken, self._broken = self._broken, []
+        return [self[key] for key in broken if key in self]

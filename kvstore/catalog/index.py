@@ -41,6 +41,7 @@ from kvstore.catalog.sequence import superseded_tails
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
+from kvstore.checkpoints.parts import Checkpoints
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import Adaptive, open_policy
@@ -62,6 +63,7 @@ class ChunkIndex(Lookup):
         cache_policy: str = Adaptive.name,
         disk_policy: str | None = None,
         tracks_changes: bool = False,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """Start empty.
 
@@ -76,6 +78,7 @@ class ChunkIndex(Lookup):
             cache_policy: a name in ``POLICIES``, for memory.
             disk_policy: the same for the disk; None for the same as memory's.
             tracks_changes: remember what changed for ``take_changes``.
+            checkpoints: what the model needs besides chunks; None if nothing.
 
         Raises:
             ConfigError: no policy has this name.
@@ -92,6 +95,7 @@ class ChunkIndex(Lookup):
             Slots(chunks, num_slots, memory_order),
             DiskWrites(chunks, disk_order, stored_bytes, max_writes),
             RemoteSends(chunks, remote, max_sends),
+            checkpoints,
         )
         self._keep_in_memory = keep_in_memory
         self._leases = Leases(num_slots)
@@ -342,11 +346,17 @@ class ChunkIndex(Lookup):
         invariants.check_leases(self._leases)
         invariants.check_uses(self._uses)
 
+    def note_checkpoint(self, refs: Iterable[ChunkRef]) -> None:
+        """The parts of a checkpoint, just planned to be stored or loaded: they go together."""
+        self._chunks.note_checkpoint(tuple(ref.prefix_key for ref in refs))
+
     # -- leases and time ---------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
         """Tell the index the time, on any clock that only goes forward: ends what has run out."""
         self._now_s = max(self._now_s, now_s)
+        for part in self._chunks.take_broken():
+            self._uses.discard(part)
         for key in self._chunks.expiries.take_due(self._now_s):
             self.counters.expired += 1
             self._uses.remove(self._chunks[key])

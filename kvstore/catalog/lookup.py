@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, Told
-from kvstore.catalog.sequence import tail_refs
+from kvstore.catalog.sequence import End, ends, tail_refs
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
+from kvstore.checkpoints.parts import Checkpoints
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
-QUESTION_ROUNDS = 2  # after which ``questions`` has been answered
+QUESTION_ROUNDS = 4  # after which ``questions`` has been answered
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
 
 
 class Lookup:
     """The half of the index that only reads."""
 
-    def __init__(self, chunks: Entries, slots: Slots, disk: DiskWrites, remote: RemoteSends) -> None:
+    def __init__(
+        self,
+        chunks: Entries,
+        slots: Slots,
+        disk: DiskWrites,
+        remote: RemoteSends,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
         self.counters = chunks.counters
         self._chunks = chunks
         self._slots = slots
         self._disk = disk
         self._remote = remote
+        self._checkpoints = checkpoints
         self._now_s = 0.0
 
     def __contains__(self, key: PrefixKey) -> bool:
@@ -70,17 +80,57 @@ class Lookup:
         chunk = self._chunks.get(key)
         return chunk is not None and chunk.memory is LOADING
 
-    def lookup(self, hasher: PrefixHasher, skip_tokens: int = 0, told: Told = NOTHING_TOLD) -> Match:
+    def lookup(
+        self,
+        hasher: PrefixHasher,
+        skip_tokens: int = 0,
+        told: Told = NOTHING_TOLD,
+        limit_tokens: int | None = None,
+    ) -> Match:
         """The longest prefix that could be loaded now, for a caller that already holds the first ``skip_tokens``.
 
         Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
         missing one, longest first. Loading a chunk from disk needs a slot, so the match ends where slots would run out.
         A chunk at a remote tier counts if the view knows it is there, or the caller was ``told``.
+
+        A model that needs checkpoints goes on at the last one before the chunks end, and not behind ``limit_tokens``.
         """
         first_chunk = skip_tokens // hasher.chunk_tokens
+        if self._checkpoints is None:
+            found, num_tokens = self._walk(hasher, first_chunk, told)
+            return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+        return self._resumable(self._checkpoints, hasher, skip_tokens, told, limit_tokens)
+
+    def _resumable(
+        self,
+        checkpoints: Checkpoints,
+        hasher: PrefixHasher,
+        skip_tokens: int,
+        told: Told,
+        limit_tokens: int | None,
+    ) -> Match:
+        """The longest prefix at whose end a checkpoint could be loaded, too."""
+        first_chunk = skip_tokens // hasher.chunk_tokens
+        limit_tokens = hasher.num_tokens if limit_tokens is None else min(limit_tokens, hasher.num_tokens)
+        if checkpoints.groups.full:
+            found, num_tokens = self._walk(hasher, first_chunk, told)
+            tails = [ref for ref in found[-1:] if ref.num_blocks < hasher.blocks_per_chunk]
+            last = first_chunk + len(found) - len(tails)
+        else:
+            found, num_tokens, last = [], limit_tokens, len(hasher.chunk_keys())
+            tails = tail_refs(hasher, last)
+        for end in ends(hasher, skip_tokens, min(num_tokens, limit_tokens), last, tails):
+            parts = self._parts(checkpoints, end, told)
+            refs = found[: end.num_chunks - first_chunk]
+            if parts is not None and self._fits((*refs, *parts)):
+                return Match(tuple(refs), end.tokens, first_chunk, parts, num_tokens)
+        return NO_MATCH._replace(chunk_tokens=num_tokens)
+
+    def _walk(self, hasher: PrefixHasher, first_chunk: int, told: Told) -> tuple[list[ChunkRef], int]:
+        """The chunks that could be loaded, in order, from the first of them on, and the tokens up to the last's end."""
         blocks_per_chunk = hasher.blocks_per_chunk
         found: list[ChunkRef] = []
-        room = _StagingRoom(len(self._slots.free) + self._slots.num_idle)
+        room = self._room()
         for key in hasher.chunk_keys()[first_chunk:]:
             ref = self._find(key, blocks_per_chunk, room, told)
             if ref is None:
@@ -94,7 +144,24 @@ class Lookup:
                 found.append(tail)
                 num_tokens += num_blocks * hasher.block_tokens
                 break
-        return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+        return found, num_tokens
+
+    def _parts(self, checkpoints: Checkpoints, end: End, told: Told) -> tuple[ChunkRef, ...] | None:
+        """The parts of the checkpoint at an end, if all of them could be loaded."""
+        parts = []
+        for ref in checkpoints.refs(end.prefix_key, end.tokens):
+            if self.source(ref, told) is None:
+                return None
+            parts.append(ref)
+        return tuple(parts)
+
+    def _room(self) -> _StagingRoom:
+        return _StagingRoom(len(self._slots.free) + self._slots.num_idle)
+
+    def _fits(self, refs: Iterable[ChunkRef]) -> bool:
+        """Whether one load has slots for all of these, which can be found."""
+        room, chunks = self._room(), (self._chunks.get(ref.prefix_key) for ref in refs)
+        return all(room.takes(chunk if chunk is not None and self._is_readable(chunk) else None) for chunk in chunks)
 
     def why_missing(self, hasher: PrefixHasher, known_tokens: int, end_tokens: int) -> MissReason | None:
         """Why a match ended at ``known_tokens``, and not at ``end_tokens``; None if no whole block lies between.
@@ -109,7 +176,7 @@ class Lookup:
         here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
         if chunk := next(here, None):
             if self._is_readable(chunk):
-                return MissReason.NO_ROOM
+                return MissReason.NO_ROOM if self._checkpoints is None else MissReason.NO_CHECKPOINT
             is_down = chunk.on_disk and chunk.memory is NO_SLOT
             return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
@@ -127,15 +194,31 @@ class Lookup:
         """
         if self._remote.view is None or not self._remote.answers:
             return []
-        known_tokens = max(match.num_tokens, skip_tokens)
+        known_tokens = max(match.num_tokens, match.chunk_tokens, skip_tokens)
         first_chunk = known_tokens // hasher.chunk_tokens
         keys = hasher.chunk_keys()
-        asked = [ChunkRef(key, hasher.blocks_per_chunk) for key in keys[first_chunk:]]
+        asked = self._unknown_checkpoints(hasher, max(match.num_tokens, skip_tokens), told)
+        if self._checkpoints is not None and not self._checkpoints.groups.full:
+            keys = []
+        asked += [ChunkRef(key, hasher.blocks_per_chunk) for key in keys[first_chunk:]]
         for chunk in dict.fromkeys((first_chunk, len(keys))):
             known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
             asked += tail_refs(hasher, chunk)[known_blocks:]
         unknown = [ref for ref in asked if not self._is_here(ref)]
         return self._remote.view.unknown(unknown, self._now_s, told)
+
+    def _unknown_checkpoints(self, hasher: PrefixHasher, known_tokens: int, told: Told) -> list[ChunkRef]:
+        """What must be asked about checkpoints behind a token: the first part of each, and all of one that has it."""
+        if self._checkpoints is None:
+            return []
+        asked: list[ChunkRef] = []
+        last = len(hasher.chunk_keys())
+        for end in ends(hasher, known_tokens, hasher.num_tokens, last, tail_refs(hasher, last)):
+            for ref in self._checkpoints.refs(end.prefix_key, end.tokens):
+                asked.append(ref)
+                if self.source(ref, told) is None:
+                    break
+        return asked
 
     def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
         """Where a chunk would be loaded from now; None if nowhere."""

@@ -16,11 +16,15 @@ class Match(NamedTuple):
         refs: its chunks, in order, from chunk number ``first_chunk`` on.
         num_tokens: tokens from position 0 to the end of the last chunk.
         first_chunk: number of the chunk in which the tokens end that the caller already has.
+        checkpoint: the parts of the checkpoint at ``num_tokens``, if the model needs one to go on there.
+        chunk_tokens: how far the chunks reach alone, if it needs one.
     """
 
     refs: tuple[ChunkRef, ...]
     num_tokens: int
     first_chunk: int = 0
+    checkpoint: tuple[ChunkRef, ...] = ()
+    chunk_tokens: int = 0
 
 
 NO_MATCH = Match((), 0)
@@ -43,6 +47,7 @@ class MissReason(Enum):
     LOST = "lost"  # its bytes were missing or damaged
     NOT_YET = "not_yet"  # it is being stored or loaded
     TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
+    NO_CHECKPOINT = "no_checkpoint"  # it is here, and what the model needs besides it to go on is not
     NO_ROOM = "no_room"  # it is in a slower tier, and no slot is free to load it
     TOO_SHORT = "too_short"  # the hit is shorter than ``min_retrieve_tokens``
     RECOMPUTE_FASTER = "recompute_faster"  # loading it would have taken longer than computing it

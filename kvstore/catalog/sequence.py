@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
+
+
+class End(NamedTuple):
+    """Where a chunk of a sequence ends, or a tail: the tokens up to there, their key, the chunks up to there."""
+
+    tokens: int
+    prefix_key: PrefixKey
+    num_chunks: int
+
+
+def ends(
+    hasher: PrefixHasher, above_tokens: int, limit_tokens: int, chunk: int = 0, tails: Iterable[ChunkRef] = ()
+) -> Iterator[End]:
+    """The ends between two numbers of tokens, the second included and the last first.
+
+    They are those of whole chunks, and before them those of ``tails`` inside chunk number ``chunk``, shortest first.
+    """
+    size, keys = hasher.chunk_tokens, hasher.chunk_keys()
+    for tail in reversed([*tails]):
+        tokens = chunk * size + tail.num_blocks * hasher.block_tokens
+        if above_tokens < tokens <= limit_tokens:
+            yield End(tokens, tail.prefix_key, chunk + 1)
+    for number in range(min(limit_tokens // size, len(keys)), above_tokens // size, -1):
+        yield End(number * size, keys[number - 1], number)
 
 
 def chunk_refs(hasher: PrefixHasher, *, with_tail: bool) -> list[ChunkRef]:

@@ -8,7 +8,7 @@ cut in another way is another one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -20,13 +20,6 @@ from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.layout import KVLayout
 
 _KNOWN_CUTS: Final = 4096  # a window is whole from some token on, and cut alike from there
-
-
-class Part(NamedTuple):
-    """A part of a checkpoint: the chunk that it is stored as, and the blocks that it holds, in their order."""
-
-    ref: ChunkRef
-    rows: tuple[Row, ...]
 
 
 class _Cut(NamedTuple):
@@ -56,27 +49,24 @@ class Checkpoints:
         """Those of the first rank."""
         return self.ranks[0]
 
-    def parts(self, prefix_key: PrefixKey, end_tokens: int) -> list[Part]:
-        """The parts of the checkpoint at a token, where ``prefix_key`` is the key.
+    def rows(self, end_tokens: int) -> list[tuple[Row, ...]]:
+        """The blocks of each part of a checkpoint at a token.
 
         Raises:
             LayoutError: a block does not fit into a chunk.
         """
-        return [
-            Part(ChunkRef(_part_key(prefix_key, label), num_blocks), rows)
-            for label, num_blocks, rows in _cuts(self.ranks, self.layouts, end_tokens)
-        ]
+        return [one.rows for one in _cuts(self.ranks, self.layouts, end_tokens)]
 
-    def refs(self, prefix_key: PrefixKey, end_tokens: int) -> tuple[ChunkRef, ...]:
-        """The chunks that the parts of a checkpoint are stored as."""
-        cuts = _cuts(self.ranks, self.layouts, end_tokens)
-        return tuple(ChunkRef(_part_key(prefix_key, one.label), one.num_blocks) for one in cuts)
+    def refs(self, prefix_key: PrefixKey, end_tokens: int) -> Iterator[ChunkRef]:
+        """The chunks that the parts of a checkpoint are stored as, each made when it is asked for."""
+        for label, num_blocks, _ in _cuts(self.ranks, self.layouts, end_tokens):
+            yield ChunkRef(_part_key(prefix_key, label), num_blocks)
 
     def is_wanted(self, begin_tokens: int, end_tokens: int, marks: Sequence[int]) -> bool:
         """Whether a checkpoint is worth its room at the end of a chunk, the tokens from ``begin_tokens`` on.
 
-        ``marks`` are where the prompt ends, and where others parted from it. A checkpoint that is no larger than a chunk
-        is always worth it.
+        ``marks`` are where the prompt ends, and where others parted from it. One that is no larger than a chunk always
+        is.
         """
         if end_tokens in marks:
             return True

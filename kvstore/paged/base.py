@@ -82,8 +82,14 @@ class PagedKV(Protocol):
         ``after`` and ``fence`` say so.
         """
 
+    def beside(self, other: PagedKV) -> PagedKV:
+        """The same cache for the thread of another one on the same device, with whom it shares streams and buffers."""
+
     def with_help(self, copiers: Copiers) -> PagedKV:
         """The same cache, whose blocks several threads copy if the CPU does that."""
+
+    def bytes_of(self, block_ids: BlockIds) -> int:
+        """Bytes of these blocks in all layers."""
 
     def moment(self) -> Moment:
         """The end of what the current stream has been given so far."""
@@ -287,6 +293,14 @@ class HostPagedKV:
     def for_thread(self) -> PagedKV:
         """See ``PagedKV``: nothing here belongs to one thread. It copies alone: the other cores are the model's."""
         return self.with_help(ALONE)
+
+    def beside(self, other: PagedKV) -> PagedKV:  # noqa: ARG002 - there is nothing to share
+        """See ``PagedKV``."""
+        return self.for_thread()
+
+    def bytes_of(self, block_ids: BlockIds) -> int:
+        """See ``PagedKV``."""
+        return self.layout.payload_bytes(len(block_ids))
 
     def with_help(self, copiers: Copiers) -> PagedKV:
         """See ``PagedKV``."""

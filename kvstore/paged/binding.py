@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from kvstore.errors import LayoutError
 from kvstore.layout import KVLayout
 from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, find_planes
 from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.grouped import GroupedPagedKV
 
 
 def bind_paged_kv(
@@ -19,6 +21,7 @@ def bind_paged_kv(
     reserved_blocks: int = 0,
     packing: str = "",
     has_channels: bool = True,
+    beside: PagedKV | None = None,
 ) -> PagedKV:
     """Find the blocks of all layers and choose how to copy them.
 
@@ -32,6 +35,7 @@ def bind_paged_kv(
         packing: what else, besides strides, decides the order of bytes in a block: on CPUs, the instruction set in use.
         has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. They do not
             for MLA's latents, nor for packed blocks.
+        beside: another group of layers on the same device, with which buffers are shared.
 
     Raises:
         LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.
@@ -61,4 +65,38 @@ def bind_paged_kv(
     )
     if device.type == "cpu":
         return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
-    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks)
+    assert beside is None or isinstance(beside, DevicePagedKV), "all groups are on one device"
+    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, beside=beside)
+
+
+def bind_groups(groups: Sequence[PagedKV | None], full: Sequence[int], *, chunk_tokens: int) -> GroupedPagedKV:
+    """Several groups of layers, whose blocks come from one pool of ids, as one cache.
+
+    Args:
+        groups: each group's, in the order of their numbers; None for one that has no layer on this rank.
+        full: the groups that keep all tokens: a chunk is theirs.
+        chunk_tokens: tokens in a chunk.
+
+    Raises:
+        LayoutError: a chunk cannot hold these layers, or there are none.
+    """
+    bound = [group for group in groups if group is not None]
+    if not bound:
+        raise LayoutError("there is no layer with a KV cache: nothing to store")
+    block_tokens = math.lcm(*(group.layout.block_tokens for group in bound))
+    physical = " ".join("-" if group is None else group.layout.fingerprint for group in groups)
+    in_chunks = [group.layout for number in full if (group := groups[number]) is not None]
+    planes = {layout.planes for layout in in_chunks} or {1}
+    elements = {layout.element for layout in in_chunks}
+    if len(planes) != 1:
+        raise LayoutError(f"layers that keep all tokens differ in planes {planes}")
+    pages = [page * (block_tokens // layout.block_tokens) for layout in in_chunks for page in layout.page_bytes]
+    layout = KVLayout(
+        page_bytes=tuple(pages) or (max(group.layout.block_bytes for group in bound),),
+        planes=planes.pop(),
+        block_tokens=block_tokens,
+        chunk_tokens=chunk_tokens,
+        physical=f"groups {physical}",
+        element=elements.pop() if len(elements) == 1 else "opaque",
+    )
+    return GroupedPagedKV(groups, layout)

@@ -42,6 +42,7 @@ class DevicePagedKV:
         reserved_blocks: as of ``bind_paged_kv``.
         streams: how work is put in order on the device; None for the device's own.
         staging_bytes: of each buffer, at least a chunk's.
+        beside: a cache whose streams and buffers are used, instead of those that the two arguments before describe.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class DevicePagedKV:
         *,
         streams: Streams | None = None,
         staging_bytes: int = STAGING_BYTES,
+        beside: DevicePagedKV | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -64,7 +66,11 @@ class DevicePagedKV:
         self._planes_per_layer = len(layers[0])
         self.device = rows[0].device
         self._gathered: dict[Streams, Moment] = {}  # the end of the last gather of every thread's
-        self._settle_on(streams_of(self.device) if streams is None else streams, max(staging_bytes, layout.slot_bytes))
+        if beside is None:
+            streams = streams_of(self.device) if streams is None else streams
+            self._settle_on(streams, max(staging_bytes, layout.slot_bytes))
+        else:
+            self._settle_beside(beside)
         self._kernels: Kernels = kernels_for(rows, self.streams, self._staging.buffers[0])
 
     def _settle_on(self, streams: Streams, staging_bytes: int) -> None:
@@ -73,6 +79,11 @@ class DevicePagedKV:
         self._staging = Staging(staging_bytes, streams)
         self._ring = PlaceRing(max(MAX_BLOCKS, self.layout.blocks_per_chunk), streams)
         self._by_layer: Places | None = None  # of the chunks whose last layer was moved
+
+    def _settle_beside(self, other: DevicePagedKV) -> None:
+        """Use what another one's thread has taken of the device."""
+        self.streams, self._staging, self._ring = other.streams, other._staging, other._ring
+        self._gathered, self._by_layer = other._gathered, None
 
     @property
     def device_bytes(self) -> int:
@@ -84,6 +95,17 @@ class DevicePagedKV:
         other = copy(self)
         other._settle_on(self.streams.for_thread(), self._staging.size_bytes)  # noqa: SLF001 - its own
         return other
+
+    def beside(self, other: PagedKV) -> PagedKV:
+        """See ``PagedKV``."""
+        assert isinstance(other, DevicePagedKV), "two caches on one device are of one class"
+        same = copy(self)
+        same._settle_beside(other)  # noqa: SLF001 - its own
+        return same
+
+    def bytes_of(self, block_ids: BlockIds) -> int:
+        """See ``PagedKV``."""
+        return self.layout.payload_bytes(len(block_ids))
 
     def with_help(self, copiers: Copiers) -> PagedKV:  # noqa: ARG002 - of other caches
         """See ``PagedKV``: the device copies by itself."""

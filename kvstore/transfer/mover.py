@@ -244,7 +244,7 @@ class Mover:
         stored = self.cpu.read(job.step.slot, job.step.ref)
         if stored is None:
             return None
-        num_blocks = len(job.block_ids)
+        num_blocks = job.step.ref.num_blocks
         fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
         slots, ends = [job.step.slot], list[Moment]()
         if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
@@ -272,7 +272,7 @@ class Mover:
         """A chunk has been loaded; ``filling`` is what its slot held then, None if it did not pass through its slot."""
         self.counters.chunks_loaded += 1
         self.counters.chunks_loaded_from_gpu += is_hot
-        self.counters.bytes_scattered += self.paged.layout.payload_bytes(len(job.block_ids))
+        self.counters.bytes_scattered += self.paged.bytes_of(job.block_ids)
         if self._hot is None or filling is None or is_hot:
             return
         if len(job.block_ids) == job.step.ref.num_blocks:
@@ -310,11 +310,12 @@ class Mover:
 
     def _launch_gathers(self, jobs: Sequence[StoreJob]) -> Sequence[Moment] | None:
         slots = [job.step.slot for job in jobs]
-        chunks = [
-            ChunkBlocks(job.block_ids, self.launcher.claim(slot), job.step.ref.num_blocks, 0)
-            for job, slot in zip(jobs, slots, strict=True)
-        ]
+        chunks = [self._source(job) for job in jobs]
         return self.launcher.launch(slots, Way.OUT, lambda: self.paged.gather_chunks(chunks))
+
+    def _source(self, job: StoreJob) -> ChunkBlocks:
+        """A chunk's blocks, and its slot, which is nobody else's from now on."""
+        return ChunkBlocks(job.block_ids, self.launcher.claim(job.step.slot), job.step.ref.num_blocks, 0)
 
     def finish_store(self, stores: Stores) -> set[PrefixKey]:
         """Let chunks be found as their bytes come to memory, and start their writes. On any thread, one at a time."""
@@ -323,7 +324,7 @@ class Mover:
             while waiting:
                 job, moment = waiting[0]
                 if job.step.gather and not self.launches:
-                    moment = self.paged.gather(job.block_ids, self.launcher.claim(job.step.slot))
+                    (moment,) = self.paged.gather_chunks([self._source(job)])
                 self.paged.reach(moment)
                 waiting.popleft()
                 failed |= self.note_store(job, sweeps)
@@ -345,7 +346,7 @@ class Mover:
         is_there = not job.step.gather or self.cpu.publish(slot, ref)
         if job.step.gather and is_there:
             self.counters.chunks_stored += 1
-            self.counters.bytes_gathered += self.paged.layout.payload_bytes(ref.num_blocks)
+            self.counters.bytes_gathered += self.paged.bytes_of(job.block_ids)
         for target in job.step.targets:
             self._lanes[target].write(ref, slot, sweeps[target])
         return set() if is_there else {ref.prefix_key}

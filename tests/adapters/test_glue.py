@@ -17,10 +17,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 
-from kvstore.adapters.vllm.glue import capabilities, support
+from kvstore.adapters.vllm.glue import capabilities, groups, support
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options, scheduler_options, worker_options
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
@@ -40,9 +41,9 @@ def spec(block_size: int = BLOCK) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.float32)
 
 
-def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
-    groups = groups or (KVCacheGroupSpec(["layer.0"], spec()),)
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(groups))
+def cache_config(*found: KVCacheGroupSpec) -> KVCacheConfig:
+    found = found or (KVCacheGroupSpec(["layer.0"], spec()),)
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(found))
 
 
 def vllm_config(
@@ -105,22 +106,53 @@ def test_context_parallelism_is_refused(dcp: int, pcp: int) -> None:
         check_supported(vllm_config(dcp=dcp, pcp=pcp), cache_config(), CONFIG)
 
 
-def test_several_groups_are_refused() -> None:
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec()) for number in range(2)]
-    with pytest.raises(LayoutError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
-        check_supported(vllm_config(), cache_config(*groups), CONFIG)
+def mamba(mode: str = "align") -> MambaSpec:
+    return MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode=mode)
 
 
-def test_state_that_does_not_consist_of_tokens_is_refused() -> None:
-    mamba = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
-    with pytest.raises(LayoutError, match="MambaSpec"):
-        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba)), CONFIG)
+def hybrid() -> KVCacheConfig:
+    return cache_config(KVCacheGroupSpec(["layer.0"], spec()), KVCacheGroupSpec(["layer.1"], mamba()))
+
+
+def test_several_groups_and_states_are_served() -> None:
+    check_supported(vllm_config(), hybrid(), CONFIG)
+    check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba())), CONFIG)
+
+
+def test_several_groups_with_a_draft_model_are_refused() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace()
+    with pytest.raises(LayoutError, match=r"speculative decoding.*--disable-hybrid-kv-cache-manager"):
+        check_supported(config, hybrid(), CONFIG)
+
+
+def test_several_groups_are_not_handed_over() -> None:
+    with pytest.raises(ConfigError, match="leave enable_pd out"):
+        check_supported(vllm_config(), hybrid(), CONFIG.model_copy(update={"enable_pd": True}))
+
+
+@pytest.mark.parametrize("key", ["local_disk_serde", "remote_serde"])
+def test_several_groups_are_not_quantized(key: str) -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        check_supported(vllm_config(), hybrid(), CONFIG.model_copy(update={key: "int8"}))
+
+
+@pytest.mark.parametrize(("mode", "is_stored"), [("none", False), ("align", True)])
+def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: bool) -> None:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
+    assert (support.stores_nothing(config, hybrid()) is None) is is_stored
+    assert support.stores_nothing(config, cache_config()) is None
 
 
 def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
+    rings = RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, rswa_window=8)
+    with pytest.raises(LayoutError, match="RSWASpec"):
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], rings)), CONFIG)
     ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    with pytest.raises(LayoutError, match="CircularBufferSpec"):
+    with pytest.raises(LayoutError, match="no KV cache that can be shared"):
         check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
+    group_ids = groups.group_ids(cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec())))
+    assert group_ids == (1,), "a ring beside others is not stored"
 
 
 def windowed() -> KVCacheConfig:
@@ -133,9 +165,9 @@ def windowed() -> KVCacheConfig:
 def test_with_a_window_loads_go_beside_the_steps() -> None:
     """One within a step could not be computed anew where it fails: the blocks before are gone."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
-    for groups, async_load in ((windowed(), True), (cache_config(), None)):
-        assert frees_blocks(groups) is (async_load is True)
-        assert scheduler_options(configured(transfer), groups, CONFIG).load_rules.async_load is async_load
+    for found, async_load in ((windowed(), True), (hybrid(), True), (cache_config(), None)):
+        assert frees_blocks(found) is (async_load is True)
+        assert scheduler_options(configured(transfer), found, CONFIG).load_rules.async_load is async_load
     check_supported(vllm_config(), windowed(), CONFIG)
     within = StoreConfig(chunk_size=4 * BLOCK, enable_async_loading=False)
     check_supported(vllm_config(), cache_config(), within)
@@ -157,9 +189,11 @@ def test_blocks_may_be_overwritten_before_the_connector_hears_of_it(monkeypatch:
     assert overwrites_early(first, cache_config())
 
 
-def test_a_chunk_size_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="chunk_size 64 is not a multiple of vLLM's block size 48"):
-        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], spec(48))), CONFIG)
+@pytest.mark.parametrize(("blocks", "expected"), [((48,), 96), ((16,), 64), ((48, 32), 96), ((80,), 80)])
+def test_a_chunk_size_that_does_not_fit_is_rounded_up(blocks: tuple[int, ...], expected: int) -> None:
+    found = cache_config(*(KVCacheGroupSpec([f"layer.{size}"], spec(size)) for size in blocks))
+    check_supported(vllm_config(), found, CONFIG)
+    assert groups.fitting_chunk_size(found, CONFIG) == expected
 
 
 def test_a_bound_of_loads_below_a_block_is_refused() -> None:

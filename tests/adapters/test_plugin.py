@@ -73,7 +73,7 @@ def test_registering_twice_is_fine() -> None:
 
 def test_nothing_abstract_is_left() -> None:
     assert not inspect.isabstract(KVStoreConnector)
-    assert not issubclass(KVStoreConnector, SupportsHMA), "with it, models of several groups would reach us"
+    assert issubclass(KVStoreConnector, SupportsHMA), "without it, vLLM has every layer keep all tokens"
 
 
 def test_the_factory_finds_the_third_argument_by_name() -> None:
@@ -93,7 +93,7 @@ def test_hooks_take_what_the_base_class_takes(name: str) -> None:
 def test_every_public_method_is_a_hook() -> None:
     ours = {name for name in vars(KVStoreConnector) if not name.startswith("_")}
     of_some_versions = {"get_external_cache_hit_sources", "unregister_kv_caches", "restore_kv_caches"}
-    assert ours - set(HOOKS) - of_some_versions == {"requires_kv_delivery"}
+    assert ours - set(HOOKS) - of_some_versions == {"requires_kv_delivery", "request_finished_all_groups"}
 
 
 def test_wrong_configuration_is_refused_before_the_model_loads() -> None:

@@ -138,7 +138,7 @@ class FakeVllm(FakeRunner):
         has_loads = not preempted and self._schedule_waiting(work)
         blocks = {part.request.request_id: part.request.blocks for part in work}
         counts = {part.request.request_id: part.count for part in work}
-        plan = self.scheduler.plan_step(counts, blocks.__getitem__, preempts=self.preempted)
+        plan = self.scheduler.plan_step(counts, lambda name: [blocks[name]], preempts=self.preempted)
         self.preempted = False
         for part in work:
             self._after_schedule(part)
@@ -214,7 +214,7 @@ class FakeVllm(FakeRunner):
                 self._free_request(request)
                 self.waiting.appendleft(request)
                 break
-            self.scheduler.allocated(request.request_id, request.blocks, external)
+            self.scheduler.allocated(request.request_id, [request.blocks], external)
             split = self.scheduler.hit_split(request.request_id)
             assert sum(split) == external
             assert min(split) >= 0
@@ -257,7 +257,7 @@ class FakeVllm(FakeRunner):
         count = min(request.num_tokens - request.num_computed_tokens, budget)
         if not self._grow(request, request.num_computed_tokens + count):
             return False
-        self.scheduler.allocated(request.request_id, request.blocks, 0)
+        self.scheduler.allocated(request.request_id, [request.blocks], 0)
         request.state = "running"
         self.running.append(request)
         work.append(self._part(request, count, 0))
@@ -361,7 +361,7 @@ class FakeVllm(FakeRunner):
         request.state = "finished"
         first_token = request.all_token_ids[request.num_prompt_tokens] if request.num_outputs else None
         request.answer = self.scheduler.answer(request.request_id, first_token=first_token)
-        if self.scheduler.finish_request(request.request_id, computed):
+        if self.scheduler.finish_request(request.request_id, [computed]):
             assert not loading, "its blocks would be freed twice"
             self.kept[request.request_id] = (request, len(self.workers))
         elif not loading:

@@ -14,6 +14,7 @@ from kvstore.requests import hash_tokens
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
 from support.diskwork import flip_payload, make_transfer, path_of
+from support.hybrid_configs import HYBRIDS
 
 LAYOUT = KVLayout((32 * 4 * 128,) * 4, 1, 32, 256, "LBHNC", "bf16", (4, 32, 128))
 NAMESPACE = Namespace(
@@ -55,7 +56,7 @@ def refs_of(prompt: list[int]) -> list[ChunkRef]:
 
 
 def make_sandbox(folder: Path) -> None:
-    """``cache``, ``broken`` (one bit of one chunk), ``llama/``, ``llama-8b/``, prompts and configurations."""
+    """``cache``, ``broken`` (one bit of one chunk), ``llama/``, configurations of models and ours, prompts."""
     refs = [ref for prompt in PROMPTS for ref in refs_of(prompt)]
     for name in ("cache", "broken"):
         tier = DiskTier(folder / name, NAMESPACE, LAYOUT, 1 << 28)
@@ -65,8 +66,9 @@ def make_sandbox(folder: Path) -> None:
         tier.close()
     flip_payload(path_of(folder / "broken", refs[1], NAMESPACE))
     build_llama(folder / "llama", TINY)
-    (folder / "llama-8b").mkdir()
-    (folder / "llama-8b" / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+    for name, model in {"llama-8b": LLAMA_8B, "qwen3-next": HYBRIDS["Qwen3-Next-80B-A3B"]}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(model), encoding="utf-8")
     lines = [json.dumps({"prompt": as_text(prompt)}) for prompt in PROMPTS]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "lmcache.yaml").write_text(LMCACHE, encoding="utf-8")

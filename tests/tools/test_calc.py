@@ -12,7 +12,9 @@ import torch
 from kvstore.errors import ConfigError
 from kvstore.format import chunkfile
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tools.calc import Geometry, calculate, geometry_of
+from kvstore.tools.calc import calculate
+from kvstore.tools.modelconfig import model_of
+from kvstore.tools.modelgroups import Attention, Geometry, KVModel
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -29,12 +31,17 @@ def model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+def plain(geometry: Geometry) -> KVModel:
+    """A model whose layers all keep all tokens."""
+    return KVModel((Attention(geometry),))
+
+
 def test_a_paged_cache_has_these_sizes() -> None:
     """Of real tensors, as vLLM would register them."""
     geometry = Geometry(layers=4, kv_heads=2, head_elements=2 * 64, dtype="float32")
     caches = {f"layer.{n}": torch.zeros(8, 2, 32, 128) for n in range(4)}  # [blocks, heads, tokens, K and V]
     layout = bind_paged_kv(caches, num_blocks=8, block_tokens=32, chunk_tokens=256).layout
-    sizes = calculate(geometry, chunk_tokens=256, block_tokens=32, tp_size=1, memory_gib=[1])
+    sizes = calculate(plain(geometry), block_tokens=32, memory_gib=[1])
     assert sizes.bytes_per_token * 32 == layout.block_bytes
     assert sizes.chunk_bytes == layout.payload_bytes(8)
     assert sizes.file_bytes == chunkfile.file_bytes(layout, 8)
@@ -43,37 +50,39 @@ def test_a_paged_cache_has_these_sizes() -> None:
 
 def test_llama_and_latent_attention(tmp_path: Path) -> None:
     """The figures that everybody quotes: 128 KiB a token for Llama-3.1-8B, 68.6 KiB for DeepSeek-V3."""
-    assert geometry_of(model(tmp_path, LLAMA_8B)).bytes_per_token() == 131_072
-    assert geometry_of(model(tmp_path, LLAMA_8B)).bytes_per_token(tp_size=4) == 32_768
-    assert geometry_of(tmp_path, "fp8").bytes_per_token() == 65_536
-    assert geometry_of(model(tmp_path, DEEPSEEK)).bytes_per_token() == 61 * 576 * 2
-    assert geometry_of(model(tmp_path, {"text_config": LLAMA_8B})).bytes_per_token() == 131_072
+    assert model_of(model(tmp_path, LLAMA_8B)).bytes_per_token() == 131_072
+    assert model_of(model(tmp_path, LLAMA_8B)).bytes_per_token(tp_size=4) == 32_768
+    assert model_of(tmp_path, "fp8").bytes_per_token() == 65_536
+    assert model_of(model(tmp_path, DEEPSEEK)).bytes_per_token() == 61 * 576 * 2
+    assert model_of(model(tmp_path, {"text_config": LLAMA_8B})).bytes_per_token() == 131_072
 
 
 def test_heads_are_repeated_where_there_are_too_few(tmp_path: Path) -> None:
     assert Geometry(1, 2, 128, "float16").bytes_per_token(tp_size=8) == 256
     with pytest.raises(ConfigError, match="cannot be divided among 3"):
-        calculate(Geometry(1, 8, 128, "float16"), chunk_tokens=256, block_tokens=16, tp_size=3, memory_gib=[])
+        calculate(plain(Geometry(1, 8, 128, "float16")), tp_size=3)
 
 
 def test_what_does_not_say_enough(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        geometry_of(tmp_path)
+        model_of(tmp_path)
     with pytest.raises(ConfigError, match="num_hidden_layers"):
-        geometry_of(model(tmp_path, {}))
+        model_of(model(tmp_path, {}))
     with pytest.raises(ConfigError, match="int3"):
-        geometry_of(model(tmp_path, LLAMA_8B), "int3")
+        model_of(model(tmp_path, LLAMA_8B), "int3")
 
 
 def test_what_a_gpu_gives() -> None:
     """Three buffers for each of three threads, of a chunk or what copies well, and whole slots of the tier."""
     geometry = Geometry(layers=32, kv_heads=8, head_elements=256, dtype="bfloat16")
-    sizes = calculate(geometry, chunk_tokens=256, block_tokens=16, tp_size=1, memory_gib=[10, 200], gpu_tier_gib=1.01)
+    sizes = calculate(
+        plain(geometry), chunk_tokens=256, block_tokens=16, tp_size=1, memory_gib=[10, 200], gpu_tier_gib=1.01
+    )
     assert sizes.device.staging == 9 * (32 << 20)
     assert sizes.device.tier == 32 * (32 << 20)
     assert sizes.device.total >= sizes.device.staging + sizes.device.tier
-    large = calculate(geometry, chunk_tokens=512, block_tokens=16, tp_size=1, memory_gib=[])
-    small = calculate(geometry, chunk_tokens=256, block_tokens=16, tp_size=8, memory_gib=[])
+    large = calculate(plain(geometry), chunk_tokens=512)
+    small = calculate(plain(geometry), tp_size=8)
     assert large.device.staging == 2 * sizes.device.staging
     assert small.device.staging == sizes.device.staging
     assert sizes.pin_s == {"10": pytest.approx(1.1), "200": pytest.approx(22.0)}

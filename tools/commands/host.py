@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,8 @@ from kvstore.tools.commands.options import ConfigFile
 from kvstore.tools.console import FAILED, Answer, parse_numbers, size
 
 if TYPE_CHECKING:
-    from kvstore.tools.calc import Geometry
+    from kvstore.tools.calc import Sizes
+    from kvstore.tools.modelgroups import KVModel
 
 _LLAMA_8B_BYTES = 131_072
 
@@ -35,11 +37,14 @@ def doctor(
     warnings only, and with 2 if the configuration cannot be used.
     """
     from kvstore.config import load_config  # noqa: PLC0415
-    from kvstore.tools.calc import geometry_of  # noqa: PLC0415
+    from kvstore.tools.calc import calculate  # noqa: PLC0415
     from kvstore.tools.doctor.machine import diagnose  # noqa: PLC0415
+    from kvstore.tools.modelconfig import model_of  # noqa: PLC0415
 
     loaded = load_config(path=config, log_warnings=False)
-    bytes_per_token = geometry_of(model).bytes_per_token(workers) if model else _LLAMA_8B_BYTES // workers
+    bytes_per_token = _LLAMA_8B_BYTES // workers
+    if model is not None:
+        bytes_per_token = calculate(model_of(model), tp_size=workers).loaded_bytes_per_token
     found = diagnose(
         loaded.config, workers=workers, bytes_per_token=bytes_per_token, prefill_tokens_per_s=prefill_tokens_per_s
     )
@@ -58,34 +63,35 @@ def calc(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads, with --layers.")] = None,
     head_size: Annotated[int | None, typer.Option(min=1, help="Numbers per head, with --layers.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="Type of KV: auto, bfloat16, float16, float32 or fp8.")] = "auto",
+    state_dtype: Annotated[
+        str, typer.Option(help="Type of states (vLLM's --mamba-ssm-cache-dtype): auto, bfloat16, float16 or float32.")
+    ] = "auto",
     chunk_size: Annotated[int, typer.Option(min=1, help="Tokens in a chunk.")] = 256,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a vLLM block.")] = 16,
     tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel workers.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, of a model with windows or states.")] = 10_000,
     memory: Annotated[str, typer.Option(help="Memory sizes in GiB, such as 20,200.")] = "20,200",
     gpu: Annotated[bool, typer.Option("--gpu", help="Also the memory of a GPU, and how long pinning takes.")] = False,
     gpu_tier: Annotated[float, typer.Option(min=0, help="max_local_gpu_size, in GiB.")] = 0.0,
 ) -> Answer:
     """Show how many bytes of KV a token and a chunk take, and how many tokens fit in memory; all for one worker.
 
-    Exits with 2 if the model does not say enough.
+    Of a model with windows or states also what a checkpoint takes, and what is stored of a prompt. Exits with 2 if the
+    model does not say enough.
     """
     from kvstore.tools.calc import calculate  # noqa: PLC0415
 
     sizes = calculate(
-        _geometry(model, geometry, (layers, kv_heads, head_size), kv_dtype),
+        _model(model, geometry, (layers, kv_heads, head_size), kv_dtype, state_dtype),
         chunk_tokens=chunk_size,
         block_tokens=block_size,
         tp_size=tp,
         memory_gib=parse_numbers(memory, "--memory", "numbers of GiB between commas, such as 20,200"),
         gpu_tier_gib=gpu_tier,
+        prompt_tokens=prompt,
     )
-    of = sizes.geometry
-    text = [
-        f"{of.layers} layers, {of.kv_heads} KV heads of {of.head_elements} numbers, {of.dtype}, {tp} worker(s)",
-        f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})",
-        f"a chunk of {chunk_size} tokens takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}",
-        *(f"{gib} GiB hold {tokens:,} tokens" for gib, tokens in sizes.holds_tokens.items()),
-    ]
+    text = [*_kv_lines(sizes), *_checkpoint_lines(sizes, chunk_size)]
+    text += [f"{gib} GiB hold {tokens:,} tokens" for gib, tokens in sizes.holds_tokens.items()]
     if gpu:
         text.append(f"of a GPU {size(sizes.device.total)} are taken: {sizes.device}")
         text += [f"{gib} GiB of memory are pinned in about {time_s:.0f} s" for gib, time_s in sizes.pin_s.items()]
@@ -103,22 +109,59 @@ def version() -> Answer:
     return Answer(versions, [f"{name} {found or 'not installed'}" for name, found in versions.items()])
 
 
-def _geometry(
-    model: Path | None, name: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str
-) -> Geometry:
+def _kv_lines(sizes: Sizes) -> Iterator[str]:
+    """Of all models."""
+    from kvstore.tools.calc import kept  # noqa: PLC0415
+
+    of, workers = sizes.geometry, sizes.tp_size
+    yield f"{of.layers} layers, {of.kv_heads} KV heads of {of.head_elements} numbers, {of.dtype}, {workers} worker(s)"
+    yield from (f"{group.layers} layers keep only {kept(group)}" for group in sizes.groups if group.kind != "full")
+    if sizes.bytes_per_token:
+        yield f"a token takes {sizes.bytes_per_token:,} bytes ({size(sizes.bytes_per_token)})"
+        chunk = f"a chunk of {sizes.chunk_tokens} tokens"
+        yield f"{chunk} takes {size(sizes.chunk_bytes)}, its file {size(sizes.file_bytes)}"
+
+
+def _checkpoint_lines(sizes: Sizes, chunk_size: int) -> Iterator[str]:
+    """Of models with windows or states."""
+    checkpoint, prompt = sizes.checkpoint, sizes.prompt
+    if checkpoint is None:
+        return
+    if sizes.chunk_tokens != chunk_size:
+        blocks = f"a block of every layer ends after {sizes.alignment_tokens} tokens"
+        yield f"chunk_size {chunk_size} becomes {sizes.chunk_tokens}: {blocks}"
+    worth = f", as much as {checkpoint.worth_tokens:,} tokens" if checkpoint.worth_tokens is not None else ""
+    yield f"a checkpoint takes {size(checkpoint.size_bytes)}, in {checkpoint.parts} part(s){worth}"
+    yield (
+        f"a prompt of {prompt.tokens:,} tokens stores {prompt.chunks} chunk(s) and {prompt.checkpoints} checkpoint(s): "
+        f"{size(prompt.stored_bytes)}"
+    )
+    if prompt.promoted_bytes is not None:
+        yield f"without vLLM's hybrid manager, all layers keep all tokens: {size(prompt.promoted_bytes)}"
+
+
+def _model(
+    model: Path | None,
+    name: str | None,
+    numbers: tuple[int | None, int | None, int | None],
+    kv_dtype: str,
+    state_dtype: str,
+) -> KVModel:
     from kvstore.tools.bench.geometry import GEOMETRIES  # noqa: PLC0415
-    from kvstore.tools.calc import Geometry, check_dtype, geometry_of  # noqa: PLC0415
+    from kvstore.tools.modelconfig import check_dtype, model_of  # noqa: PLC0415
+    from kvstore.tools.modelgroups import Attention, Geometry, KVModel  # noqa: PLC0415
 
     if model is not None:
-        return geometry_of(model, kv_dtype)
+        return model_of(model, kv_dtype, state_dtype)
     dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     check_dtype(dtype)
     if name is not None:
         if name not in GEOMETRIES:
             raise ConfigError(f"--geometry is {name!r}: it must be one of {', '.join(GEOMETRIES)}")
         known = GEOMETRIES[name]
-        return Geometry(known.layers, known.kv_heads, known.token_elements // known.kv_heads, dtype)
+        geometry = Geometry(known.layers, known.kv_heads, known.token_elements // known.kv_heads, dtype)
+        return KVModel((Attention(geometry),))
     layers, kv_heads, head_size = numbers
     if layers is None or kv_heads is None or head_size is None:
         raise ConfigError("give --model, --geometry, or all of --layers, --kv-heads and --head-size")
-    return Geometry(layers, kv_heads, 2 * head_size, dtype)
+    return KVModel((Attention(Geometry(layers, kv_heads, 2 * head_size, dtype)),))

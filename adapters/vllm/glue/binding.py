@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs, iter_layer_specs
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from kvstore.adapters.vllm.glue.support import block_tokens_of
+from kvstore.adapters.vllm.glue.groups import block_tokens_of, is_grouped, kind_of, model_groups, stored_groups
 from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
+from kvstore.checkpoints.groups import Kind
 from kvstore.errors import LayoutError
-from kvstore.paged.binding import bind_paged_kv
+from kvstore.paged.binding import bind_groups, bind_paged_kv
+from kvstore.paged.grouped import GroupedPagedKV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
+    from kvstore.checkpoints.groups import Groups
     from kvstore.paged.base import LayerCache, PagedKV
 
 
@@ -34,30 +38,76 @@ def paged_kv_of(
     Raises:
         LayoutError: an unknown layout, or per-token state outside the registered tensors.
     """
-    group = kv_cache_config.kv_cache_groups[0]
+    groups = stored_groups(kv_cache_config)
+    packing, num_blocks = _packing(vllm_config, kv_cache_config), kv_cache_config.num_blocks
+    if not is_grouped(kv_cache_config):
+        return _bind(kv_caches, groups[0], num_blocks, chunk_size, packing)
+    bound: list[PagedKV | None] = []
+    for group in groups:
+        first = next((other for other in bound if other is not None), None)
+        has_layers = bool(group.layer_names)
+        bound.append(_bind(kv_caches, group, num_blocks, chunk_size, packing, beside=first) if has_layers else None)
+    full = [number for number, group in enumerate(groups) if kind_of(group.kv_cache_spec) is Kind.FULL]
+    return bind_groups(bound, full, chunk_tokens=chunk_size)
+
+
+def groups_of(paged: PagedKV, kv_cache_config: KVCacheConfig) -> Groups | None:
+    """The groups that a worker keeps, with their bytes; None for one that keeps all tokens."""
+    return model_groups(kv_cache_config, paged.block_bytes) if isinstance(paged, GroupedPagedKV) else None
+
+
+def _bind(
+    kv_caches: Mapping[str, LayerCache],
+    group: KVCacheGroupSpec,
+    num_blocks: int,
+    chunk_size: int,
+    packing: str,
+    *,
+    beside: PagedKV | None = None,
+) -> PagedKV:
+    """The layers of one group."""
     missing = [name for name in group.layer_names if name not in kv_caches]
     if missing:
         raise LayoutError(f"vLLM registered no KV cache for layer {missing[0]}: not supported")
+    specs = {name: _spec_of(group, name) for name in group.layer_names}
+    is_state = any(isinstance(spec, MambaSpec) for spec in specs.values())
     paged = bind_paged_kv(
-        {name: kv_caches[name] for name in group.layer_names},
-        num_blocks=kv_cache_config.num_blocks,
-        block_tokens=block_tokens_of(kv_cache_config),
+        {name: _content(name, kv_caches[name], spec) for name, spec in specs.items()},
+        num_blocks=num_blocks,
+        block_tokens=int(group.kv_cache_spec.block_size),
         chunk_tokens=chunk_size,
         reserved_blocks=NULL_BLOCK + 1,
-        packing=_packing(vllm_config, kv_cache_config),
-        has_channels=not any(isinstance(spec, MLAAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)),
+        packing="" if is_state else packing,
+        has_channels=not any(isinstance(spec, MLAAttentionSpec | MambaSpec) for spec in specs.values()),
+        beside=beside,
     )
-    for name, page_bytes in zip(group.layer_names, paged.layout.page_bytes, strict=True):
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            spec = spec.kv_cache_specs[name]
+    for (name, spec), page_bytes in zip(specs.items(), paged.layout.page_bytes, strict=True):
         reached_bytes = page_bytes * paged.layout.planes
-        if reached_bytes != spec.unpadded_page_size_bytes:
+        if reached_bytes != _content_bytes(spec):
             raise LayoutError(
-                f"layer {name}: a block has {spec.unpadded_page_size_bytes} bytes, but the registered tensor reaches "
+                f"layer {name}: a block has {_content_bytes(spec)} bytes, but the registered tensor reaches "
                 f"{reached_bytes}: state outside it would be lost, which is not supported"
             )
     return paged
+
+
+def _spec_of(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _content_bytes(spec: KVCacheSpec) -> int:
+    return int(spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes)
+
+
+def _content(name: str, cache: LayerCache, spec: KVCacheSpec) -> LayerCache:
+    """A layer's cache without the padding behind a state: vLLM makes its pages as long as those of attention."""
+    if not isinstance(spec, MambaSpec):
+        return cache
+    if not isinstance(cache, torch.Tensor):
+        raise LayoutError(f"layer {name}: its states are registered as {len(cache)} tensors: not supported")
+    pages = cache.reshape(cache.shape[0], -1) if cache.is_contiguous() else cache.flatten(1)
+    return pages.view(torch.uint8)[:, : _content_bytes(spec)]
 
 
 def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -18,6 +18,7 @@ TESTED: Final = ("0.30", "0.31", "0.32")
 """The versions with which the whole matrix of tests was run; docs/versions.md has the figures."""
 
 _BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_HOOKS_OF_MIXINS: Final = {"request_finished_all_groups"}
 _OPTIONAL_HOOKS: Final = {"get_external_cache_hit_sources", "unregister_kv_caches", "restore_kv_caches"}
 
 
@@ -38,6 +39,7 @@ USES: Final = (
     Use(_BASE, "KVConnectorMetadata"),
     Use(_BASE, "KVConnectorRole", ("SCHEDULER",)),
     Use(_BASE, "KVConnectorTransferResults", ("failed_recving",)),
+    Use(_BASE, "SupportsHMA", ("request_finished_all_groups",)),
     Use(_BASE, "KVConnectorWorkerMetadata", ("aggregate",)),
     Use("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", ("_registry", "register_connector")),
     Use(
@@ -138,8 +140,9 @@ USES: Final = (
     Use("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Use("vllm.v1.kv_cache_interface", "AttentionSpec", ("block_size", "unpadded_page_size_bytes")),
     Use("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
-    Use("vllm.v1.kv_cache_interface", "SlidingWindowSpec"),
-    Use("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec"),
+    Use("vllm.v1.kv_cache_interface", "SlidingWindowSpec", ("sliding_window", "extra_retained_tokens")),
+    Use("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec", ("attention_chunk_size",)),
+    Use("vllm.v1.kv_cache_interface", "MambaSpec", ("state_content_size_bytes",)),
     Use("vllm.v1.kv_cache_interface", "RSWASpec"),
     Use("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
     Use("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
@@ -243,7 +246,7 @@ def _wrong_hooks(connector: type[Any], base: type[Any]) -> Iterator[str]:
             continue
         theirs = inspect.getattr_static(base, name, None)
         if theirs is None:
-            if name not in _OPTIONAL_HOOKS:
+            if name not in _OPTIONAL_HOOKS | _HOOKS_OF_MIXINS:
                 yield name
         elif not _takes(ours, theirs):
             yield f"{name}, which is called otherwise" if isinstance(ours, property) else _shown(name, theirs)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.adapters.vllm.glue.groups import is_grouped, stored_groups
 from kvstore.adapters.vllm.glue.parallel import shard_of
 from kvstore.adapters.vllm.identity import fingerprint_folder
 from kvstore.errors import ConfigError
@@ -40,12 +41,17 @@ def namespace_of(
             "quantization": str(model.quantization),
             "kv_cache_dtype": str(cache.cache_dtype),
             "draft": _draft_identity(speculative.model) if speculative else "none",
-            "layers": _digest(kv_cache_config.kv_cache_groups[0].layer_names),
+            "layers": _digest(_layer_names(kv_cache_config)),
             "shard": shard_of(vllm_config, kv_cache_config).name,
             "chunk_tokens": config.chunk_size,
             "layout": paged.layout.fingerprint,
         }
     )
+
+
+def _layer_names(kv_cache_config: KVCacheConfig) -> object:
+    names = [group.layer_names for group in stored_groups(kv_cache_config)]
+    return names if is_grouped(kv_cache_config) else names[0]
 
 
 def _model_identity(vllm_config: VllmConfig, model_id: str | None) -> str:

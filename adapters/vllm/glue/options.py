@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import vllm
 
+from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped
 from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
-from kvstore.adapters.vllm.glue.support import block_tokens_of, frees_blocks, overwrites_early
+from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
@@ -47,8 +48,10 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             block_tokens=block_tokens_of(kv_cache_config),
             chunk_tokens=config.chunk_size,
             save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
-            save_tails=config.saves_tails,
-            skip_last_tokens=config.skip_last_n_tokens,
+            # A step leaves a state where a prompt ends, and seldom where a chunk does.
+            save_tails=config.saves_tails or has_states(kv_cache_config),
+            # A hit ends where there is a checkpoint, and before a prompt's last token, which is computed.
+            skip_last_tokens=max(config.skip_last_n_tokens, int(is_grouped(kv_cache_config))),
         ),
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,
@@ -65,13 +68,14 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         load_rules=LoadRules(
             async_load=True if frees_blocks(kv_cache_config) else config.enable_async_loading,
             runs_ahead=vllm_config.scheduler_config.async_scheduling,
-            layerwise=_goes_layerwise(vllm_config, config),
+            layerwise=_goes_layerwise(vllm_config, kv_cache_config, config),
             only_if_faster=config.load_only_if_faster,
         ),
         async_save=_async_save(config),
         verify_fraction=config.verify_fraction,
         handover=_handover_options(vllm_config, config),
         pin_max_s=config.pin_max_secs,
+        checkpoint_interval_tokens=config.checkpoint_interval,
         announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
     )
 
@@ -79,9 +83,9 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
 def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:
     """How a worker moves KV."""
     return WorkerOptions(
-        layer_names=tuple(kv_cache_config.kv_cache_groups[0].layer_names),
+        layer_names=() if is_grouped(kv_cache_config) else tuple(kv_cache_config.kv_cache_groups[0].layer_names),
         names_layers_early=bool(vllm_config.parallel_config.use_ubatching),
-        layerwise=_goes_layerwise(vllm_config, config),
+        layerwise=_goes_layerwise(vllm_config, kv_cache_config, config),
         async_save=_async_save(config),
         overwrites_early=overwrites_early(vllm_config, kv_cache_config),
         push=_push_options(vllm_config, config),
@@ -178,9 +182,13 @@ def _push_options(vllm_config: VllmConfig, config: StoreConfig) -> PushOptions |
     return PushOptions(rank_of(vllm_config), config.pd_buffer_size, settings)
 
 
-def _goes_layerwise(vllm_config: VllmConfig, config: StoreConfig) -> bool:
-    """A draft model's layers come after vLLM has asked what failed, so with one everything goes in bulk."""
-    return config.use_layerwise and vllm_config.speculative_config is None
+def _goes_layerwise(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> bool:
+    """A draft model's layers come after vLLM has asked what failed, so with one everything goes in bulk.
+
+    So it does with several groups of layers, which are loaded beside the steps in any case.
+    """
+    is_possible = vllm_config.speculative_config is None and not is_grouped(kv_cache_config)
+    return config.use_layerwise and is_possible
 
 
 def _async_save(config: StoreConfig) -> bool:

@@ -6,17 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 import vllm
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    RSWASpec,
-    SlidingWindowSpec,
-    iter_layer_specs,
-)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, SlidingWindowSpec, iter_layer_specs
 
 from kvstore.adapters.vllm.glue.capabilities import FOUND, SLEEPS
+from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped, kind_of, stored_groups
 from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
 from kvstore.errors import ConfigError, LayoutError
 
@@ -38,7 +31,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
 
     Raises:
         ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
-        LayoutError: a KV cache that is not one group of attention layers.
+        LayoutError: a KV cache that cannot be stored.
     """
     _check_version(config)
     _check_sleep(vllm_config, config)
@@ -48,7 +41,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             "context parallelism splits a block over ranks, which is not supported: set "
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1"
         )
-    _check_groups(kv_cache_config)
+    _check_groups(vllm_config, kv_cache_config, config)
     if vllm_config.kv_transfer_config.is_kv_consumer:
         _check_loads(vllm_config, kv_cache_config, config)
     _check_sizes(block_tokens_of(kv_cache_config), config)
@@ -87,22 +80,34 @@ def _check_sleep(vllm_config: VllmConfig, config: StoreConfig) -> None:
         )
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
+def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
+    groups = stored_groups(kv_cache_config)
+    if not groups:
+        raise LayoutError("this model has no KV cache that can be shared between requests: start vLLM without kvstore")
+    for group in groups:
+        kind_of(group.kv_cache_spec)  # or it raises
+    if not is_grouped(kv_cache_config):
+        return
+    what = "a KV cache of several groups, or with states,"
+    if vllm_config.speculative_config is not None:
         raise LayoutError(
-            f"this model has {len(groups)} KV cache groups, and only one is supported: start vLLM with "
+            f"{what} has not been tried with speculative decoding: start vLLM without --speculative-config, with "
             "--disable-hybrid-kv-cache-manager, or without kvstore"
         )
-    for spec in iter_layer_specs(groups[0].kv_cache_spec):
-        if not isinstance(spec, AttentionSpec):
-            raise LayoutError(f"a layer keeps {type(spec).__name__} state, which has no tokens: not supported")
-        known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-        if not isinstance(spec, known) or isinstance(spec, RSWASpec):
-            raise LayoutError(
-                f"a layer's KV cache is a {type(spec).__name__}, in which equal prefixes need not have equal KV: not "
-                "supported"
-            )
+    if config.enable_pd:
+        raise ConfigError(
+            f"{what} is not handed over from engine to engine yet: leave enable_pd out, and let the engines share a "
+            "remote_url"
+        )
+    if config.local_disk_serde == "int8" or config.remote_codec == "int8":
+        raise ConfigError(f"{what} cannot be quantized by the codec int8: use split, lz4 or none")
+
+
+def stores_nothing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why nothing of this model can be stored as vLLM was started; None if something can."""
+    if has_states(kv_cache_config) and vllm_config.cache_config.mamba_cache_mode == "none":
+        return "this model keeps states, and vLLM keeps none for a prefix: start it with --enable-prefix-caching"
+    return None
 
 
 def _check_loads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
@@ -136,11 +141,6 @@ def _check_loads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
 
 
 def _check_sizes(block_tokens: int, config: StoreConfig) -> None:
-    if config.chunk_size % block_tokens:
-        raise ConfigError(
-            f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_tokens}: set chunk_size to "
-            f"a multiple, or vLLM's --block-size to a divisor"
-        )
     if 0 < config.max_tokens_per_load < block_tokens:
         raise ConfigError(
             f"max_tokens_per_load {config.max_tokens_per_load} is less than vLLM's block size {block_tokens}, so "
@@ -153,6 +153,8 @@ def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
 
     It puts the null block in their place, also where it finds a prefix in its own cache, or takes it from a connector.
     """
+    if is_grouped(kv_cache_config):
+        return True
     specs = iter_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
     return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
 
@@ -160,16 +162,11 @@ def frees_blocks(kv_cache_config: KVCacheConfig) -> bool:
 def overwrites_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether a worker may overwrite blocks of preempted requests before it tells the connector of them.
 
-    Model runner V2 does when it takes in a step: it zeroes blocks where layers differ in precision. It copies blocks,
-    too, but only for several groups of layers, which are refused. Where vLLM does not say, it may do either.
+    Model runner V2 does when it takes in a step: it zeroes blocks where layers differ in precision, and with several
+    groups of layers it copies some. Where vLLM does not say, it may do either.
     """
     if not is_tested(vllm.__version__):
         return True
-    return bool(getattr(vllm_config, "use_v2_model_runner", True)) and bool(
-        getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
-    )
-
-
-def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens in a block of vLLM's block manager."""
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    if not getattr(vllm_config, "use_v2_model_runner", True):
+        return False
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True)) or is_grouped(kv_cache_config)

@@ -47,12 +47,14 @@ class LoadSpec:
 class SaveSpec:
     """Chunks whose KV is complete after the coming step, and the keys of the chunks before them.
 
-    ``first_block`` is the position, among the request's blocks, of the first chunk's first block.
+    ``first_block`` is the position, among the request's blocks, of the first chunk's first block. At ``marks``, in
+    tokens, a checkpoint is worth more than elsewhere.
     """
 
     refs: list[ChunkRef]
     prefix: Sequence[PrefixKey]
     first_block: int
+    marks: tuple[int, ...] = ()
 
     def first_blocks(self) -> dict[ChunkRef, int]:
         """Where each chunk begins among the request's blocks."""
@@ -85,6 +87,7 @@ class RequestTracker:
     load: LoadSpec | None = None
     load_failed: bool = False  # an asynchronous one: it is not tried again
     is_handed_over: bool = False  # another engine computes its prompt for this one
+    parted_tokens: int = 0  # up to here its chunks were found, and no checkpoint
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index has counted
@@ -150,7 +153,11 @@ class RequestTracker:
         self.hasher.update(self.request.all_token_ids)
         first = self.num_saved_chunks
         self.num_saved_chunks = max(first, limit_tokens // self.rules.chunk_tokens)
-        return chunks_of(self.hasher, self.rules, first, limit_tokens, tail_tokens if self.rules.save_tails else 0)
+        save = chunks_of(self.hasher, self.rules, first, limit_tokens, tail_tokens if self.rules.save_tails else 0)
+        ends_tokens = (tail_tokens, self._without_last(self.request.num_prompt_tokens))
+        piece_tokens = self.rules.block_tokens if self.rules.save_tails else self.rules.chunk_tokens
+        marks = (self.parted_tokens, *(end_tokens - end_tokens % piece_tokens for end_tokens in ends_tokens))
+        return replace(save, marks=marks) if save is not None else None
 
 
 def chunks_of(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.adapters.vllm.plan import WorkerFacts, shards_of
+from kvstore.adapters.vllm.requests.rows import RowMap
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
@@ -20,6 +21,9 @@ from kvstore.adapters.vllm.scheduler.steps import Steps
 from kvstore.assembly import open_directory
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.remote_view import RemoteView
+from kvstore.checkpoints.groups import Group, Groups, Kind
+from kvstore.checkpoints.parts import Checkpoints
+from kvstore.layout import KVLayout
 from kvstore.tiers.directory import RemoteDirectory
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ class Connected:
         loads: plans loads.
         saves: plans stores.
         pins: keep prompts from eviction.
+        rows: knows where the blocks of chunks and checkpoints are.
     """
 
     num_ranks: int
@@ -48,6 +53,7 @@ class Connected:
     loads: LoadPlanner
     saves: SavePlanner
     pins: Pins
+    rows: RowMap
 
     @classmethod
     def to(
@@ -67,11 +73,12 @@ class Connected:
         held = [set(rank) for rank in sizes]
         complete = set.intersection(*held)
         remote, num_ranks = _open_remote(facts, options), len(facts)
-        index = _new_index(facts, options, remote)
+        rows = _row_map(facts, options)
+        index = _new_index(facts, options, remote, rows.checkpoints)
         index.adopt((ref, max(rank[ref] for rank in sizes)) for ref, _ in facts[0].survivors if ref in complete)
         choice = LoadChoice(options.load_rules_for(num_ranks))
-        loads = LoadPlanner(index, options.rules, choice, num_ranks)
-        saves = SavePlanner(index, num_ranks)
+        loads = LoadPlanner(index, options.rules, choice, num_ranks, rows)
+        saves = SavePlanner(index, num_ranks, rows)
         saves.strays = list(set.union(*held) - complete)
         pool_gib = facts[0].num_slots * facts[0].slot_bytes / 2**30
         logger.info(
@@ -85,7 +92,7 @@ class Connected:
         )
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
         pins = Pins(index, steps, options.pin_max_s)
-        return cls(num_ranks, index, remote, choice, matching, loads, saves, pins)
+        return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)
 
 
 def _open_remote(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RemoteLookup:
@@ -98,7 +105,21 @@ def _open_remote(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> Rem
     return RemoteLookup(open_directory(shards), view, remote.lookup_timeout_s, remote.sources, namespaces)
 
 
-def _new_index(facts: Sequence[WorkerFacts], options: SchedulerOptions, remote: RemoteLookup) -> ChunkIndex:
+def _row_map(facts: Sequence[WorkerFacts], options: SchedulerOptions) -> RowMap:
+    ranks = tuple(rank.groups or _one_group(rank.layout) for rank in facts)
+    if not ranks[0].needs_checkpoints:
+        return RowMap(ranks[0])
+    layouts = tuple(rank.layout for rank in facts)
+    return RowMap(ranks[0], Checkpoints(ranks, layouts, options.checkpoint_interval_tokens))
+
+
+def _one_group(layout: KVLayout) -> Groups:
+    return Groups((Group(Kind.FULL, layout.block_tokens, layout.block_bytes),))
+
+
+def _new_index(
+    facts: Sequence[WorkerFacts], options: SchedulerOptions, remote: RemoteLookup, checkpoints: Checkpoints | None
+) -> ChunkIndex:
     def stored_bytes(num_blocks: int) -> int:
         return max(rank.stored_bytes[num_blocks - 1] for rank in facts)
 
@@ -113,4 +134,5 @@ def _new_index(facts: Sequence[WorkerFacts], options: SchedulerOptions, remote: 
         cache_policy=options.cache_policy,
         disk_policy=options.disk_policy,
         tracks_changes=options.announces,
+        checkpoints=checkpoints,
     )

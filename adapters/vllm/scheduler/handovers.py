@@ -16,7 +16,7 @@ from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
-from kvstore.adapters.vllm.scheduler.loads import BlocksOf
+from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.handover.pusher import PushJob
 from kvstore.throttle import Throttle
 
@@ -163,7 +163,7 @@ class Handovers:
         """The requests whose KV goes to another engine."""
         return self._sending.keys()
 
-    def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, block_ids_of: BlocksOf) -> None:
+    def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, tables_of: TablesOf) -> None:
         """Add to the next plan the chunks of a prompt that the coming step of ``num_scheduled_tokens`` completes."""
         request = tracker.request
         sending = self._sending.get(request.request_id)
@@ -180,7 +180,7 @@ class Handovers:
             return
         meta = self._metas.setdefault(request.request_id, ReqMeta(request.request_id))
         meta.receiver = sending.spec
-        block_ids = block_ids_of(request.request_id)
+        block_ids = tables_of(request.request_id)[0]
         for ref, begin in chunks.first_blocks().items():
             source = blocks.whole(block_ids, begin, ref.num_blocks)
             if source is None:  # it has left a sliding window

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, LoadTime, ReqMeta, Sourced, StepPlan, StepResult
 from kvstore.adapters.vllm.requests import blocks
+from kvstore.adapters.vllm.requests.rows import RowMap, Tables
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice
 from kvstore.adapters.vllm.telemetry.accounts import HitSplit
@@ -21,10 +22,13 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
 _MAX_UNTIMED = 64  # a rank may never tell
-BlocksOf = Callable[[str], Sequence[int]]  # a request's current blocks
+_SPEEDS = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
+_NOT_LOADED = 1  # stands for whatever a request lacks: it starts over
+TablesOf = Callable[[str], Tables]  # a request's current blocks
 
 
 @dataclass
@@ -53,6 +57,18 @@ class Part(NamedTuple):
     stop: int
 
 
+class _Load(NamedTuple):
+    """A chunk, and the rows that it goes to."""
+
+    ref: ChunkRef
+    rows: BlockIds
+
+    @classmethod
+    def to(cls, ref: ChunkRef, rows: BlockIds | None) -> _Load | None:
+        """None if there is no such place."""
+        return None if rows is None else cls(ref, rows)
+
+
 @dataclass
 class _StepLoads:
     """Loads of one step."""
@@ -71,6 +87,7 @@ class _Fetching:
     req_id: str
     steps: list[LoadStep]
     tokens: Counter[Place]
+    is_whole: bool  # nothing that it needs was missing when it was planned
     result: FetchResult = field(default_factory=FetchResult)
 
 
@@ -82,13 +99,15 @@ class LoadPlanner:
         rules: the sizes of blocks and chunks.
         choice: is told how long loads took.
         num_ranks: how many report each of them.
+        rows: knows where blocks are.
     """
 
-    def __init__(self, index: ChunkIndex, rules: SaveRules, choice: LoadChoice, num_ranks: int) -> None:
+    def __init__(self, index: ChunkIndex, rules: SaveRules, choice: LoadChoice, num_ranks: int, rows: RowMap) -> None:
         self._index = index
         self._rules = rules
         self._choice = choice
         self._num_ranks = num_ranks
+        self._rows = rows
         self._coming = _StepLoads()  # for the next plan
         self._coming_fetches: list[Fetch] = []
         self._coming_sourced: list[Sourced] = []
@@ -98,6 +117,11 @@ class LoadPlanner:
         self._fetched_keys: Counter[PrefixKey] = Counter()  # of chunks that asynchronous loads bring
         self._number = 0
 
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether a load can only end where there is a checkpoint."""
+        return self._rows.checkpoints is not None
+
     # -- before a load -----------------------------------------------------------------------------------------------
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
@@ -106,6 +130,10 @@ class LoadPlanner:
         for part in overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens):
             source = self._index.source(part.ref, spec.told) or Place.MEMORY
             tokens[source] += (part.stop - part.start) * self._rules.block_tokens
+        if not self._rows.has_chunks:
+            sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
+            slowest = max((source for source in sources if source is not None), key=_SPEEDS.index, default=Place.MEMORY)
+            tokens[slowest] += spec.num_external_tokens
         return tokens
 
     def first_remote_token(self, spec: LoadSpec) -> int:
@@ -116,7 +144,7 @@ class LoadPlanner:
 
     def must_wait(self, match: Match, *, async_load: bool) -> bool:
         """Whether a load for another request brings one of these chunks, and may still fail."""
-        for ref in match.refs:
+        for ref in (*match.refs, *match.checkpoint):
             if self._fetched_keys[ref.prefix_key] or (async_load and self._index.is_loading(ref.prefix_key)):
                 return True
         return False
@@ -135,46 +163,96 @@ class LoadPlanner:
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
-    def plan(
-        self, tracker: RequestTracker, spec: LoadSpec, block_ids: Sequence[int], num_external_tokens: int
-    ) -> HitSplit:
+    def plan(self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> HitSplit:
         """Plan to load ``num_external_tokens`` of what was promised, and return where they come from.
 
         Tokens before a sliding window have no blocks, and are not loaded.
         """
-        block_tokens = self._rules.block_tokens
-        first_block = spec.num_local_tokens // block_tokens
-        end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
-        parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
-        wanted = list(_with_blocks(parts, block_ids))
-        steps = self._index.prepare_load([part.ref for part in wanted], spec.told)
-        tracker.noted.update(step.ref.prefix_key for step in steps)
-        jobs, tokens = [], Counter[Place]()
-        loaded_end = first_block
-        for step, part in zip(steps, wanted, strict=False):
-            jobs.append(LoadJob(step, as_block_ids(block_ids[part.start : part.stop]), part.start - part.begin))
-            tokens[step.source] += (part.stop - part.start) * block_tokens
-            loaded_end = part.stop
-        remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
-        if spec.told.source and remote_refs:
-            self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
-        lost_block_ids = blocks.present(block_ids[loaded_end:end_block])
-        request_id = tracker.request.request_id
-        if spec.async_load:
-            has_gaps = blocks.NULL_BLOCK in block_ids[:end_block]
-            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
+        tokens: Counter[Place] = Counter()
+        if self._rows.is_grouped:
+            self._plan_groups(tracker, spec, tables, num_external_tokens, tokens)
         else:
-            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
+            self._plan_group(tracker, spec, tables, num_external_tokens, tokens)
         disk_tokens = min(num_external_tokens, tokens[Place.DISK])
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
         return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
 
-    def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place]) -> None:
+    def _plan_group(
+        self,
+        tracker: RequestTracker,
+        spec: LoadSpec,
+        tables: Tables,
+        num_external_tokens: int,
+        tokens: Counter[Place],
+    ) -> None:
+        """Plan to load blocks of the only group. What cannot be loaded is computed."""
+        table, block_tokens, request_id = tables[0], self._rules.block_tokens, tracker.request.request_id
+        first_block = spec.num_local_tokens // block_tokens
+        end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
+        parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
+        wanted = list(_with_blocks(parts, table))
+        steps = self._prepare(tracker, spec, [part.ref for part in wanted])
+        jobs, loaded_end = [], first_block
+        for step, part in zip(steps, wanted, strict=False):
+            jobs.append(LoadJob(step, as_block_ids(table[part.start : part.stop]), part.start - part.begin))
+            tokens[step.source] += (part.stop - part.start) * block_tokens
+            loaded_end = part.stop
+        lost_block_ids = blocks.present(table[loaded_end:end_block])
+        if spec.async_load:
+            has_gaps = blocks.NULL_BLOCK in table[:end_block]
+            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
+        else:
+            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
+
+    def _plan_groups(
+        self,
+        tracker: RequestTracker,
+        spec: LoadSpec,
+        tables: Tables,
+        num_external_tokens: int,
+        tokens: Counter[Place],
+    ) -> None:
+        """Plan to load chunks and the checkpoint behind them. If any of it is missing, the request starts over."""
+        loads = self._group_loads(spec, tables, num_external_tokens)
+        steps = self._prepare(tracker, spec, [load.ref for load in loads or ()])
+        is_whole = loads is not None and len(steps) == len(loads)
+        if is_whole:
+            tokens.update(self.sources(spec))
+            self._index.note_checkpoint(spec.match.checkpoint)
+        jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
+        lost_block_ids = [] if is_whole else [_NOT_LOADED]
+        fetch = Fetch(0, tracker.request.request_id, jobs, lost_block_ids, has_gaps=True)
+        self._plan_fetch(fetch, tokens, is_whole=is_whole)
+
+    def _group_loads(self, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> list[_Load] | None:
+        """What a hit brings to which rows; None if the request lacks a block, or takes less than it was promised."""
+        begin_tokens, rows, match = spec.num_local_tokens, self._rows, spec.match
+        if rows.checkpoints is not None and begin_tokens + num_external_tokens != match.num_tokens:
+            return None
+        loads: list[_Load | None] = []
+        for ref, begin, start, stop in overlapping(match, self._rules, begin_tokens, num_external_tokens):
+            loads.append(_Load.to(ref, rows.to_load(tables, begin, start, stop, ref.num_blocks)))
+        if rows.checkpoints is not None:
+            for ref, part in zip(match.checkpoint, rows.checkpoints.rows(match.num_tokens), strict=True):
+                loads.append(_Load.to(ref, rows.part_to_load(tables, part, begin_tokens)))
+        found = [load for load in loads if load is not None]
+        return found if len(found) == len(loads) else None
+
+    def _prepare(self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef]) -> list[LoadStep]:
+        """Plan to bring chunks to their slots, as far as that is possible."""
+        steps = self._index.prepare_load(refs, spec.told)
+        tracker.noted.update(step.ref.prefix_key for step in steps)
+        remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
+        if spec.told.source and remote_refs:
+            self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
+        return steps
+
+    def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place], *, is_whole: bool = True) -> None:
         self._number += 1
         fetch.number = self._number
         steps = [job.step for job in fetch.loads]
         self._coming_fetches.append(fetch)
-        self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, tokens)
+        self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, tokens, is_whole)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
 
     def _plan_within(self, tracker: RequestTracker, first_block: int, meta: ReqMeta, tokens: Counter[Place]) -> None:
@@ -187,11 +265,11 @@ class LoadPlanner:
             key = self._block_key(tracker.local_hasher(), first_block)
             loads.unverified.append(_Unverified(meta.req_id, first_block, key))
 
-    def note_blocks(self, num_scheduled_tokens: Mapping[str, int], block_ids_of: BlocksOf) -> None:
+    def note_blocks(self, num_scheduled_tokens: Mapping[str, int], tables_of: TablesOf) -> None:
         """Note the blocks of requests in the coming step whose loads may yet fail."""
         for load in self._unverified():
             if load.req_id in num_scheduled_tokens:
-                load.block_ids.update(block_ids_of(load.req_id)[load.block :])
+                load.block_ids.update(tables_of(load.req_id)[0][load.block :])
 
     def fill(self, plan: StepPlan) -> None:
         """Put into a plan what its step loads, and which loads begin with it."""
@@ -239,7 +317,7 @@ class LoadPlanner:
         del self._fetching[number]
         self._index.complete_load(fetching.steps, result.failed_loads, result.lost_chunks)
         self._fetched_keys -= Counter(step.ref.prefix_key for step in fetching.steps if step.source is not Place.MEMORY)
-        if result.failed_loads or not fetching.steps:
+        if result.failed_loads or not fetching.steps or not fetching.is_whole:
             return fetching.req_id
         self._choice.loaded(fetching.tokens, result.load_s)
         return None

@@ -55,19 +55,25 @@ class Matching:
         match = self._lookup(tracker, num_local_tokens)
         if match is None or self._waits_for_more(tracker, max(match.num_tokens, num_local_tokens)):
             return None
+        tracker.parted_tokens = match.chunk_tokens - match.chunk_tokens % hasher.chunk_tokens
         spec = self._usable(tracker, match, num_local_tokens)
         if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
             spec = replace(spec, num_external_tokens=0)
         tracker.account.answered(match, spec.num_external_tokens)
         return self._promise(tracker, spec) if spec.num_external_tokens else 0
 
+    def _limit_tokens(self, tracker: RequestTracker) -> int:
+        """Up to where a hit is of use: the last token is computed in any case."""
+        return tracker.request.num_tokens - max(1, self.options.rules.skip_last_tokens)
+
     def _lookup(self, tracker: RequestTracker, num_local_tokens: int) -> Match | None:
         """The longest prefix in any tier; None while the remote one has yet to answer."""
         hasher, request_id = tracker.hasher, tracker.request.request_id
+        limit_tokens = self._limit_tokens(tracker)
         for _ in range(QUESTION_ROUNDS):
             self.index.advance(time.monotonic())
             told = self.remote.told(request_id)
-            match = self.index.lookup(hasher, num_local_tokens, told)
+            match = self.index.lookup(hasher, num_local_tokens, told, limit_tokens)
             questions = self.index.questions(hasher, match, num_local_tokens, told)
             if not questions:
                 self.remote.settled(request_id)
@@ -75,7 +81,7 @@ class Matching:
             if not self.remote.answered(request_id, questions):
                 return None
         self.remote.settled(request_id)
-        return self.index.lookup(hasher, num_local_tokens, self.remote.told(request_id))
+        return self.index.lookup(hasher, num_local_tokens, self.remote.told(request_id), limit_tokens)
 
     def _waits_for_more(self, tracker: RequestTracker, num_known_tokens: int) -> bool:
         """Whether another engine is still sending KV of a request. What is not there yet is asked for again."""
@@ -88,17 +94,27 @@ class Matching:
 
     def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:
         """What of a match is to be loaded."""
-        last_tokens = max(1, self.options.rules.skip_last_tokens)
-        num_external_tokens = min(match.num_tokens, tracker.request.num_tokens - last_tokens) - num_local_tokens
         told = self.remote.told(tracker.request.request_id)
-        spec = LoadSpec(match, num_local_tokens, num_external_tokens, told)
-        if num_external_tokens > 0 and self.options.min_remote_tokens and not tracker.is_handed_over:
-            num_external_tokens = self._tokens_worth_fetching(spec)
-        if num_external_tokens <= 0 or num_external_tokens < self.options.min_retrieve_tokens:
+        spec = self._spec(tracker, LoadSpec(match, num_local_tokens, 0, told), self._limit_tokens(tracker))
+        if spec.num_external_tokens > 0 and self.options.min_remote_tokens and not tracker.is_handed_over:
+            worth_tokens = self._tokens_worth_fetching(spec)
+            if worth_tokens < spec.num_external_tokens:
+                spec = self._spec(tracker, spec, num_local_tokens + worth_tokens)
+        if spec.num_external_tokens <= 0 or spec.num_external_tokens < self.options.min_retrieve_tokens:
             return replace(spec, num_external_tokens=0)
-        if most_tokens := self.options.max_tokens_per_load:
-            num_external_tokens = min(num_external_tokens, most_tokens - most_tokens % self.options.rules.block_tokens)
-        return replace(spec, num_external_tokens=num_external_tokens)
+        most_tokens = self.options.max_tokens_per_load
+        if most_tokens and spec.num_external_tokens > most_tokens:
+            most_tokens -= most_tokens % self.options.rules.block_tokens
+            spec = self._spec(tracker, spec, num_local_tokens + most_tokens)
+        return replace(spec, num_external_tokens=max(0, spec.num_external_tokens))
+
+    def _spec(self, tracker: RequestTracker, spec: LoadSpec, limit_tokens: int) -> LoadSpec:
+        """A load that ends at ``limit_tokens``, or before: where a model needs checkpoints, at one of them."""
+        match = spec.match
+        if self.loads.needs_checkpoints and match.num_tokens > limit_tokens:
+            match = self.index.lookup(tracker.hasher, spec.num_local_tokens, spec.told, limit_tokens)
+        num_external_tokens = min(match.num_tokens, limit_tokens) - spec.num_local_tokens
+        return replace(spec, match=match, num_external_tokens=num_external_tokens)
 
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """The tokens of a hit; only those before the remote tier's first chunk if too few would come from there."""

@@ -35,6 +35,7 @@ class SchedulerOptions:
     verify_fraction: float = 0.0
     handover: HandoverOptions = field(default_factory=HandoverOptions)
     pin_max_s: float = 86_400.0
+    checkpoint_interval_tokens: int = 0
 
     def load_rules_for(self, num_ranks: int) -> LoadRules:
         """How so many ranks load.

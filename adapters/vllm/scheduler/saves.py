@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, Written
-from kvstore.adapters.vllm.requests import blocks
+from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap, States, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
-from kvstore.transfer.mover import StoreJob, as_block_ids
+from kvstore.paged.base import BlockIds
+from kvstore.transfer.mover import StoreJob
 
 
 @dataclass
@@ -28,18 +30,31 @@ class _Write:
     size_bytes: int = 0  # the most that it takes on any rank
 
 
+class _Piece(NamedTuple):
+    """A chunk that could be stored, or a part of a checkpoint; its rows, unless the request lacks some.
+
+    Of a part, ``checkpoint`` are all of them.
+    """
+
+    ref: ChunkRef
+    rows: BlockIds | None
+    checkpoint: tuple[ChunkRef, ...] = ()
+
+
 class SavePlanner:
     """One per engine. For the scheduler's thread.
 
     Args:
         index: the catalog.
         num_ranks: how many report each store and each write.
+        rows: knows where blocks are.
     """
 
-    def __init__(self, index: ChunkIndex, num_ranks: int) -> None:
+    def __init__(self, index: ChunkIndex, num_ranks: int, rows: RowMap) -> None:
         self.strays: list[ChunkRef] = []  # chunks on the disks of some ranks only: to be removed there
         self._index = index
         self._num_ranks = num_ranks
+        self._rows = rows
         self._metas: dict[str, ReqMeta] = {}  # for the next plan
         self._in_flight: dict[int, dict[str, list[StoreStep]]] = {}  # by step and request
         self._writes: dict[tuple[Place, PrefixKey], _Write] = {}
@@ -57,29 +72,48 @@ class SavePlanner:
         """Whether a step in flight stores something of a request."""
         return any(req_id in stores for stores in self._in_flight.values())
 
-    def plan(self, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]) -> int:
+    def plan(self, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States = NO_STATES) -> int:
         """Add a request's new chunks to the next plan. Returns how many: 0 if all are known or there is no room.
 
-        Chunks whose blocks the request no longer has, or never had, are left out.
+        Chunks whose blocks the request no longer has, or never had, are left out, and so are checkpoints.
         """
         req_id = tracker.request.request_id
-        begins = save.first_blocks()
-        offered = [ref for ref in save.refs if blocks.are_whole(block_ids, begins[ref], ref.num_blocks)]
-        left_out = takewhile(lambda ref: ref not in offered[:1], save.refs)
-        before = [*save.prefix, *(ref.prefix_key for ref in left_out)]
+        pieces = list(self._pieces(save, tables, states))
+        sources = {piece.ref: piece.rows for piece in pieces if piece.rows is not None}
+        left_out = takewhile(lambda piece: piece.rows is None, pieces)
+        before = [*save.prefix, *(piece.ref.prefix_key for piece in left_out)]
+        # A tail is not superseded where its checkpoint may be the only one: whoever ends with it would find nothing.
+        hasher = tracker.hasher if self._rows.checkpoints is None else None
         steps = self._index.prepare_store(
-            offered, before, hasher=tracker.hasher, ttl_s=tracker.params.ttl_s, noted=tracker.noted
+            list(sources), before, hasher=hasher, ttl_s=tracker.params.ttl_s, noted=tracker.noted
         )
-        tracker.noted.update(ref.prefix_key for ref in save.refs)
+        for checkpoint in {piece.checkpoint for piece in pieces if piece.checkpoint}:
+            self._index.note_checkpoint(checkpoint)
+        tracker.noted.update(piece.ref.prefix_key for piece in pieces)
         if not steps:
             return 0
         meta = self._metas.setdefault(req_id, ReqMeta(req_id))
         for step in steps:
-            begin = begins[step.ref]
-            meta.stores.append(StoreJob(step, as_block_ids(block_ids[begin : begin + step.ref.num_blocks])))
+            meta.stores.append(StoreJob(step, sources[step.ref]))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         return len(steps)
+
+    def _pieces(self, save: SaveSpec, tables: Tables, states: States) -> Iterator[_Piece]:
+        """Chunks, and behind each the parts of the checkpoint at its end, with their rows if the request has them."""
+        rows, block_tokens = self._rows, self._rows.groups.block_tokens
+        for ref, begin in save.first_blocks().items():
+            if rows.has_chunks:
+                yield _Piece(ref, rows.of_chunk(tables, begin, ref.num_blocks))
+            end = begin + ref.num_blocks
+            if rows.checkpoints is None or not rows.checkpoints.is_wanted(
+                begin * block_tokens, end * block_tokens, save.marks
+            ):
+                continue
+            parts = rows.checkpoint(tables, states, end * block_tokens)
+            if parts is not None:
+                refs = tuple(rows.checkpoints.refs(ref.prefix_key, end * block_tokens))
+                yield from (_Piece(part, ids, refs) for part, ids in zip(refs, parts, strict=True))
 
     def end_with(self, req_id: str) -> None:
         """A request has ended: have the workers report the end of its last store."""

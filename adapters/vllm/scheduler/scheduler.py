@@ -10,14 +10,14 @@ from collections.abc import Set as AbstractSet
 from queue import SimpleQueue
 
 from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, WorkerFacts
-from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams
+from kvstore.adapters.vllm.requests.rows import NO_STATES, States, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, RequestView, SaveSpec
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import StepClock
 from kvstore.adapters.vllm.scheduler.connected import Connected
 from kvstore.adapters.vllm.scheduler.handovers import Handovers
-from kvstore.adapters.vllm.scheduler.loads import BlocksOf, overlapping
+from kvstore.adapters.vllm.scheduler.loads import TablesOf, overlapping
 from kvstore.adapters.vllm.scheduler.lookup import find_tokens
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.steps import Step, Steps
@@ -36,6 +36,10 @@ from kvstore.policies.traces import TraceRecorder
 from kvstore.transfer.mover import LoadJob
 
 logger = logging.getLogger(__name__)
+
+
+def _no_states(_request_id: str) -> States:
+    return NO_STATES
 
 
 class StoreScheduler:
@@ -191,7 +195,7 @@ class StoreScheduler:
             return None
         return self._handovers.answer(tracker, first_token=first_token)
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request_id: str, tables: Tables, num_external_tokens: int) -> None:
         """Plan the load of what vLLM took of the last answer: ``num_external_tokens``, possibly fewer, possibly 0."""
         self._last_hit = (request_id, NO_HIT)
         tracker, connected = self._trackers.get(request_id), self._connected
@@ -199,7 +203,7 @@ class StoreScheduler:
             return
         spec, tracker.load = tracker.load, None
         if spec is not None and num_external_tokens:
-            self._last_hit = (request_id, connected.loads.plan(tracker, spec, block_ids, num_external_tokens))
+            self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
             self._describe(connected, tracker, ((part.ref, part.begin) for part in parts))
         connected.remote.end(request_id)
@@ -222,7 +226,7 @@ class StoreScheduler:
         connected = self._connected
         return connected.loads.spoilt_blocks(failed_block_ids) if connected is not None else set(failed_block_ids)
 
-    def finish_request(self, request_id: str, block_ids: Sequence[int]) -> bool:
+    def finish_request(self, request_id: str, tables: Tables) -> bool:
         """Stop tracking. True if vLLM must keep the blocks until the workers report the request's last store."""
         connected = self._connected
         if connected is not None:
@@ -235,20 +239,20 @@ class StoreScheduler:
             return False
         if self._recorder is not None:
             _record(self._recorder, tracker.hasher)
-        keeps_blocks = connected is not None and self._save_rest(connected, tracker, block_ids)
+        keeps_blocks = connected is not None and self._save_rest(connected, tracker, tables)
         if tracker.params.pin and connected is not None:
             last_step = self._steps.number + connected.saves.has_coming
             connected.pins.add(tracker.pin_name, tracker.hasher, last_step)
         self._accounts.close(request_id, tracker.account)
         return keeps_blocks
 
-    def _save_rest(self, connected: Connected, tracker: RequestTracker, block_ids: Sequence[int]) -> bool:
+    def _save_rest(self, connected: Connected, tracker: RequestTracker, tables: Tables) -> bool:
         """Store what is left of a request that has ended. Whether a worker has yet to read its blocks."""
         request_id, saves = tracker.request.request_id, connected.saves
-        if not block_ids or connected.loads.is_fetching(request_id):
+        if not any(tables) or connected.loads.is_fetching(request_id):
             return False  # it has computed nothing; vLLM itself keeps blocks that are being loaded
         if self.enabled and (save := tracker.take_final_save()):
-            self._plan_save(connected, tracker, save, block_ids)
+            self._plan_save(connected, tracker, save, tables, NO_STATES)
         if not saves.is_coming(request_id) and not (self._options.async_save and saves.is_storing(request_id)):
             return False
         saves.end_with(request_id)
@@ -257,15 +261,23 @@ class StoreScheduler:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def plan_step(
-        self, num_scheduled_tokens: Mapping[str, int], block_ids_of: BlocksOf, *, preempts: bool = False
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        tables_of: TablesOf,
+        *,
+        preempts: bool = False,
+        states_of: Callable[[str], States] = _no_states,
     ) -> StepPlan:
-        """Make the plan of the step that computes ``num_scheduled_tokens`` per request, and may preempt others."""
+        """Make the plan of the step that computes ``num_scheduled_tokens`` per request, and may preempt others.
+
+        ``states_of`` a request are those that vLLM says it has once the step is over.
+        """
         self._carry_out_actions()
         plan = self._steps.next_plan(preempts=preempts)
         plan.epoch, self._epoch = self._epoch, ""
         plan.recalls, self._recalls = self._recalls, []
         if self._connected is not None:
-            self._fill(plan, self._connected, num_scheduled_tokens, block_ids_of)
+            self._fill(plan, self._connected, num_scheduled_tokens, tables_of, states_of)
         num_tokens = sum(num_scheduled_tokens.values())
         plan.computes = num_tokens > 0
         loads_within = any(meta.loads for meta in plan.requests)
@@ -273,25 +285,33 @@ class StoreScheduler:
         return plan
 
     def _fill(
-        self, plan: StepPlan, connected: Connected, num_scheduled_tokens: Mapping[str, int], block_ids_of: BlocksOf
+        self,
+        plan: StepPlan,
+        connected: Connected,
+        num_scheduled_tokens: Mapping[str, int],
+        tables_of: TablesOf,
+        states_of: Callable[[str], States],
     ) -> None:
         """Put into a plan what is to be moved."""
         verifies: list[ReqMeta] = []
         if self.enabled:
             for req_id in self._canary.waiting:
                 if num_tokens := num_scheduled_tokens.get(req_id, 0):
-                    verifies += self._plan_verify(connected, req_id, num_tokens, block_ids_of)
+                    verifies += self._plan_verify(connected, req_id, num_tokens, tables_of)
             for req_id in self._handovers.sending:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
-                    self._handovers.plan(tracker, num_tokens, block_ids_of)
+                    self._handovers.plan(tracker, num_tokens, tables_of)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
                     continue
+                end_tokens = tracker.request.num_computed_tokens + num_tokens
                 if save := tracker.take_save(num_tokens):
-                    self._plan_save(connected, tracker, save, block_ids_of(req_id))
-        connected.loads.note_blocks(num_scheduled_tokens, block_ids_of)
+                    tables = tables_of(req_id)
+                    states = {**connected.rows.states_after(tables, end_tokens), **states_of(req_id)}
+                    self._plan_save(connected, tracker, save, tables, states)
+        connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()
         connected.matching.running = set(num_scheduled_tokens)
         connected.loads.fill(plan)
@@ -302,7 +322,7 @@ class StoreScheduler:
         self._steps.follow(plan, [job.step for meta in verifies for job in meta.verifies])
 
     def _plan_verify(
-        self, connected: Connected, req_id: str, num_scheduled_tokens: int, block_ids_of: BlocksOf
+        self, connected: Connected, req_id: str, num_scheduled_tokens: int, tables_of: TablesOf
     ) -> Iterable[ReqMeta]:
         """The chunks that the step completes and that are to be compared, if they are still there."""
         tracker = self._trackers.get(req_id)
@@ -311,19 +331,19 @@ class StoreScheduler:
         request = tracker.request
         written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
         for ref, begin in self._canary.take_due(req_id, written_tokens):
-            block_ids = blocks.whole(block_ids_of(req_id), begin, ref.num_blocks)
-            if block_ids is None or connected.index.is_loading(ref.prefix_key):
+            rows = connected.rows.of_chunk(tables_of(req_id), begin, ref.num_blocks)
+            if rows is None or connected.index.is_loading(ref.prefix_key):
                 continue
             for step in connected.index.prepare_load([ref]):
-                yield ReqMeta(req_id, verifies=[LoadJob(step, block_ids, 0)])
+                yield ReqMeta(req_id, verifies=[LoadJob(step, rows, 0)])
             self._describe(connected, tracker, [(ref, begin)])
 
     def _plan_save(
-        self, connected: Connected, tracker: RequestTracker, save: SaveSpec, block_ids: Sequence[int]
+        self, connected: Connected, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States
     ) -> None:
         """Add a request's new chunks to the next plan."""
         connected.index.advance(time.monotonic())  # a time to live begins here
-        tracker.account.stored_chunks += connected.saves.plan(tracker, save, block_ids)
+        tracker.account.stored_chunks += connected.saves.plan(tracker, save, tables, states)
         self._describe(connected, tracker, save.first_blocks().items())
 
     def complete(self, report: StepReport) -> None:

@@ -28,6 +28,7 @@ from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
 from kvstore.assembly import log_device_bytes, open_tiers
 from kvstore.catalog.plans import Place
+from kvstore.checkpoints.groups import Groups
 from kvstore.chunks import ChunkRef
 from kvstore.format.deviation import tolerance
 from kvstore.keys import Namespace, PrefixKey
@@ -62,6 +63,7 @@ class WorkerOptions:
         names_layers_early: the model names a layer before all of it is computed, as micro-batches do: what is stored or
             handed over is gathered when the step ends.
         overwrites_early: blocks that are taken from a request may be overwritten before ``prepare`` is called.
+        groups: of layers whose KV is kept; None for one that keeps all tokens.
     """
 
     layer_names: tuple[str, ...] = ()
@@ -70,6 +72,7 @@ class WorkerOptions:
     push: PushOptions | None = None
     names_layers_early: bool = False
     overwrites_early: bool = False
+    groups: Groups | None = None
 
 
 class StoreWorker:
@@ -97,6 +100,7 @@ class StoreWorker:
         options = options or WorkerOptions()
         self._async_save = options.async_save
         self._overwrites_early = options.overwrites_early
+        self._groups = options.groups
         self._layerwise = options.layerwise
         self._names_layers_early = options.names_layers_early
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
@@ -153,6 +157,7 @@ class StoreWorker:
             namespace=self._namespace,
             layout=self._layout,
             server_url=self._server.url if self._server else None,
+            groups=self._groups,
         )
 
     def prepare(self, plan: StepPlan) -> None:

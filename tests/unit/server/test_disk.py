@@ -232,7 +232,7 @@ def test_a_folder_whose_deletion_hangs_takes_nothing_along_that_came_later(
     desk.remove(FULL, 1)
     gate = Gate()
     monkeypatch.setattr("kvstore.server.disk_tiers.shutil.rmtree", gate.before(shutil.rmtree))
-    monkeypatch.setattr("kvstore.server.disk_tiers._SLOW_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("kvstore.server.disk_tiers._SLOW_TIMEOUT_S", 0.01)
     desk.disk.forget(FULL)
     assert gate.reached.wait(HANG_GUARD_S)
     later = desk.write(FULL, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_parts import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, ReqMeta, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
@@ -59,7 +59,7 @@ def begin(scheduler: StoreScheduler, name: str, tokens: list[int]) -> FakeReques
 
 
 def plan(scheduler: StoreScheduler, name: str, num_tokens: int, table: Sequence[int] = TABLE) -> StepPlan:
-    return scheduler.plan_step({name: num_tokens}, lambda _: table)
+    return scheduler.plan_step({name: num_tokens}, lambda _: [table])
 
 
 def report(scheduler: StoreScheduler, number: int, ranks: int = 1, failed: Sequence[PrefixKey] = ()) -> None:
@@ -73,7 +73,7 @@ def load_within(scheduler: StoreScheduler, name: str) -> StepPlan:
     num_tokens = scheduler.num_new_matched_tokens(request, 0)
     assert num_tokens
     assert not scheduler.is_async_load(name)
-    scheduler.allocated(name, TABLE, num_tokens)
+    scheduler.allocated(name, [TABLE], num_tokens)
     return plan(scheduler, name, len(PROMPT) - num_tokens)
 
 
@@ -118,8 +118,8 @@ def test_a_request_whose_load_failed_does_not_try_again() -> None:
     scheduler = make(first, rules=ASYNC)
     request = begin(scheduler, "one", PROMPT)
     assert scheduler.num_new_matched_tokens(request, 0) == CHUNK
-    scheduler.allocated("one", TABLE, CHUNK)
-    (fetch,) = scheduler.plan_step({}, lambda _: TABLE).fetches
+    scheduler.allocated("one", [TABLE], CHUNK)
+    (fetch,) = scheduler.plan_step({}, lambda _: [TABLE]).fetches
     failed = FetchResult(failed_loads={first.prefix_key}, ranks_ended=1)
     scheduler.complete(StepReport(fetches={fetch.number: failed}))
     assert scheduler.num_new_matched_tokens(begin(scheduler, "another", PROMPT), 0) == CHUNK
@@ -151,7 +151,7 @@ def test_blocks_whose_chunk_went_between_lookup_and_load_are_told(rules: LoadRul
     assert scheduler.num_new_matched_tokens(request, 0) == 2 * CHUNK
     assert scheduler.index is not None
     scheduler.index.remove([second.prefix_key])
-    scheduler.allocated("one", TABLE, 2 * CHUNK)
+    scheduler.allocated("one", [TABLE], 2 * CHUNK)
     step = plan(scheduler, "one", 1)
     (part,) = step.requests or step.fetches
     assert [job.block_ids.tolist() for job in part.loads] == [TABLE[:4]]
@@ -183,7 +183,7 @@ def test_the_blocks_of_an_ended_request_are_kept_until_its_stores_beside_are_ove
     assert step.requests[0].stores
     if is_stored:
         report(scheduler, step.number)
-    assert scheduler.finish_request("one", TABLE) is not is_stored
+    assert scheduler.finish_request("one", [TABLE]) is not is_stored
     told = [meta.req_id for meta in plan(scheduler, "another", 1).requests if meta.finished]
     assert told == ([] if is_stored else ["one"])
 
@@ -203,7 +203,7 @@ class TestWaiting:
 
     @pytest.fixture
     def planner(self, index: ChunkIndex) -> LoadPlanner:
-        return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1)
+        return LoadPlanner(index, RULES, LoadChoice(WITHIN), 1, ONE_GROUP)
 
     @pytest.mark.parametrize("async_load", [False, True])
     def test_one_that_comes_beside_the_steps(
@@ -212,7 +212,7 @@ class TestWaiting:
         """It may fail, and nobody would tell the other request."""
         match, other = Match((refs[0],), CHUNK), Match((refs[1],), CHUNK)
         tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
-        planner.plan(tracker, LoadSpec(match, 0, CHUNK, async_load=True), TABLE, CHUNK)
+        planner.plan(tracker, LoadSpec(match, 0, CHUNK, async_load=True), [TABLE], CHUNK)
         assert planner.must_wait(match, async_load=async_load)
         assert not planner.must_wait(other, async_load=async_load)
         planner.fill(plan := StepPlan(1, 0))

@@ -160,6 +160,8 @@ def test_reset_in_the_middle_forgets_old_weights(
     vllm.step()
     vllm.reset(preempt=preempt)
     vllm.run()
+    known = [key for key in vllm.index._chunks if key in vllm.index]
+    assert preempt == bool(known), "what a request computes on old weights is not kept"
     vllm.forget_local()
     vllm.ask("two", PROMPT)
     vllm.settle()

@@ -49,7 +49,7 @@ def begin(scheduler: StoreScheduler, name: str, handover: Handover | None = None
 
 
 def plan(scheduler: StoreScheduler, name: str, count: int, table: Sequence[int]) -> StepPlan:
-    return scheduler.plan_step({name: count}, lambda _: table)
+    return scheduler.plan_step({name: count}, lambda _: [table])
 
 
 def done(scheduler: StoreScheduler, number: int) -> None:
@@ -63,7 +63,7 @@ def stored_from(step: StepPlan) -> list[list[int]]:
 def fill(scheduler: StoreScheduler) -> None:
     begin(scheduler, "first")
     done(scheduler, plan(scheduler, "first", len(PROMPT), TABLE).number)
-    scheduler.finish_request("first", TABLE)
+    scheduler.finish_request("first", [TABLE])
 
 
 @pytest.mark.parametrize("num_nulls", [1, 4, 5, 8, 17])
@@ -98,7 +98,7 @@ def test_what_lies_before_a_window_is_not_loaded() -> None:
     fill(scheduler)
     again = begin(scheduler, "again")
     assert scheduler.num_new_matched_tokens(again, 0) == 4 * CHUNK
-    scheduler.allocated("again", [*NULLS, *TABLE[6:]], 4 * CHUNK)
+    scheduler.allocated("again", [[*NULLS, *TABLE[6:]]], 4 * CHUNK)
     (fetch,) = plan(scheduler, "again", 0, []).fetches
     assert [(job.block_ids.tolist(), job.first_block) for job in fetch.loads] == [
         (TABLE[6:8], 2),
@@ -118,7 +118,7 @@ def test_what_was_lost_before_its_load_is_told_without_the_null_block() -> None:
     again = begin(scheduler, "again")
     assert scheduler.num_new_matched_tokens(again, 0) == 4 * CHUNK
     scheduler.clear()
-    scheduler.allocated("again", [*NULLS, *TABLE[6:]], 4 * CHUNK)
+    scheduler.allocated("again", [[*NULLS, *TABLE[6:]]], 4 * CHUNK)
     (fetch,) = plan(scheduler, "again", 0, []).fetches
     assert not fetch.loads
     assert fetch.lost_block_ids == TABLE[6:16]
@@ -131,7 +131,7 @@ def test_a_chunk_with_a_gap_in_its_middle_is_not_loaded_nor_what_follows() -> No
     fill(scheduler)
     again = begin(scheduler, "again")
     assert scheduler.num_new_matched_tokens(again, 0) == 4 * CHUNK
-    scheduler.allocated("again", [*TABLE[:5], 0, *TABLE[6:]], 4 * CHUNK)
+    scheduler.allocated("again", [[*TABLE[:5], 0, *TABLE[6:]]], 4 * CHUNK)
     (fetch,) = plan(scheduler, "again", 0, []).fetches
     assert [job.block_ids.tolist() for job in fetch.loads] == [TABLE[:4]]
     assert fetch.lost_block_ids == [TABLE[4], *TABLE[6:16]]
@@ -142,7 +142,7 @@ def test_what_has_left_the_window_is_not_compared() -> None:
     fill(scheduler)
     again = begin(scheduler, "again")
     assert scheduler.num_new_matched_tokens(again, 0) == 0, "it is computed, to compare"
-    scheduler.allocated("again", [], 0)
+    scheduler.allocated("again", [[]], 0)
     step = plan(scheduler, "again", len(PROMPT), [*NULLS, *TABLE[6:]])
     assert [job.block_ids.tolist() for meta in step.requests for job in meta.verifies] == [TABLE[8:12], TABLE[12:16]]
 

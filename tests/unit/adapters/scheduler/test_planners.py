@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_parts import BLOCK, CHUNK, FakeRequest
+from support.fake_parts import BLOCK, CHUNK, ONE_GROUP, FakeRequest
 from support.gate import HANG_GUARD_S
 from support.idle import are_loads_idle
 
@@ -89,11 +89,11 @@ def test_nobody_relies_on_a_load_that_another_request_waits_for() -> None:
     tracker = RequestTracker(FakeRequest("one", PROMPT), NO_EXTRAS, RULES)
     tracker.hasher.update(PROMPT)
     index.adopt([(make_ref(0)._replace(prefix_key=key), 1) for key in tracker.hasher.chunk_keys()])
-    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1)
+    planner = LoadPlanner(index, RULES, LoadChoice(LoadRules()), 1, ONE_GROUP)
     match = index.lookup(tracker.hasher)
     assert len(match.refs) == 2
     assert not planner.must_wait(match, async_load=False)
-    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, async_load=True), list(range(8)), 2 * CHUNK)
+    planner.plan(tracker, LoadSpec(match, 0, 2 * CHUNK, async_load=True), [list(range(8))], 2 * CHUNK)
     assert planner.must_wait(match, async_load=False)
     planner.fill(plan := StepPlan(1, 0))
     (fetch,) = plan.fetches
@@ -109,7 +109,7 @@ def scheduler_of(num_ranks: int) -> StoreScheduler:
 
 
 def acked(scheduler: StoreScheduler) -> int:
-    return scheduler.plan_step({}, lambda _: []).acked
+    return scheduler.plan_step({}, lambda _: [[]]).acked
 
 
 def test_a_step_is_known_when_its_last_rank_has_reported_its_loads() -> None:
@@ -146,7 +146,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     request = FakeRequest("one", PROMPT)
     tracker = RequestTracker(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
-    handovers.plan(tracker, computed_tokens, lambda _: list(range(1, 10)))
+    handovers.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))])
     request.num_computed_tokens = computed_tokens
     answer = handovers.answer(tracker, first_token=None)
     assert answer is not None

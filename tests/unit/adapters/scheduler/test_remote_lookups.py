@@ -79,5 +79,5 @@ def test_a_lookup_that_times_out_is_computed_and_the_next_one_is_not(build: Call
 def test_every_plan_ends_a_pass(build: Callable[..., FakeVllm]) -> None:
     vllm = build(server=FakeServer())
     vllm.connected.remote._left_s = 0.0
-    vllm.scheduler.plan_step({}, lambda _: [])
+    vllm.scheduler.plan_step({}, lambda _: [[]])
     assert vllm.connected.remote._left_s == PASS_BUDGET_S

@@ -269,9 +269,9 @@ def test_a_trace_of_what_requests_used(tmp_path: Path) -> None:
         scheduler = StoreScheduler(SchedulerOptions(rules, record_trace=tmp_path / "trace"))
         for name in ("one", "two"):
             scheduler.add_request(FakeRequest(name, PROMPT), NO_EXTRAS)
-            scheduler.finish_request(name, [])
+            scheduler.finish_request(name, [[]])
         scheduler.add_request(FakeRequest("short", PROMPT[: BLOCK - 1]), NO_EXTRAS)
-        scheduler.finish_request("short", [])
+        scheduler.finish_request("short", [[]])
         scheduler.close()
         trace = list(read_trace(tmp_path / ("trace.1" if start else "trace")))
         assert len(trace) == 2
@@ -285,7 +285,7 @@ def test_a_chunk_counts_when_the_slowest_rank_has_it(*, failed: bool) -> None:
     layout = KVLayout(page_bytes=(64,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
     scheduler.connect([WorkerFacts(4, 4096, 0, (0,) * 4, [], Namespace({}), layout)] * 2)
     scheduler.add_request(FakeRequest("one", PROMPT), NO_EXTRAS)
-    plan = scheduler.plan_step({"one": CHUNK}, lambda _: [1, 2, 3, 4])
+    plan = scheduler.plan_step({"one": CHUNK}, lambda _: [[1, 2, 3, 4]])
     (job,) = plan.requests[0].stores
     later = FakeRequest("two", PROMPT)
     scheduler.add_request(later, NO_EXTRAS)
@@ -323,7 +323,7 @@ def test_an_impossible_token_id_is_only_not_cached(build: Build, caplog: pytest.
     request = FakeRequest("odd", [1, -5, 3])
     vllm.scheduler.add_request(request, NO_EXTRAS)
     assert vllm.scheduler.num_new_matched_tokens(request, 0) == 0
-    assert vllm.scheduler.finish_request("odd", [1]) is False
+    assert vllm.scheduler.finish_request("odd", [[1]]) is False
     assert "not cached" in caplog.text
 
 
@@ -332,9 +332,9 @@ def test_before_the_workers_have_reported_nothing_is_cached() -> None:
     request = FakeRequest("early", PROMPT)
     fresh.add_request(request, NO_EXTRAS)
     assert fresh.num_new_matched_tokens(request, 0) == 0
-    fresh.allocated("early", [1, 2, 3], 0)
-    assert fresh.plan_step({"early": 40}, lambda _: [1, 2, 3]).requests == []
-    assert fresh.finish_request("early", [1]) is False
+    fresh.allocated("early", [[1, 2, 3]], 0)
+    assert fresh.plan_step({"early": 40}, lambda _: [[1, 2, 3]]).requests == []
+    assert fresh.finish_request("early", [[1]]) is False
 
 
 def test_an_emptied_index_still_sends_its_removals(build: Build, tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""The KV cache groups of vLLM's configuration, as this library knows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from kvstore.checkpoints.groups import Group, Groups, Kind
+from kvstore.errors import LayoutError
+from kvstore.layout import round_up
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+    from kvstore.config import StoreConfig
+
+
+def group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """VLLM's numbers of the groups that are stored: the others are scratch space of single requests."""
+    return tuple(kv_cache_config.prefix_cacheable_group_ids)
+
+
+def stored_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    """These groups. Our numbers of them are their positions here."""
+    return [kv_cache_config.kv_cache_groups[number] for number in group_ids(kv_cache_config)]
+
+
+def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether there are several groups, or one without tokens: then blocks are moved as rows."""
+    specs = [spec for group in stored_groups(kv_cache_config) for spec in iter_layer_specs(group.kv_cache_spec)]
+    return len(group_ids(kv_cache_config)) > 1 or not all(isinstance(spec, AttentionSpec) for spec in specs)
+
+
+def has_states(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a group keeps a state: of Mamba, linear attention or a convolution."""
+    return any(kind_of(group.kv_cache_spec) is Kind.STATE for group in stored_groups(kv_cache_config))
+
+
+def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
+    """The tokens after which a block of every group ends."""
+    return math.lcm(*(int(group.kv_cache_spec.block_size) for group in stored_groups(kv_cache_config)))
+
+
+def fitting_chunk_size(kv_cache_config: KVCacheConfig, config: StoreConfig) -> int:
+    """``chunk_size``, rounded up to whole blocks of every group."""
+    return round_up(config.chunk_size, block_tokens_of(kv_cache_config))
+
+
+def kind_of(spec: KVCacheSpec) -> Kind:
+    """What layers with this specification keep.
+
+    Raises:
+        LayoutError: equal prefixes need not have equal KV, or nobody has tried.
+    """
+    kinds = {_kind_of_layer(layer) for layer in iter_layer_specs(spec)}
+    if len(kinds) != 1:
+        raise LayoutError(f"layers of one KV cache group keep different things: {sorted(kind.value for kind in kinds)}")
+    return kinds.pop()
+
+
+def model_groups(kv_cache_config: KVCacheConfig, block_bytes: Sequence[int]) -> Groups:
+    """All stored groups of a model, given the bytes of a block of each on this rank."""
+    groups = []
+    for group, size_bytes in zip(stored_groups(kv_cache_config), block_bytes, strict=True):
+        spec = group.kv_cache_spec
+        groups.append(Group(kind_of(spec), int(spec.block_size), size_bytes, _span_tokens(spec)))
+    return Groups(tuple(groups))
+
+
+def _kind_of_layer(spec: KVCacheSpec) -> Kind:
+    if isinstance(spec, MambaSpec):
+        return Kind.STATE
+    if isinstance(spec, SlidingWindowSpec):
+        return Kind.WINDOW
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Kind.LOCAL
+    if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
+        return Kind.FULL
+    raise LayoutError(
+        f"a layer's KV cache is a {type(spec).__name__}, in which equal prefixes need not have equal KV: not supported"
+    )
+
+
+def _span_tokens(spec: KVCacheSpec) -> int:
+    """Of the layer that attends to the most tokens."""
+    return max(_span_tokens_of_layer(layer) for layer in iter_layer_specs(spec))
+
+
+def _span_tokens_of_layer(spec: KVCacheSpec) -> int:
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window) - 1 + int(spec.extra_retained_tokens)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return 0

@@ -1,0 +1,136 @@
+"""Which rows of the paged cache hold a chunk of a request, or a part of a checkpoint, by its block tables.
+
+No vLLM types.
+
+Positions are counted in blocks of the whole model: of the tokens after which a block of every group ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from kvstore.adapters.vllm.requests import blocks
+from kvstore.adapters.vllm.requests.blocks import NULL_BLOCK
+from kvstore.checkpoints.groups import Groups, Kind, Row
+from kvstore.checkpoints.parts import Checkpoints
+from kvstore.paged.base import BlockIds
+from kvstore.paged.grouped import row_of, rows_of
+from kvstore.transfer.mover import as_block_ids
+
+Tables = Sequence[Sequence[int]]
+"""A request's blocks, of each group that is stored."""
+
+States = Mapping[tuple[int, int], int]
+"""Blocks that hold the state at a token, by group and token."""
+
+NO_STATES: Final[States] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """From block tables to rows.
+
+    Attributes:
+        groups: those of the tables.
+        checkpoints: what the model needs besides chunks; None if nothing.
+    """
+
+    groups: Groups
+    checkpoints: Checkpoints | None = None
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether rows are those of several groups, or of one that keeps less than all tokens."""
+        return len(self.groups.groups) > 1 or self.groups.needs_checkpoints
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether some group keeps all tokens."""
+        return bool(self.groups.full)
+
+    def of_chunk(self, tables: Tables, begin: int, num_blocks: int) -> BlockIds | None:
+        """The rows of the blocks from ``begin`` on; None if the request does not have all of them."""
+        runs: list[BlockIds] = []
+        for number in self.groups.full:
+            ratio = self._ratio(number)
+            run = blocks.whole(tables[number], begin * ratio, num_blocks * ratio)
+            if run is None:
+                return None
+            runs.append(rows_of(number, run))
+        return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else None
+
+    def to_load(self, tables: Tables, begin: int, start: int, stop: int, num_blocks: int) -> BlockIds | None:
+        """Where the blocks ``start ... stop`` of a chunk go that begins at ``begin`` and has so many.
+
+        The rows of its other blocks are null. None if the request lacks one of the blocks.
+        """
+        runs = []
+        for number in self.groups.full:
+            ratio = self._ratio(number)
+            own = blocks.whole(tables[number], start * ratio, (stop - start) * ratio)
+            if own is None:
+                return None
+            ids = np.full(num_blocks * ratio, NULL_BLOCK, np.int64)
+            ids[(start - begin) * ratio : (stop - begin) * ratio] = own
+            runs.append(rows_of(number, ids))
+        return np.concatenate(runs)
+
+    def checkpoint(self, tables: Tables, states: States, end_tokens: int) -> list[BlockIds] | None:
+        """The rows of all parts of the checkpoint at a token; None if the request does not have all of them."""
+        assert self.checkpoints is not None, "this model needs none"
+        parts = []
+        for rows in self.checkpoints.rows(end_tokens):
+            part = self._of_part(tables, rows, states, end_tokens)
+            if part is None:
+                return None
+            parts.append(part)
+        return parts
+
+    def _of_part(self, tables: Tables, rows: Sequence[Row], states: States, end_tokens: int) -> BlockIds | None:
+        """The rows of a part. A table tells where KV is, but not which state a block holds: ``states`` do."""
+        ids = []
+        for number, position in rows:
+            if self.groups.groups[number].kind is Kind.STATE:
+                block = states.get((number, end_tokens), NULL_BLOCK)
+            else:
+                block = _at(tables[number], position)
+            if block == NULL_BLOCK:
+                return None
+            ids.append(row_of(number, block))
+        return as_block_ids(ids)
+
+    def part_to_load(self, tables: Tables, rows: Sequence[Row], begin_tokens: int) -> BlockIds | None:
+        """Where a part of a checkpoint goes, but for the blocks before ``begin_tokens``, which the request has.
+
+        None if it lacks one of the others.
+        """
+        ids = []
+        for number, position in rows:
+            is_wanted = position * self.groups.groups[number].block_tokens >= begin_tokens
+            block = _at(tables[number], position) if is_wanted else NULL_BLOCK
+            if is_wanted and block == NULL_BLOCK:
+                return None
+            ids.append(row_of(number, block))
+        return as_block_ids(ids)
+
+    def states_after(self, tables: Tables, end_tokens: int) -> dict[tuple[int, int], int]:
+        """The states that a step leaves behind which ends at a token, if that ends a block of every group."""
+        if end_tokens % self.groups.block_tokens:
+            return {}
+        return {
+            (number, end_tokens): _at(tables[number], end_tokens // group.block_tokens - 1)
+            for number, group in enumerate(self.groups.groups)
+            if group.kind is Kind.STATE
+        }
+
+    def _ratio(self, number: int) -> int:
+        return self.groups.block_tokens // self.groups.groups[number].block_tokens
+
+
+def _at(table: Sequence[int], position: int) -> int:
+    return table[position] if position < len(table) else NULL_BLOCK

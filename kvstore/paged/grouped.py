@@ -1,0 +1,210 @@
+"""A paged KV cache of several groups of layers, whose blocks are of different kinds but come from one pool of ids.
+
+What is moved is a list of *rows*: blocks of one group or several, in the order of the payload. A row's id is that of
+its block, with its group above it (``rows_of``). Payloads are ``[group][layer][plane][block][page bytes]``, where a
+group is as many rows as follow one another. A row whose block is null is left out: its bytes are not loaded.
+"""
+
+# ruff: noqa: ARG002 - rows say what others are told by further arguments
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore.chunks import ByteArray
+from kvstore.errors import InvalidCallError
+from kvstore.layout import KVLayout
+from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
+from kvstore.paged.copiers import Copiers
+from kvstore.paged.streams import Moment
+
+_GROUP_SHIFT: Final = 32
+_BLOCK_MASK: Final = (1 << _GROUP_SHIFT) - 1
+
+
+def row_of(group: int, block_id: int) -> int:
+    """A block of a group as a row. Those of the first group are their own rows."""
+    return block_id + (group << _GROUP_SHIFT)
+
+
+def rows_of(group: int, block_ids: BlockIds) -> BlockIds:
+    """Blocks of a group as rows."""
+    return block_ids + row_of(group, 0)
+
+
+class _Segment(NamedTuple):
+    """Consecutive rows of one group: its cache, the part of the payload that they have, and those that are wanted."""
+
+    paged: PagedKV
+    place: slice
+    chunk: ChunkBlocks
+
+
+class GroupedPagedKV:
+    """The groups of one worker's cache. See ``PagedKV``; ``block_ids`` are rows, and blocks are not moved by layer.
+
+    Args:
+        groups: the cache of each group, all in the same pool of ids; None for one without layers on this rank.
+        layout: of a chunk: all groups that keep all tokens, as one.
+    """
+
+    def __init__(self, groups: Sequence[PagedKV | None], layout: KVLayout) -> None:
+        self.layout = layout
+        self._groups = tuple(groups)
+        self._bound = tuple(group for group in groups if group is not None)
+        self._first = self._bound[0]
+        self._block_bytes = np.array([0 if group is None else group.layout.block_bytes for group in groups])
+        self.num_blocks = self._first.num_blocks
+        self.device = self._first.device
+        self.streams = self._first.streams
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each group."""
+        return tuple(self._block_bytes.tolist())
+
+    @property
+    def device_bytes(self) -> int:
+        """See ``PagedKV``: the buffers are shared."""
+        return self._first.device_bytes
+
+    def for_thread(self) -> PagedKV:
+        """See ``PagedKV``."""
+        first = self._first.for_thread()
+        return self._each(lambda group: first if group is self._first else group.beside(first))
+
+    def beside(self, other: PagedKV) -> PagedKV:
+        """See ``PagedKV``."""
+        return self._each(lambda group: group.beside(other))
+
+    def with_help(self, copiers: Copiers) -> PagedKV:
+        """See ``PagedKV``."""
+        return self._each(lambda group: group.with_help(copiers))
+
+    def _each(self, change: Callable[[PagedKV], PagedKV]) -> GroupedPagedKV:
+        return GroupedPagedKV([None if group is None else change(group) for group in self._groups], self.layout)
+
+    def bytes_of(self, block_ids: BlockIds) -> int:
+        """See ``PagedKV``: null blocks have none."""
+        own = (block_ids >> _GROUP_SHIFT)[block_ids & _BLOCK_MASK > 0]
+        return int(self._block_bytes[own].sum())
+
+    def moment(self) -> Moment:
+        """See ``PagedKV``."""
+        return self._first.moment()
+
+    def after(self, moment: Moment) -> None:
+        """See ``PagedKV``."""
+        self._first.after(moment)
+
+    def fence(self) -> None:
+        """See ``PagedKV``."""
+        for group in self._bound:
+            group.fence()
+
+    def reach(self, moment: Moment) -> None:
+        """See ``PagedKV``."""
+        self._first.reach(moment)
+
+    def is_reached(self, moment: Moment) -> bool:
+        """See ``PagedKV``."""
+        return self._first.is_reached(moment)
+
+    def seconds_between(self, begin: Moment, end: Moment) -> float:
+        """See ``PagedKV``."""
+        return self._first.seconds_between(begin, end)
+
+    def wait(self) -> None:
+        """See ``PagedKV``."""
+        for group in self._bound:
+            group.wait()
+
+    def restore(self) -> None:
+        """See ``PagedKV``."""
+        for group in self._bound:
+            group.restore()
+
+    def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
+        """See ``PagedKV``; nothing behind the rows is written."""
+        moment: Moment = self.moment()
+        for paged, _, chunk in self._segments(block_ids, payload):
+            moment = paged.gather(chunk.block_ids, chunk.payload)
+        return moment
+
+    def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
+        """See ``PagedKV``; the rows are all that the payload has."""
+        moment: Moment = self.moment()
+        for paged, _, (ids, part, rows, first, _) in self._segments(block_ids, payload):
+            if len(ids):
+                moment = paged.scatter(ids, part, rows, first)
+        return moment
+
+    def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``; the rest of a part's last block becomes zeros."""
+        for chunk in chunks:
+            end = int(self._block_bytes[chunk.block_ids >> _GROUP_SHIFT].sum())
+            chunk.payload[end : self.layout.payload_bytes(chunk.chunk_blocks)] = 0
+        return [self.gather(chunk.block_ids, chunk.payload) for chunk in chunks]
+
+    def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        """See ``PagedKV``."""
+        return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, 0) for chunk in chunks]
+
+    def chunk(
+        self,
+        block_ids: BlockIds,
+        payload: ByteArray,
+        chunk_blocks: int | None = None,
+        first_block: int = 0,
+    ) -> ChunkBlocks:
+        """See ``PagedKV``."""
+        raise _not_by_layer()
+
+    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """See ``PagedKV``."""
+        raise _not_by_layer()
+
+    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """See ``PagedKV``."""
+        raise _not_by_layer()
+
+    def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
+        """See ``PagedKV``."""
+        for paged, place, chunk in self._segments(block_ids, _NO_BYTES):
+            paged.gather_on_device(chunk.block_ids, payload[place])
+
+    def scatter_on_device(
+        self, block_ids: BlockIds, payload: torch.Tensor, chunk_blocks: int, first_block: int
+    ) -> None:
+        """See ``PagedKV``."""
+        for paged, place, (ids, _, rows, first, _) in self._segments(block_ids, _NO_BYTES):
+            if len(ids):
+                paged.scatter_on_device(ids, payload[place], rows, first)
+
+    def _segments(self, block_ids: BlockIds, payload: ByteArray) -> Iterator[_Segment]:
+        """The rows, by group, each with its part of the payload; groups without layers here have none."""
+        numbers, blocks = block_ids >> _GROUP_SHIFT, block_ids & _BLOCK_MASK
+        edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(blocks)] if len(blocks) else []
+        begin = 0
+        for start, stop in pairwise(edges):
+            group = self._groups[numbers[start]]
+            if group is None:
+                continue
+            place = slice(begin, begin + group.layout.payload_bytes(stop - start))
+            begin = place.stop
+            wanted = np.flatnonzero(blocks[start:stop])
+            first, last = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
+            ids = np.ascontiguousarray(blocks[start + first : start + last])
+            yield _Segment(group, place, ChunkBlocks(ids, payload[place], stop - start, first))
+
+
+_NO_BYTES: Final = np.empty(0, np.uint8)
+
+
+def _not_by_layer() -> InvalidCallError:
+    return InvalidCallError("a cache of several groups is not moved layer by layer: move whole chunks")

@@ -1,0 +1,160 @@
+"""A cache of several groups moves the rows it is given, and no others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.chunks import ByteArray
+from kvstore.errors import InvalidCallError, LayoutError
+from kvstore.paged.base import BlockIds, ChunkBlocks
+from kvstore.paged.binding import bind_groups, bind_paged_kv
+from kvstore.paged.grouped import GroupedPagedKV, row_of, rows_of
+
+NUM_BLOCKS = 10
+CHUNK_TOKENS = 64
+WIDTHS = (24, 40, 16)  # bytes of a page of each group's layers
+
+
+def caches() -> list[dict[str, torch.Tensor]]:
+    """Two layers of each group, all bytes different within a layer."""
+    fill = torch.Generator().manual_seed(0)
+    return [
+        {
+            f"{group}.{layer}": torch.randint(1, 255, (NUM_BLOCKS, width), generator=fill, dtype=torch.uint8)
+            for layer in range(2)
+        }
+        for group, width in enumerate(WIDTHS)
+    ]
+
+
+def grouped(layers: list[dict[str, torch.Tensor]]) -> GroupedPagedKV:
+    """The first keeps all tokens, the third has blocks twice as long."""
+    groups = [
+        bind_paged_kv(tensors, num_blocks=NUM_BLOCKS, block_tokens=tokens, chunk_tokens=CHUNK_TOKENS, reserved_blocks=1)
+        for tensors, tokens in zip(layers, (16, 16, 32), strict=True)
+    ]
+    return bind_groups(groups, [0], chunk_tokens=CHUNK_TOKENS)
+
+
+def ids(*rows: tuple[int, int]) -> BlockIds:
+    return np.array([row_of(group, block) for group, block in rows], np.int64)
+
+
+def expected(layers: list[dict[str, torch.Tensor]], *runs: tuple[int, list[int]]) -> bytes:
+    """[group][layer][block][page], of runs of one group each."""
+    return b"".join(tensor[blocks].numpy().tobytes() for group, blocks in runs for tensor in layers[group].values())
+
+
+def gathered(paged: GroupedPagedKV, rows: BlockIds, num_blocks: int) -> ByteArray:
+    payload = np.full(paged.layout.slot_bytes, 0xAB, np.uint8)
+    paged.gather_chunks([ChunkBlocks(rows, payload, num_blocks, 0)])
+    return payload
+
+
+def test_the_layout_is_that_of_the_groups_that_keep_all_tokens() -> None:
+    layout = grouped(caches()).layout
+    assert (layout.block_tokens, layout.page_bytes, layout.planes) == (32, (48, 48), 1)
+    assert grouped(caches()).block_bytes == (48, 80, 32)
+
+
+def test_rows_of_any_groups_lie_one_group_after_the_other() -> None:
+    layers = caches()
+    paged = grouped(layers)
+    payload = gathered(paged, ids((1, 3), (1, 7), (2, 5), (1, 2)), 3)
+    content = expected(layers, (1, [3, 7]), (2, [5]), (1, [2]))
+    assert payload[: len(content)].tobytes() == content
+    end = paged.layout.payload_bytes(3)
+    assert not payload[len(content) : end].any(), "nothing of another chunk is left in its last block"
+    assert (payload[end:] == 0xAB).all()
+
+
+def test_what_was_gathered_comes_back_to_other_blocks() -> None:
+    layers, fresh = caches(), caches()
+    source, target = grouped(layers), grouped(fresh)
+    for tensors in fresh:
+        for tensor in tensors.values():
+            tensor.zero_()
+    payload = gathered(source, ids((1, 3), (1, 7), (2, 5)), 4)
+    target.scatter(ids((1, 8), (1, 9), (2, 1)), payload, 4, 0)
+    for group, moves in ((1, {8: 3, 9: 7}), (2, {1: 5})):
+        for name, tensor in fresh[group].items():
+            for to, origin in moves.items():
+                assert torch.equal(tensor[to], layers[group][name][origin])
+                tensor[to] = 0
+            assert not tensor.any(), "no other block is written"
+    assert not any(tensor.any() for tensor in fresh[0].values())
+
+
+def test_null_blocks_are_left_out_at_either_end() -> None:
+    layers, fresh = caches(), caches()
+    source, target = grouped(layers), grouped(fresh)
+    payload = gathered(source, ids((1, 3), (1, 7), (1, 4), (2, 5)), 4)
+    target.scatter(ids((1, 0), (1, 8), (1, 0), (2, 0)), payload, 4, 0)
+    for name, tensor in fresh[1].items():
+        assert torch.equal(tensor[8], layers[1][name][7])
+        assert torch.equal(tensor[0], caches()[1][name][0])
+    assert target.bytes_of(ids((1, 0), (1, 8), (1, 0), (2, 0))) == 80
+    assert target.bytes_of(ids((0, 1), (2, 8))) == 80
+
+
+def test_a_null_block_in_the_middle_is_refused() -> None:
+    paged = grouped(caches())
+    payload = np.zeros(paged.layout.slot_bytes, np.uint8)
+    with pytest.raises(InvalidCallError, match="block id 0"):
+        paged.scatter(ids((1, 3), (1, 0), (1, 4)), payload, 4, 0)
+    with pytest.raises(InvalidCallError, match="block id 0"):
+        paged.gather(ids((1, 0)), payload)
+
+
+def test_the_device_moves_the_same_bytes() -> None:
+    layers, fresh = caches(), caches()
+    rows = ids((1, 3), (1, 7), (2, 5))
+    payload = torch.zeros(4096, dtype=torch.uint8)
+    grouped(layers).gather_on_device(rows, payload)
+    assert payload.numpy().tobytes().startswith(expected(layers, (1, [3, 7]), (2, [5])))
+    grouped(fresh).scatter_on_device(ids((1, 8), (1, 9), (2, 1)), payload, 4, 0)
+    assert torch.equal(fresh[2]["2.1"][1], layers[2]["2.1"][5])
+
+
+def test_the_first_group_s_blocks_are_their_own_rows() -> None:
+    blocks = np.array([1, 5], np.int64)
+    assert (rows_of(0, blocks) == blocks).all()
+
+
+def test_a_rank_without_layers_of_a_group_moves_the_others() -> None:
+    layers = caches()
+    bound = [
+        None
+        if group == 1
+        else bind_paged_kv(layers[group], num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=CHUNK_TOKENS)
+        for group in range(3)
+    ]
+    paged = bind_groups(bound, [0], chunk_tokens=CHUNK_TOKENS)
+    assert paged.block_bytes == (48, 0, 32)
+    payload = gathered(paged, ids((1, 3), (2, 5)), 1)
+    assert payload[:32].tobytes() == expected(layers, (2, [5]))
+
+
+def test_without_a_group_that_keeps_all_tokens_a_part_has_room_for_the_largest_block() -> None:
+    bound = [
+        bind_paged_kv(tensors, num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=CHUNK_TOKENS)
+        for tensors in caches()
+    ]
+    assert bind_groups(bound, [], chunk_tokens=CHUNK_TOKENS).layout.block_bytes == 80
+    with pytest.raises(LayoutError, match="nothing to store"):
+        bind_groups([None], [], chunk_tokens=CHUNK_TOKENS)
+
+
+def test_other_groups_make_another_fingerprint() -> None:
+    layers = caches()
+    two = [bind_paged_kv(layers[group], num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=64) for group in (0, 1)]
+    one = [two[0], bind_paged_kv(layers[2], num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=64)]
+    fingerprints = {bind_groups(bound, [0], chunk_tokens=64).layout.fingerprint for bound in (two, one, two[::-1])}
+    assert len(fingerprints) == 3
+
+
+def test_layers_are_not_moved_one_by_one() -> None:
+    with pytest.raises(InvalidCallError, match="layer by layer"):
+        grouped(caches()).gather_layer(0, [])
