@@ -41,7 +41,9 @@ GROUPS = {
     "gemma3n": [WINDOW] * 3 + [FULL],
     "gemma4": [WINDOW] * 3 + [FULL],
 }
+BLOCK_TOKENS = {"granite4": 64, "nemotronh": 64, "gemma4": 64, "qwen3next": 544}  # others: 32
 FOUND_BY_SIBLINGS = {
+    "gptoss": [64, SHARED_TOKENS, SHARED_TOKENS],  # there the window is no larger than the chunk
     "llama4": [768, SHARED_TOKENS, SHARED_TOKENS],  # four chunks of attention: nothing of them is needed behind
     "mistral": [0, 0, 0],  # without a full group nothing tells where prompts part
 }
@@ -56,7 +58,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from kvstore.tools.dev.mamba2 import end_steps_at_states
 
     end_steps_at_states()
-    return lambda name, **more: Hybrid(name, MAKERS[name](tmp_path_factory.mktemp("models") / name), **more)
+
+    def made(name: str, **more: Any) -> Hybrid:
+        folder = MAKERS[name](tmp_path_factory.mktemp("models") / name)
+        return Hybrid(name, folder, BLOCK_TOKENS.get(name, 32), **more)
+
+    return made
 
 
 @pytest.fixture(

@@ -21,7 +21,7 @@ def words(seed: int, count: int) -> Prompt:
     return [rng.randrange(5, VOCAB - 8) for _ in range(count)]
 
 
-# No prompt begins like another, so that every hit is of its own. The last block of each holds less than half a chunk.
+# No prompt begins like another, so that every hit is of its own.
 LONG = words(0, 1100)
 PROMPTS = [words(1, 20), words(2, 90), words(3, 300), words(4, 980), LONG]
 SHARED_TOKENS = 832  # 13 chunks of 64 tokens
@@ -34,6 +34,7 @@ class Hybrid:
 
     name: str
     folder: Path
+    block_tokens: int = 32  # after so many a block of every group ends
     chunk_tokens: int = 64
     dtype: str = "float32"
 
@@ -44,13 +45,13 @@ class Hybrid:
         return Engine(self.folder, store, dtype=self.dtype, **overrides)
 
     def store(self, disk: Path | None = None, **extra: Any) -> StoreSetup:
-        """The smallest chunks that the model allows; ``extra`` are keys without their prefix."""
+        """Chunks that end where siblings part; ``extra`` are keys without their prefix."""
         keys = {f"kvstore.{key}": value for key, value in extra.items()}
         return StoreSetup(disk, extra={"kvstore.chunk_size": self.chunk_tokens, **keys})
 
     def hits(self, prompts: Sequence[Prompt] = PROMPTS) -> list[int]:
-        """Tokens of each prompt that a hit brings: up to the last end of a chunk before its last token."""
-        return [(len(prompt) - 1) // self.chunk_tokens * self.chunk_tokens for prompt in prompts]
+        """Tokens of each prompt that a hit brings: all whole blocks before its last token."""
+        return [(len(prompt) - 1) // self.block_tokens * self.block_tokens for prompt in prompts]
 
 
 def cached(completions: Sequence[Completion]) -> list[int]:
