@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.adapters.vllm.glue import capabilities, logs
 from kvstore.adapters.vllm.glue.binding import groups_of, hold_nothing, paged_kv_of
-from kvstore.adapters.vllm.glue.groups import fitting_chunk_size, group_ids
+from kvstore.adapters.vllm.glue.groups import announced_group, fitting_chunk_size, group_ids
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, sends, worker_options
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
@@ -374,8 +374,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Which blocks came to memory and disk, and which left, for listeners to vLLM's KV events."""
-        groups = self._kv_cache_config.kv_cache_groups
-        return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
+        group = announced_group(self._kv_cache_config) or 0
+        spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        return as_kv_events(self._scheduling.take_events(), spec, group)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``: of the only group."""

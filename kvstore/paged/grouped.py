@@ -19,7 +19,7 @@ import torch
 from kvstore.chunks import ByteArray
 from kvstore.errors import InvalidCallError
 from kvstore.layout import KVLayout
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
+from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, check_block_ids
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.streams import Moment
 
@@ -131,6 +131,7 @@ class GroupedPagedKV:
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``; nothing behind the rows is written."""
+        check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))  # a null block is no source
         moment: Moment = self.moment()
         for paged, _, chunk in self._segments(block_ids, payload):
             moment = paged.gather(chunk.block_ids, chunk.payload)

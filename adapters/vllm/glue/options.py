@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import vllm
 
-from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped
+from kvstore.adapters.vllm.glue.groups import announced_group, block_tokens_of, has_states, is_grouped
 from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
 from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
@@ -76,8 +76,18 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         handover=_handover_options(vllm_config, config),
         pin_max_s=config.pin_max_secs,
         checkpoint_interval_tokens=config.checkpoint_interval,
-        announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
+        announces=_announces(vllm_config, kv_cache_config),
     )
+
+
+def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return False
+    if announced_group(kv_cache_config) is None:
+        logger.warning("KV events are not published: this model's blocks are of other sizes than those that vLLM names")
+        return False
+    return True
 
 
 def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:
