@@ -116,6 +116,9 @@ class Lookup:
             found, num_tokens = self._walk(hasher, first_chunk, told)
             tails = [ref for ref in found[-1:] if ref.num_blocks < hasher.blocks_per_chunk]
             last = first_chunk + len(found) - len(tails)
+            if limit_tokens < last * hasher.chunk_tokens:  # the chunk is whole, and the caller's tail of it ends within
+                last = limit_tokens // hasher.chunk_tokens
+                tails = tail_refs(hasher, last)
         else:
             found, num_tokens, last = [], limit_tokens, len(hasher.chunk_keys())
             tails = tail_refs(hasher, last)
@@ -212,7 +215,7 @@ class Lookup:
         if self._checkpoints is None:
             return []
         asked: list[ChunkRef] = []
-        last = len(hasher.chunk_keys())
+        last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens
         for end in ends(hasher, known_tokens, hasher.num_tokens, last, tail_refs(hasher, last)):
             for ref in self._checkpoints.refs(end.prefix_key, end.tokens):
                 asked.append(ref)

@@ -50,8 +50,9 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
             # A step leaves a state where a prompt ends, and seldom where a chunk does.
             save_tails=config.saves_tails or has_states(kv_cache_config),
-            # A hit ends where there is a checkpoint, and before a prompt's last token, which is computed.
-            skip_last_tokens=max(config.skip_last_n_tokens, int(is_grouped(kv_cache_config))),
+            skip_last_tokens=config.skip_last_n_tokens,
+            spares_last_token=is_grouped(kv_cache_config),
+            marks_decode=has_states(kv_cache_config),
         ),
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,

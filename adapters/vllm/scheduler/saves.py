@@ -33,12 +33,13 @@ class _Write:
 class _Piece(NamedTuple):
     """A chunk that could be stored, or a part of a checkpoint; its rows, unless the request lacks some.
 
-    Of a part, ``checkpoint`` are all of them.
+    Of a part, ``checkpoint`` are all of them, and ``end_tokens`` is where they are.
     """
 
     ref: ChunkRef
     rows: BlockIds | None
     checkpoint: tuple[ChunkRef, ...] = ()
+    end_tokens: int = 0
 
 
 class SavePlanner:
@@ -89,6 +90,7 @@ class SavePlanner:
         )
         for checkpoint in {piece.checkpoint for piece in pieces if piece.checkpoint}:
             self._index.note_checkpoint(checkpoint)
+        self._supersede(tracker, pieces)
         tracker.noted.update(piece.ref.prefix_key for piece in pieces)
         if not steps:
             return 0
@@ -98,6 +100,14 @@ class SavePlanner:
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         return len(steps)
+
+    def _supersede(self, tracker: RequestTracker, pieces: Sequence[_Piece]) -> None:
+        """Of the checkpoints behind a request's prompt only the last is kept: whoever goes on goes on from there."""
+        behind = tracker.request.num_prompt_tokens
+        decoded = [piece.checkpoint for piece in pieces if piece.checkpoint and piece.end_tokens > behind]
+        if decoded and decoded[-1] != tracker.decoded:
+            self._index.remove(ref.prefix_key for ref in tracker.decoded)
+            tracker.decoded = decoded[-1]
 
     def _pieces(self, save: SaveSpec, tables: Tables, states: States) -> Iterator[_Piece]:
         """Chunks, and behind each the parts of the checkpoint at its end, with their rows if the request has them."""
@@ -113,7 +123,8 @@ class SavePlanner:
             parts = rows.checkpoint(tables, states, end * block_tokens)
             if parts is not None:
                 refs = tuple(rows.checkpoints.refs(ref.prefix_key, end * block_tokens))
-                yield from (_Piece(part, ids, refs) for part, ids in zip(refs, parts, strict=True))
+                for part, ids in zip(refs, parts, strict=True):
+                    yield _Piece(part, ids, refs, end * block_tokens)
 
     def end_with(self, req_id: str) -> None:
         """A request has ended: have the workers report the end of its last store."""
