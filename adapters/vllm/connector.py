@@ -174,13 +174,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             server = embedded_server(config, namespace, paged.layout, self._config)
             if server is not None:
                 opened.callback(server.close)
-            self._worker = StoreWorker(
-                paged,
-                namespace,
-                engine_options(config, kv_cache_config, self._config),
-                how,
-                server,
-            )
+            store = engine_options(config, kv_cache_config, self._config)
+            self._worker = StoreWorker(paged, namespace, store, how, server)
             opened.pop_all()
 
     def _go_without(self, error: KVStoreError) -> None:
