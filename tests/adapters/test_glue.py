@@ -139,6 +139,18 @@ def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: b
     assert support.stores_nothing(config, cache_config()) is None
 
 
+def test_vllm_ends_a_step_where_prompts_part() -> None:
+    """In its own prefix cache or in ours, whichever is later; 0 says nowhere."""
+    request = SimpleNamespace(shared_prefix_boundary=64)
+    capabilities.end_step_at(request, 0)
+    assert request.shared_prefix_boundary == 64
+    capabilities.end_step_at(request, 832)
+    assert request.shared_prefix_boundary == 832
+    older = SimpleNamespace()
+    capabilities.end_step_at(older, 832)
+    assert not vars(older)
+
+
 def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
     rings = RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, rswa_window=8)
     with pytest.raises(LayoutError, match="RSWASpec"):

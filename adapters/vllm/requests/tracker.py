@@ -140,7 +140,9 @@ class RequestTracker:
         prompt_tokens = self._prompt_tokens
         known_tokens = self._without_last(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
         limit_tokens = min(known_tokens, written_tokens)
-        prompt_ends = not self.prompt_saved and written_tokens >= prompt_tokens
+        # With its last whole block: the tail ends there, and a state that the step leaves there is gone with the next.
+        ends_tokens = prompt_tokens - prompt_tokens % self.rules.block_tokens
+        prompt_ends = not self.prompt_saved and written_tokens >= ends_tokens
         if prompt_ends and self.rules.spares_last_token:
             limit_tokens = min(limit_tokens, prompt_tokens)  # the tail first, with its checkpoint
         if limit_tokens // self.rules.chunk_tokens <= self.num_saved_chunks and not prompt_ends:

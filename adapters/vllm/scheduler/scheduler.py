@@ -188,6 +188,11 @@ class StoreScheduler:
         tracker = self._trackers.get(request_id)
         return tracker is not None and tracker.load is not None and tracker.load.async_load
 
+    def parted_tokens(self, request_id: str) -> int:
+        """Up to where the chunks of the prompt just looked up were found; 0 unless it needs a checkpoint there."""
+        tracker = self._trackers.get(request_id)
+        return tracker.parted_tokens if tracker is not None else 0
+
     def answer(self, request_id: str, *, first_token: int | None) -> dict[str, object] | None:
         """``kv_transfer_params`` for the answer to a request that ends now, before ``finish_request``."""
         tracker = self._trackers.get(request_id)
