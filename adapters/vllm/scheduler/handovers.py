@@ -145,11 +145,15 @@ class Handovers:
         return waiting is not None and time.monotonic() < waiting.ask_s
 
     def _wait_for(self, request_id: str, num_tokens: int, wait_s: float) -> None:
-        num_tokens -= self._rules.spares_last_token
-        whole_tokens = num_tokens - num_tokens % self._rules.block_tokens
+        whole_tokens = self._whole_tokens(num_tokens)
         known = self._waiting.get(request_id)
         if whole_tokens and (known is None or known.num_tokens < whole_tokens):
             self._waiting[request_id] = _Waiting(whole_tokens, wait_s)
+
+    def _whole_tokens(self, num_tokens: int) -> int:
+        """Of so many tokens of a prompt, those in whole blocks that a hit can bring."""
+        num_tokens = max(0, num_tokens - self._rules.spares_last_token)
+        return num_tokens - num_tokens % self._rules.block_tokens
 
     def _receives(self, spec: DisaggSpec) -> bool:
         """Whether a request's KV comes to this engine, rather than leaving for another."""
@@ -178,9 +182,10 @@ class Handovers:
         sending = self._sending.get(request.request_id)
         if sending is None or sending.is_complete:
             return
-        prompt_tokens = request.num_prompt_tokens - self._rules.spares_last_token
+        # Up to its last whole block: a state that a step leaves there is gone with the next.
+        prompt_tokens = self._whole_tokens(request.num_prompt_tokens)
         written_tokens = request.num_computed_tokens + num_scheduled_tokens
-        is_complete = written_tokens >= request.num_prompt_tokens
+        is_complete = written_tokens >= prompt_tokens
         limit_tokens = min(written_tokens, prompt_tokens)
         tracker.hasher.update(request.all_token_ids)
         tail_tokens = prompt_tokens if is_complete else 0
@@ -193,7 +198,7 @@ class Handovers:
         meta.receiver = sending.spec
         tables = tables_of(request.request_id)
         states = rows.states_at(tables, written_tokens, states_of(request.request_id))
-        chunks = replace(chunks, marks=(prompt_tokens - prompt_tokens % self._rules.block_tokens,))
+        chunks = replace(chunks, marks=(prompt_tokens,))
         for piece in pieces_of(rows, chunks, tables, states):
             if piece.rows is None:  # it has left a sliding window
                 sending.useful_tokens = min(sending.useful_tokens, piece.begin * self._rules.block_tokens)
