@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ mutate-gpu: venv  ## the same for the order of work on a GPU, which a device on 
 
 matrix: venv  ## every supported version of vLLM, each in its environment; ARGS="--short" for its beginning
 	@$(BIN)/python -m kvstore.tools.dev.matrix $(ARGS)
+
+models: venv  ## a tiny model of every architecture: does vLLM give the same outputs with kvstore? ARGS="--only NAME"
+	@$(BIN)/python -m kvstore.tools.dev.models $(ARGS)
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full

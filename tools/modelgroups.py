@@ -127,16 +127,22 @@ class KVModel:
     states: int = 0
     state: State | None = None
 
+    @property
+    def has_one_kind(self) -> bool:
+        """Whether all layers are attention of one kind: chunks hold their KV then, also if they have windows."""
+        return self.state is None and len(self.attention) == 1
+
     def bytes_per_token(self, tp_size: int = 1) -> int:
-        """KV of a token in the layers of one worker that keep all tokens."""
-        return sum(one.geometry.bytes_per_token(tp_size) for one in self.attention if one.kind is Kind.FULL)
+        """KV of a token in a chunk of one worker."""
+        in_chunks = (one for one in self.attention if one.kind is Kind.FULL or self.has_one_kind)
+        return sum(one.geometry.bytes_per_token(tp_size) for one in in_chunks)
 
     def promoted_bytes_per_token(self, tp_size: int = 1) -> int | None:
         """The same if vLLM lets every layer keep all tokens, as it does without its hybrid manager; None if it cannot.
 
         It cannot if there are states, and it does not if no layer keeps all tokens.
         """
-        if self.state is not None or not self.bytes_per_token(tp_size):
+        if self.state is not None or self.has_one_kind or not self.bytes_per_token(tp_size):
             return None
         return sum(one.geometry.bytes_per_token(tp_size) for one in self.attention)
 
@@ -160,8 +166,11 @@ class KVModel:
         return found
 
     def groups(self, wanted_tokens: int, tp_size: int = 1) -> Groups:
-        """The groups that vLLM makes of them with a block size, on one worker."""
+        """The groups that vLLM makes of them with a block size, on one worker. One alone counts as if it kept all."""
         found = self.alike(wanted_tokens, tp_size)
+        if self.has_one_kind:
+            (one,) = found
+            return Groups((Group(Kind.FULL, one.block_tokens, one.layers * one.page_bytes),))
         return Groups(
             tuple(
                 Group(one.kind, one.block_tokens, layers * one.page_bytes, one.span_tokens)

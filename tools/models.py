@@ -68,7 +68,7 @@ def build_llama(
     folder.mkdir(parents=True, exist_ok=True)
     receipt.unlink(missing_ok=True)
     _write_json(folder / "config.json", _llama_config(shape, dtype, max_position))
-    _write_tokenizer(folder, shape.vocab, max_position)
+    write_tokenizer(folder, shape.vocab, max_position)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(seed)
     weights = {
@@ -88,6 +88,25 @@ def random_tokens(num_tokens: int, *, vocab: int, seed: int) -> list[int]:
 def as_text(tokens: list[int]) -> str:
     """The text that the tokenizer turns into exactly these tokens."""
     return " ".join(f"w{token}" for token in tokens)
+
+
+def write_tokenizer(folder: Path, vocab: int, max_position: int) -> None:
+    """Write the tokenizer of any model that has so many token ids."""
+    words = [f"w{number}" for number in range(vocab - len(SPECIAL_TOKENS))]
+    ids = {word: number for number, word in enumerate([*words, *SPECIAL_TOKENS])}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))  # noqa: S106 - a word, not a password
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "model_max_length": max_position,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
 
 
 def _llama_weights(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
@@ -135,24 +154,6 @@ def _llama_config(shape: LlamaShape, dtype: DType, max_position: int) -> dict[st
         "eos_token_id": shape.vocab - 2,
         "dtype": dtype,
     }
-
-
-def _write_tokenizer(folder: Path, vocab: int, max_position: int) -> None:
-    words = [f"w{number}" for number in range(vocab - len(SPECIAL_TOKENS))]
-    ids = {word: number for number, word in enumerate([*words, *SPECIAL_TOKENS])}
-    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))  # noqa: S106 - a word, not a password
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "model_max_length": max_position,
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_json(folder / "tokenizer_config.json", config)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

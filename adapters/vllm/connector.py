@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.adapters.vllm.glue import capabilities, logs
 from kvstore.adapters.vllm.glue.binding import groups_of, hold_nothing, paged_kv_of
-from kvstore.adapters.vllm.glue.groups import fitting_chunk_size, group_ids
+from kvstore.adapters.vllm.glue.groups import announced_group, fitting_chunk_size, group_ids, has_states
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, sends, worker_options
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
@@ -119,6 +119,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
         self._group_ids = group_ids(kv_cache_config)
+        self._has_states = has_states(kv_cache_config)
         self._stores_nothing = stores_nothing(vllm_config, kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._throttle = Throttle(logger)
@@ -173,13 +174,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             server = embedded_server(config, namespace, paged.layout, self._config)
             if server is not None:
                 opened.callback(server.close)
-            self._worker = StoreWorker(
-                paged,
-                namespace,
-                engine_options(config, kv_cache_config, self._config),
-                how,
-                server,
-            )
+            store = engine_options(config, kv_cache_config, self._config)
+            self._worker = StoreWorker(paged, namespace, store, how, server)
             opened.pop_all()
 
     def _go_without(self, error: KVStoreError) -> None:
@@ -335,6 +331,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._arrivals.is_admitted(request.request_id):
             return None, False
         num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
+        if self._has_states:
+            capabilities.end_step_at(request, self._scheduling.parted_tokens(request.request_id))
         return num_tokens, bool(num_tokens) and self._scheduling.is_async_load(request.request_id)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -374,8 +372,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Which blocks came to memory and disk, and which left, for listeners to vLLM's KV events."""
-        groups = self._kv_cache_config.kv_cache_groups
-        return as_kv_events(self._scheduling.take_events(), groups[0].kv_cache_spec)
+        group = announced_group(self._kv_cache_config) or 0
+        spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        return as_kv_events(self._scheduling.take_events(), spec, group)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``: of the only group."""

@@ -207,7 +207,7 @@ class StepPush:
         if now:
             self._start(now, slots, sender)
             blocks = zip(now, slots, strict=True)
-            self._chunks += [self._paged.chunk(job.block_ids, self._pool.slot(slot)) for job, slot in blocks]
+            self._chunks += [self._chunk(job, slot) for job, slot in blocks]
 
     def reach(self, layer: int) -> None:
         """Gather all layers that are next in order, now that this one has been computed."""
@@ -227,11 +227,28 @@ class StepPush:
 
         After that the blocks are free for what the model's thread does, or launches.
         """
+        if trusted and not self._paged.moves_layers:
+            self._gather_whole()
         for layer in range(self._done_layers, self._paged.layout.num_layers if trusted else 0):
             self.reach(layer)
         self._end(trusted=trusted)
         if trusted:
             self._gather_late()
+
+    def _gather_whole(self) -> None:
+        """Gather all layers at once, of a cache of several groups."""
+        self._done_layers = self._paged.layout.num_layers
+        try:
+            moments = self._paged.gather_chunks(self._chunks)
+        except DeviceFullError as error:
+            self._has_failed = True
+            self._fail(error)
+        else:
+            for moment in moments[-1:]:  # that of all before, too
+                self._advance(self._done_layers, moment)
+
+    def _chunk(self, job: PushJob, slot: int) -> ChunkBlocks:
+        return self._paged.chunk(job.block_ids, self._pool.slot(slot), job.ref.num_blocks)
 
     def _advance(self, done_layers: int, moment: Moment) -> None:
         for delivery in self._deliveries:
@@ -261,7 +278,7 @@ class StepPush:
                 self._refuse(job)
                 continue
             try:
-                moment = self._paged.gather(job.block_ids, self._pool.slot(slots[0]))
+                (moment,) = self._paged.gather_chunks([self._chunk(job, slots[0])])
             except DeviceFullError as error:
                 self._room.give_back(slots)
                 self._fail(error, [job])

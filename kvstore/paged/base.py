@@ -70,6 +70,7 @@ class PagedKV(Protocol):
     num_blocks: int
     device: torch.device
     streams: Streams  # of the device
+    moves_layers: bool  # whether chunks can be moved layer by layer
 
     @property
     def device_bytes(self) -> int:
@@ -271,6 +272,8 @@ class _Run(NamedTuple):
 
 class HostPagedKV:
     """A paged KV cache in host memory."""
+
+    moves_layers = True
 
     def __init__(
         self, layers: Sequence[Sequence[PlaneRows]], layout: KVLayout, num_blocks: int, reserved_blocks: int = 0

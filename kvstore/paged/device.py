@@ -45,6 +45,8 @@ class DevicePagedKV:
         beside: a cache whose streams and buffers are used, instead of those that the two arguments before describe.
     """
 
+    moves_layers = True
+
     def __init__(
         self,
         layers: Sequence[Sequence[PlaneRows]],

@@ -53,6 +53,8 @@ class GroupedPagedKV:
         layout: of a chunk: all groups that keep all tokens, as one.
     """
 
+    moves_layers = False
+
     def __init__(self, groups: Sequence[PagedKV | None], layout: KVLayout) -> None:
         self.layout = layout
         self._groups = tuple(groups)
@@ -157,14 +159,10 @@ class GroupedPagedKV:
         return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, 0) for chunk in chunks]
 
     def chunk(
-        self,
-        block_ids: BlockIds,
-        payload: ByteArray,
-        chunk_blocks: int | None = None,
-        first_block: int = 0,
+        self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
     ) -> ChunkBlocks:
-        """See ``PagedKV``."""
-        raise _not_by_layer()
+        """See ``PagedKV``; to be moved whole."""
+        return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
     def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""

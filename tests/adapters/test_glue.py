@@ -10,64 +10,24 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from support.vllm_objects import BLOCK, CONFIG, cache_config, configured, hybrid, spec, vllm_config, windowed
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
-    RSWASpec,
-    SlidingWindowSpec,
 )
 
-from kvstore.adapters.vllm.glue import capabilities, groups, support
+from kvstore.adapters.vllm.glue import capabilities, support
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options, scheduler_options, worker_options
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.config.schema import StoreConfig
-from kvstore.errors import ConfigError, LayoutError
+from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 
 pytestmark = pytest.mark.vllm
-
-BLOCK = 16
-CONFIG = StoreConfig(chunk_size=4 * BLOCK)
-
-
-def spec(block_size: int = BLOCK) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.float32)
-
-
-def cache_config(*found: KVCacheGroupSpec) -> KVCacheConfig:
-    found = found or (KVCacheGroupSpec(["layer.0"], spec()),)
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=list(found))
-
-
-def vllm_config(
-    *, policy: str = "recompute", consumer: bool = True, dcp: int = 1, pcp: int = 1, sleep: bool = False
-) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_consumer=consumer, is_kv_producer=True, kv_load_failure_policy=policy),
-        model_config=SimpleNamespace(enable_sleep_mode=sleep),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        speculative_config=None,
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp, use_ubatching=False
-        ),
-    )
-
-
-def configured(transfer: KVTransferConfig, events: KVEventsConfig | None = None, *, drafts: bool = False) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        kv_events_config=events,
-        scheduler_config=SimpleNamespace(async_scheduling=True),
-        parallel_config=SimpleNamespace(use_ubatching=drafts),
-        speculative_config=SimpleNamespace() if drafts else None,
-    )
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -106,62 +66,6 @@ def test_context_parallelism_is_refused(dcp: int, pcp: int) -> None:
         check_supported(vllm_config(dcp=dcp, pcp=pcp), cache_config(), CONFIG)
 
 
-def mamba(mode: str = "align") -> MambaSpec:
-    return MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode=mode)
-
-
-def hybrid() -> KVCacheConfig:
-    return cache_config(KVCacheGroupSpec(["layer.0"], spec()), KVCacheGroupSpec(["layer.1"], mamba()))
-
-
-def test_several_groups_and_states_are_served() -> None:
-    check_supported(vllm_config(), hybrid(), CONFIG)
-    check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba())), CONFIG)
-
-
-def test_several_groups_with_a_draft_model_are_refused() -> None:
-    config = vllm_config()
-    config.speculative_config = SimpleNamespace()
-    with pytest.raises(LayoutError, match=r"speculative decoding.*--disable-hybrid-kv-cache-manager"):
-        check_supported(config, hybrid(), CONFIG)
-
-
-def test_several_groups_are_not_handed_over() -> None:
-    with pytest.raises(ConfigError, match="leave enable_pd out"):
-        check_supported(vllm_config(), hybrid(), CONFIG.model_copy(update={"enable_pd": True}))
-
-
-@pytest.mark.parametrize("key", ["local_disk_serde", "remote_serde"])
-def test_several_groups_are_not_quantized(key: str) -> None:
-    with pytest.raises(ConfigError, match="int8"):
-        check_supported(vllm_config(), hybrid(), CONFIG.model_copy(update={key: "int8"}))
-
-
-@pytest.mark.parametrize(("mode", "is_stored"), [("none", False), ("align", True)])
-def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: bool) -> None:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
-    assert (support.stores_nothing(config, hybrid()) is None) is is_stored
-    assert support.stores_nothing(config, cache_config()) is None
-
-
-def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
-    rings = RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, rswa_window=8)
-    with pytest.raises(LayoutError, match="RSWASpec"):
-        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], rings)), CONFIG)
-    ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    with pytest.raises(LayoutError, match="no KV cache that can be shared"):
-        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
-    group_ids = groups.group_ids(cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec())))
-    assert group_ids == (1,), "a ring beside others is not stored"
-
-
-def windowed() -> KVCacheConfig:
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=3 * BLOCK
-    )
-    return cache_config(KVCacheGroupSpec(["layer.0"], window))
-
-
 def test_with_a_window_loads_go_beside_the_steps() -> None:
     """One within a step could not be computed anew where it fails: the blocks before are gone."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
@@ -187,13 +91,6 @@ def test_blocks_may_be_overwritten_before_the_connector_hears_of_it(monkeypatch:
     assert overwrites_early(second, SimpleNamespace())  # a version that does not say
     monkeypatch.setattr(vllm, "__version__", "1.0")
     assert overwrites_early(first, cache_config())
-
-
-@pytest.mark.parametrize(("blocks", "expected"), [((48,), 96), ((16,), 64), ((48, 32), 96), ((80,), 80)])
-def test_a_chunk_size_that_does_not_fit_is_rounded_up(blocks: tuple[int, ...], expected: int) -> None:
-    found = cache_config(*(KVCacheGroupSpec([f"layer.{size}"], spec(size)) for size in blocks))
-    check_supported(vllm_config(), found, CONFIG)
-    assert groups.fitting_chunk_size(found, CONFIG) == expected
 
 
 def test_a_bound_of_loads_below_a_block_is_refused() -> None:

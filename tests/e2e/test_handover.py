@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from support.disaggregated import Disaggregation, EngineServer
+from support.hybrid_models import MAKERS
 from support.redis_server import wait_for
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
 
@@ -209,6 +210,19 @@ def test_fifty_prompts_and_ten_chats(tiny_model: Path, tmp_path: Path) -> None:
     turns, chats = plain(tiny_model, num_prompts=50, num_chats=10, num_turns=4)
     with engines(tiny_model, tmp_path) as running:
         play(running, turns, chats)
+
+
+@pytest.mark.soak
+def test_windows_are_handed_over(tmp_path: Path) -> None:
+    """With the prompt's chunks goes what the decode engine needs besides to go on: it computes the end only."""
+    model = MAKERS["gptoss"](tmp_path / "gptoss")
+    turns, _ = plain(model, num_prompts=8, num_chats=0, num_turns=1)
+    with engines(model, tmp_path / "engines") as running:
+        decode = Work(running.decode)
+        for turn in turns:
+            ask(running, turn)
+            num_tokens = len(turn.prompt)
+            assert decode.of(turn.prompt) <= num_tokens - (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @pytest.mark.soak

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.hybrid_engines import PROMPTS as HYBRID_PROMPTS
+from support.hybrid_models import MAKERS
 from support.runner import run_elsewhere
-from support.vllm_engine import Completion, Prompt, assert_same_outputs, whole_blocks
+from support.vllm_engine import BLOCK_TOKENS, Completion, Engine, Prompt, assert_same_outputs, whole_blocks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -60,3 +62,32 @@ def test_tensor_parallelism(
         assert_same_outputs(plain_outputs, outputs)
     assert_all_from_store(prompts, from_disk)
     assert_all_from_store(prompts, again)
+
+
+@pytest.mark.soak
+def test_tensor_parallelism_with_windows(tmp_path: Path) -> None:
+    """Ranks agree on the parts of checkpoints. Where one of them has lost a part, both compute."""
+    model = MAKERS["gemma3"](tmp_path / "gemma3")
+    folder = tmp_path / "disk"
+    job: dict[str, Any] = {"model": str(model), "two_processes": True, "max_tokens": 12}
+    with Engine(model, enable_prefix_caching=False) as engine:
+        expected = engine.generate(HYBRID_PROMPTS, logprobs=2)
+    ranks: dict[str, Any] = {"prompts": HYBRID_PROMPTS, "overrides": OVERRIDES}
+    store = {"disk": str(folder), "extra": {"kvstore.chunk_size": 64}}
+    ((cold, warm),) = run_elsewhere(job | {"engines": [ranks | {"store": store, "rounds": ["cold", "warm"]}]})
+    assert_same_outputs(expected, cold)
+    assert_same_outputs(expected, warm)
+    hits = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in HYBRID_PROMPTS]
+    assert [output.cached_tokens for output in warm] == hits
+
+    files = [sorted((folder / f"rank-{rank}-of-2").rglob("*.safetensors")) for rank in range(2)]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
+    restarted = {
+        "store": {"disk": str(folder), "extra": {"kvstore.chunk_size": 64, "kvstore.local_cpu": False}},
+        "rounds": ["from disk", "files missing"],
+        "unlink": {1: [str(path) for path in files[1][::3]]},
+    }
+    ((from_disk, spoilt),) = run_elsewhere(job | {"engines": [ranks | restarted]})
+    assert [output.cached_tokens for output in from_disk] == hits
+    for outputs in (from_disk, spoilt):
+        assert_same_outputs(expected, outputs)

@@ -84,14 +84,12 @@ def test_local_attention_keeps_nothing_where_its_chunk_ends() -> None:
     assert [size.prompt.checkpoints for size in sizes] == [1, 2]
 
 
-def test_windows_alone_have_no_chunks() -> None:
-    config = {**HEADS, "model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096}
-    sizes = calculate(parse_model(config), memory_gib=[20])
-    assert sizes.checkpoint is not None
-    assert (sizes.bytes_per_token, sizes.prompt.chunks, sizes.prompt.checkpoints) == (0, 0, 1)
-    assert sizes.checkpoint.size_bytes == 32 * 1024 * 4096 == sizes.prompt.stored_bytes
-    assert (sizes.checkpoint.worth_tokens, sizes.prompt.promoted_bytes) == (None, None)
-    assert sizes.holds_tokens == {"20": 20 * (1 << 30) // (32 * 1024 * 4096) * 9984}
+def test_windows_alone_are_in_chunks() -> None:
+    config = {**HEADS, "model_type": "mistral", "num_hidden_layers": 32}
+    windows, plain = (calculate(parse_model({**config, "sliding_window": tokens})) for tokens in (4096, None))
+    assert (windows.checkpoint, windows.prompt) == (None, plain.prompt)
+    assert windows.bytes_per_token == plain.bytes_per_token
+    assert [group.kind for group in windows.groups] == ["window"]
 
 
 def test_plain_models_have_chunks_only() -> None:

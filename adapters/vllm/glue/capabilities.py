@@ -62,3 +62,13 @@ def hit_sources(split: HitSplit) -> dict[Any, int]:
         _CacheHitSource.EXTERNAL_UNSPECIFIED: split.remote_tokens,
     }
     return {source: tokens for source, tokens in sources.items() if tokens}
+
+
+def end_step_at(request: Any, num_tokens: int) -> None:  # noqa: ANN401 - of versions that may lack the attribute
+    """Have vLLM end a step of prefill at a token, and keep the state there.
+
+    It does so where prompts part in its own prefix cache; a store knows of more prompts.
+    """
+    known_tokens = getattr(request, "shared_prefix_boundary", None)
+    if known_tokens is not None:
+        request.shared_prefix_boundary = max(known_tokens, num_tokens)

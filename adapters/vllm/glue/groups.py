@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """VLLM's numbers of the groups that are stored: the others are scratch space of single requests."""
+    """The number in vLLMs of the groups that are stored: the others are scratch space of single requests."""
     return tuple(kv_cache_config.prefix_cacheable_group_ids)
 
 
@@ -55,6 +55,20 @@ def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
 def fitting_chunk_size(kv_cache_config: KVCacheConfig, config: StoreConfig) -> int:
     """``chunk_size``, rounded up to whole blocks of every group."""
     return round_up(config.chunk_size, block_tokens_of(kv_cache_config))
+
+
+def announced_group(kv_cache_config: KVCacheConfig) -> int | None:
+    """The number in vLLM of the group whose blocks KV events are about: one that keeps all tokens.
+
+    None if there is none, or if vLLM names its blocks by other numbers of tokens than those of a block of all groups.
+    """
+    if not is_grouped(kv_cache_config):
+        return 0
+    block_tokens = block_tokens_of(kv_cache_config)
+    if getattr(kv_cache_config, "hash_block_size", None) not in {None, block_tokens}:  # 0.30 does not say
+        return None
+    groups = zip(group_ids(kv_cache_config), stored_groups(kv_cache_config), strict=True)
+    return next((number for number, group in groups if kind_of(group.kv_cache_spec) is Kind.FULL), None)
 
 
 def kind_of(spec: KVCacheSpec) -> Kind:

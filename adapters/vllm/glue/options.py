@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import vllm
 
-from kvstore.adapters.vllm.glue.groups import block_tokens_of, has_states, is_grouped
+from kvstore.adapters.vllm.glue.groups import announced_group, block_tokens_of, has_states, is_grouped
 from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
 from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
@@ -50,8 +50,9 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
             save_decode=config.save_decode_cache or (config.goes_both_ways and transfer.is_kv_consumer),
             # A step leaves a state where a prompt ends, and seldom where a chunk does.
             save_tails=config.saves_tails or has_states(kv_cache_config),
-            # A hit ends where there is a checkpoint, and before a prompt's last token, which is computed.
-            skip_last_tokens=max(config.skip_last_n_tokens, int(is_grouped(kv_cache_config))),
+            skip_last_tokens=config.skip_last_n_tokens,
+            spares_last_token=is_grouped(kv_cache_config),
+            marks_decode=has_states(kv_cache_config),
         ),
         loads=transfer.is_kv_consumer or config.goes_both_ways,
         saves=(transfer.is_kv_producer or config.goes_both_ways) and not config.force_skip_save,
@@ -76,8 +77,18 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         handover=_handover_options(vllm_config, config),
         pin_max_s=config.pin_max_secs,
         checkpoint_interval_tokens=config.checkpoint_interval,
-        announces=vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
+        announces=_announces(vllm_config, kv_cache_config),
     )
+
+
+def _announces(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return False
+    if announced_group(kv_cache_config) is None:
+        logger.warning("KV events are not published: this model's blocks are of other sizes than those that vLLM names")
+        return False
+    return True
 
 
 def worker_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> WorkerOptions:

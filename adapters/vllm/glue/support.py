@@ -94,11 +94,6 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
             f"{what} has not been tried with speculative decoding: start vLLM without --speculative-config, with "
             "--disable-hybrid-kv-cache-manager, or without kvstore"
         )
-    if config.enable_pd:
-        raise ConfigError(
-            f"{what} is not handed over from engine to engine yet: leave enable_pd out, and let the engines share a "
-            "remote_url"
-        )
     if config.local_disk_serde == "int8" or config.remote_codec == "int8":
         raise ConfigError(f"{what} cannot be quantized by the codec int8: use split, lz4 or none")
 

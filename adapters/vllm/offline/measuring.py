@@ -74,7 +74,7 @@ STORE: Final = transfer_config({"kvstore.max_local_cpu_size": 1.0})
 
 
 @contextmanager
-def opened(model: str, transfer: dict[str, Any] | None, **more: int) -> Iterator[LLM]:
+def opened(model: str, transfer: dict[str, Any] | None, **more: int | str) -> Iterator[LLM]:
     """A vLLM in this process, with a connector or without one, and with ``more`` of vLLM's own settings."""
     settings: dict[str, Any] = {
         "dtype": "float32",

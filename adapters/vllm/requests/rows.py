@@ -7,7 +7,7 @@ Positions are counted in blocks of the whole model: of the tokens after which a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -27,6 +27,9 @@ Tables = Sequence[Sequence[int]]
 
 States = Mapping[tuple[int, int], int]
 """Blocks that hold the state at a token, by group and token."""
+
+StatesOf = Callable[[str], States]
+"""Those that vLLM says a request has once a step is over."""
 
 NO_STATES: Final[States] = MappingProxyType({})
 
@@ -118,15 +121,19 @@ class RowMap:
             ids.append(row_of(number, block))
         return as_block_ids(ids)
 
-    def states_after(self, tables: Tables, end_tokens: int) -> dict[tuple[int, int], int]:
-        """The states that a step leaves behind which ends at a token, if that ends a block of every group."""
-        if end_tokens % self.groups.block_tokens:
-            return {}
-        return {
+    def states_at(self, tables: Tables, end_tokens: int, offered: States) -> States:
+        """The states that are there once a step has ended at a token: those ``offered``, and the one it leaves behind.
+
+        That one is of use if it ends a block of every group.
+        """
+        if end_tokens % self.groups.block_tokens or not self.groups.has_states:
+            return offered
+        left = {
             (number, end_tokens): _at(tables[number], end_tokens // group.block_tokens - 1)
             for number, group in enumerate(self.groups.groups)
             if group.kind is Kind.STATE
         }
+        return {**left, **offered}
 
     def _ratio(self, number: int) -> int:
         return self.groups.block_tokens // self.groups.groups[number].block_tokens

@@ -64,13 +64,20 @@ class SaveSpec:
 
 @dataclass(frozen=True)
 class SaveRules:
-    """What of a request is stored; the last ``skip_last_tokens`` of a sequence are not."""
+    """What of a request is stored; the last ``skip_last_tokens`` of a sequence are not.
+
+    Where hits end at checkpoints, ``spares_last_token`` has a prompt end before its last token, which is computed in
+    any case. With ``marks_decode`` a checkpoint is worth keeping at the end of each chunk that is decoded, until the
+    next one: when a request ends, it is too late for one.
+    """
 
     block_tokens: int
     chunk_tokens: int
     save_decode: bool
     save_tails: bool
     skip_last_tokens: int = 0
+    spares_last_token: bool = False
+    marks_decode: bool = False
 
 
 @dataclass
@@ -88,6 +95,7 @@ class RequestTracker:
     load_failed: bool = False  # an asynchronous one: it is not tried again
     is_handed_over: bool = False  # another engine computes its prompt for this one
     parted_tokens: int = 0  # up to here its chunks were found, and no checkpoint
+    decoded: tuple[ChunkRef, ...] = ()  # the last checkpoint behind its prompt
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index has counted
@@ -129,10 +137,14 @@ class RequestTracker:
         computes there may be rejected.
         """
         written_tokens = self.request.num_computed_tokens + num_scheduled_tokens
-        prompt_tokens = self._without_last(self.request.num_prompt_tokens)
+        prompt_tokens = self._prompt_tokens
         known_tokens = self._without_last(self.request.num_tokens) if self.rules.save_decode else prompt_tokens
         limit_tokens = min(known_tokens, written_tokens)
-        prompt_ends = not self.prompt_saved and written_tokens >= prompt_tokens
+        # With its last whole block: the tail ends there, and a state that the step leaves there is gone with the next.
+        ends_tokens = prompt_tokens - prompt_tokens % self.rules.block_tokens
+        prompt_ends = not self.prompt_saved and written_tokens >= ends_tokens
+        if prompt_ends and self.rules.spares_last_token:
+            limit_tokens = min(limit_tokens, prompt_tokens)  # the tail first, with its checkpoint
         if limit_tokens // self.rules.chunk_tokens <= self.num_saved_chunks and not prompt_ends:
             return None
         self.prompt_saved |= prompt_ends
@@ -145,6 +157,11 @@ class RequestTracker:
         limit_tokens = min(self._without_last(self.request.num_tokens), self.request.num_computed_tokens)
         return self._save_up_to(limit_tokens, limit_tokens)
 
+    @property
+    def _prompt_tokens(self) -> int:
+        """Those of the prompt that are stored."""
+        return self._without_last(self.request.num_prompt_tokens - self.rules.spares_last_token)
+
     def _without_last(self, num_tokens: int) -> int:
         return max(0, num_tokens - self.rules.skip_last_tokens)
 
@@ -154,10 +171,12 @@ class RequestTracker:
         first = self.num_saved_chunks
         self.num_saved_chunks = max(first, limit_tokens // self.rules.chunk_tokens)
         save = chunks_of(self.hasher, self.rules, first, limit_tokens, tail_tokens if self.rules.save_tails else 0)
-        ends_tokens = (tail_tokens, self._without_last(self.request.num_prompt_tokens))
+        ends_tokens = (tail_tokens, self._prompt_tokens)
         piece_tokens = self.rules.block_tokens if self.rules.save_tails else self.rules.chunk_tokens
-        marks = (self.parted_tokens, *(end_tokens - end_tokens % piece_tokens for end_tokens in ends_tokens))
-        return replace(save, marks=marks) if save is not None else None
+        marks = [self.parted_tokens, *(end_tokens - end_tokens % piece_tokens for end_tokens in ends_tokens)]
+        if self.rules.marks_decode and limit_tokens > self.request.num_prompt_tokens:
+            marks.append(limit_tokens - limit_tokens % self.rules.chunk_tokens)
+        return replace(save, marks=tuple(marks)) if save is not None else None
 
 
 def chunks_of(

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
-from kvstore.adapters.vllm.requests import blocks
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
+from kvstore.adapters.vllm.requests.pieces import pieces_of
+from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.adapters.vllm.scheduler.loads import TablesOf
 from kvstore.handover.pusher import PushJob
@@ -60,6 +61,7 @@ class _Sending:
     useful_tokens: int  # of the prompt, up to the first chunk that was left out
     num_chunks: int = 0  # handed to the workers so far
     is_complete: bool = False  # its tail, too
+    checkpoint_tokens: int = 0  # where the last checkpoint was that was sent
 
 
 @dataclass
@@ -143,11 +145,15 @@ class Handovers:
         return waiting is not None and time.monotonic() < waiting.ask_s
 
     def _wait_for(self, request_id: str, num_tokens: int, wait_s: float) -> None:
-        block_tokens = self._rules.block_tokens
-        whole_tokens = num_tokens - num_tokens % block_tokens
+        whole_tokens = self._whole_tokens(num_tokens)
         known = self._waiting.get(request_id)
         if whole_tokens and (known is None or known.num_tokens < whole_tokens):
             self._waiting[request_id] = _Waiting(whole_tokens, wait_s)
+
+    def _whole_tokens(self, num_tokens: int) -> int:
+        """Of so many tokens of a prompt, those in whole blocks that a hit can bring."""
+        num_tokens = max(0, num_tokens - self._rules.spares_last_token)
+        return num_tokens - num_tokens % self._rules.block_tokens
 
     def _receives(self, spec: DisaggSpec) -> bool:
         """Whether a request's KV comes to this engine, rather than leaving for another."""
@@ -163,30 +169,45 @@ class Handovers:
         """The requests whose KV goes to another engine."""
         return self._sending.keys()
 
-    def plan(self, tracker: RequestTracker, num_scheduled_tokens: int, tables_of: TablesOf) -> None:
-        """Add to the next plan the chunks of a prompt that the coming step of ``num_scheduled_tokens`` completes."""
+    def plan(
+        self,
+        tracker: RequestTracker,
+        num_scheduled_tokens: int,
+        tables_of: TablesOf,
+        rows: RowMap,
+        states_of: StatesOf,
+    ) -> None:
+        """Add to the next plan what of a prompt the coming step of ``num_scheduled_tokens`` completes."""
         request = tracker.request
         sending = self._sending.get(request.request_id)
         if sending is None or sending.is_complete:
             return
-        written_tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_prompt_tokens)
-        is_complete = written_tokens == request.num_prompt_tokens
+        # Up to its last whole block: a state that a step leaves there is gone with the next.
+        prompt_tokens = self._whole_tokens(request.num_prompt_tokens)
+        written_tokens = request.num_computed_tokens + num_scheduled_tokens
+        is_complete = written_tokens >= prompt_tokens
+        limit_tokens = min(written_tokens, prompt_tokens)
         tracker.hasher.update(request.all_token_ids)
-        tail_tokens = written_tokens if is_complete else 0
-        chunks = chunks_of(tracker.hasher, self._rules, sending.num_chunks, written_tokens, tail_tokens)
-        sending.num_chunks = max(sending.num_chunks, written_tokens // self._rules.chunk_tokens)
+        tail_tokens = prompt_tokens if is_complete else 0
+        chunks = chunks_of(tracker.hasher, self._rules, sending.num_chunks, limit_tokens, tail_tokens)
+        sending.num_chunks = max(sending.num_chunks, limit_tokens // self._rules.chunk_tokens)
         sending.is_complete = is_complete
         if chunks is None:
             return
         meta = self._metas.setdefault(request.request_id, ReqMeta(request.request_id))
         meta.receiver = sending.spec
-        block_ids = tables_of(request.request_id)[0]
-        for ref, begin in chunks.first_blocks().items():
-            source = blocks.whole(block_ids, begin, ref.num_blocks)
-            if source is None:  # it has left a sliding window
-                sending.useful_tokens = min(sending.useful_tokens, begin * self._rules.block_tokens)
-            else:
-                meta.pushes.append(PushJob(ref, source))
+        tables = tables_of(request.request_id)
+        states = rows.states_at(tables, written_tokens, states_of(request.request_id))
+        chunks = replace(chunks, marks=(prompt_tokens,))
+        for piece in pieces_of(rows, chunks, tables, states):
+            if piece.rows is None:  # it has left a sliding window
+                sending.useful_tokens = min(sending.useful_tokens, piece.begin * self._rules.block_tokens)
+                continue
+            meta.pushes.append(PushJob(piece.ref, piece.rows))
+            if piece.checkpoint:
+                sending.checkpoint_tokens = piece.end_tokens
+        if rows.checkpoints is not None and is_complete:
+            sending.useful_tokens = min(sending.useful_tokens, sending.checkpoint_tokens)
 
     def fill(self, plan: StepPlan) -> None:
         """Put into a plan the chunks that its step hands over."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, Written
+from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
 from kvstore.adapters.vllm.requests.rows import NO_STATES, RowMap, States, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveSpec
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
-from kvstore.paged.base import BlockIds
 from kvstore.transfer.mover import StoreJob
 
 
@@ -28,17 +27,6 @@ class _Write:
     in_vain: bool = False  # its chunk failed on another rank, and cannot be stored again until this ends
     left_behind: bool = False  # stored by at least one rank
     size_bytes: int = 0  # the most that it takes on any rank
-
-
-class _Piece(NamedTuple):
-    """A chunk that could be stored, or a part of a checkpoint; its rows, unless the request lacks some.
-
-    Of a part, ``checkpoint`` are all of them.
-    """
-
-    ref: ChunkRef
-    rows: BlockIds | None
-    checkpoint: tuple[ChunkRef, ...] = ()
 
 
 class SavePlanner:
@@ -78,7 +66,7 @@ class SavePlanner:
         Chunks whose blocks the request no longer has, or never had, are left out, and so are checkpoints.
         """
         req_id = tracker.request.request_id
-        pieces = list(self._pieces(save, tables, states))
+        pieces = list(pieces_of(self._rows, save, tables, states))
         sources = {piece.ref: piece.rows for piece in pieces if piece.rows is not None}
         left_out = takewhile(lambda piece: piece.rows is None, pieces)
         before = [*save.prefix, *(piece.ref.prefix_key for piece in left_out)]
@@ -92,6 +80,7 @@ class SavePlanner:
             noted=tracker.noted,
             checkpoints={piece.checkpoint for piece in pieces if piece.checkpoint},
         )
+        self._supersede(tracker, pieces)
         tracker.noted.update(piece.ref.prefix_key for piece in pieces)
         if not steps:
             return 0
@@ -102,21 +91,13 @@ class SavePlanner:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         return len(steps)
 
-    def _pieces(self, save: SaveSpec, tables: Tables, states: States) -> Iterator[_Piece]:
-        """Chunks, and behind each the parts of the checkpoint at its end, with their rows if the request has them."""
-        rows, block_tokens = self._rows, self._rows.groups.block_tokens
-        for ref, begin in save.first_blocks().items():
-            if rows.has_chunks:
-                yield _Piece(ref, rows.of_chunk(tables, begin, ref.num_blocks))
-            end = begin + ref.num_blocks
-            if rows.checkpoints is None or not rows.checkpoints.is_wanted(
-                begin * block_tokens, end * block_tokens, save.marks
-            ):
-                continue
-            parts = rows.checkpoint(tables, states, end * block_tokens)
-            if parts is not None:
-                refs = tuple(rows.checkpoints.refs(ref.prefix_key, end * block_tokens))
-                yield from (_Piece(part, ids, refs) for part, ids in zip(refs, parts, strict=True))
+    def _supersede(self, tracker: RequestTracker, pieces: Sequence[Piece]) -> None:
+        """Of the checkpoints behind a request's prompt only the last is kept: whoever goes on goes on from there."""
+        behind = tracker.request.num_prompt_tokens
+        decoded = [piece.checkpoint for piece in pieces if piece.checkpoint and piece.end_tokens > behind]
+        if decoded and decoded[-1] != tracker.decoded:
+            self._index.remove(ref.prefix_key for ref in tracker.decoded)
+            tracker.decoded = decoded[-1]
 
     def end_with(self, req_id: str) -> None:
         """A request has ended: have the workers report the end of its last store."""

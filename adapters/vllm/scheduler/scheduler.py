@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from kvstore.adapters.vllm.plan import FetchResult, ReqMeta, StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams
-from kvstore.adapters.vllm.requests.rows import NO_STATES, States, Tables
+from kvstore.adapters.vllm.requests.rows import NO_STATES, States, StatesOf, Tables
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, RequestView, SaveSpec
 from kvstore.adapters.vllm.scheduler.canary import Canary
 from kvstore.adapters.vllm.scheduler.choice import StepClock
@@ -188,6 +188,11 @@ class StoreScheduler:
         tracker = self._trackers.get(request_id)
         return tracker is not None and tracker.load is not None and tracker.load.async_load
 
+    def parted_tokens(self, request_id: str) -> int:
+        """Up to where the chunks of the prompt just looked up were found; 0 unless it needs a checkpoint there."""
+        tracker = self._trackers.get(request_id)
+        return tracker.parted_tokens if tracker is not None else 0
+
     def answer(self, request_id: str, *, first_token: int | None) -> dict[str, object] | None:
         """``kv_transfer_params`` for the answer to a request that ends now, before ``finish_request``."""
         tracker = self._trackers.get(request_id)
@@ -266,7 +271,7 @@ class StoreScheduler:
         tables_of: TablesOf,
         *,
         preempts: bool = False,
-        states_of: Callable[[str], States] = _no_states,
+        states_of: StatesOf = _no_states,
     ) -> StepPlan:
         """Make the plan of the step that computes ``num_scheduled_tokens`` per request, and may preempt others.
 
@@ -290,7 +295,7 @@ class StoreScheduler:
         connected: Connected,
         num_scheduled_tokens: Mapping[str, int],
         tables_of: TablesOf,
-        states_of: Callable[[str], States],
+        states_of: StatesOf,
     ) -> None:
         """Put into a plan what is to be moved."""
         verifies: list[ReqMeta] = []
@@ -301,7 +306,7 @@ class StoreScheduler:
             for req_id in self._handovers.sending:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
-                    self._handovers.plan(tracker, num_tokens, tables_of)
+                    self._handovers.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
@@ -309,7 +314,7 @@ class StoreScheduler:
                 end_tokens = tracker.request.num_computed_tokens + num_tokens
                 if save := tracker.take_save(num_tokens):
                     tables = tables_of(req_id)
-                    states = {**connected.rows.states_after(tables, end_tokens), **states_of(req_id)}
+                    states = connected.rows.states_at(tables, end_tokens, states_of(req_id))
                     self._plan_save(connected, tracker, save, tables, states)
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()

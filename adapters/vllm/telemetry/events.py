@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _MEDIA: Final = {Place.MEMORY: MEDIUM_CPU, Place.DISK: MEDIUM_STORAGE}
-_GROUP: Final = 0  # there is one
 
 
-def as_kv_events(announced: Iterable[Stored | Removed], spec: KVCacheSpec) -> Iterator[KVCacheEvent]:
-    """The events for listeners; ``spec`` is that of the one group of layers."""
+def as_kv_events(announced: Iterable[Stored | Removed], spec: KVCacheSpec, group: int = 0) -> Iterator[KVCacheEvent]:
+    """The events for listeners; ``spec`` is that of the group of layers that keeps all tokens, ``group`` its number."""
     for event in announced:
+        medium = _MEDIA[event.place]
         if isinstance(event, Stored):
-            yield _stored(event.blocks, _MEDIA[event.place], spec)
+            yield _stored(event.blocks, medium, spec, group)
         else:
-            yield BlockRemoved([_as_published(name) for name in event.hashes], _MEDIA[event.place], group_idx=_GROUP)
+            yield BlockRemoved([_as_published(name) for name in event.hashes], medium, group_idx=group)
 
 
-def _stored(blocks: Blocks, medium: str, spec: KVCacheSpec) -> BlockStored:
+def _stored(blocks: Blocks, medium: str, spec: KVCacheSpec, group: int) -> BlockStored:
     return BlockStored(
         block_hashes=[_as_published(name) for name in blocks.hashes],
         parent_block_hash=None if blocks.parent is None else _as_published(blocks.parent),
@@ -39,7 +39,7 @@ def _stored(blocks: Blocks, medium: str, spec: KVCacheSpec) -> BlockStored:
         lora_id=blocks.lora.adapter_id if blocks.lora else None,
         medium=medium,
         lora_name=blocks.lora.name if blocks.lora else None,
-        group_idx=_GROUP,
+        group_idx=group,
         kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
     )
 

@@ -21,12 +21,20 @@ def sizes(save: SaveSpec | None) -> list[int]:
 def test_chunked_prefill_saves_each_chunk_once_and_the_tail_last() -> None:
     request, tracker = tracker_of(42)
     saves = []
-    for count in (10, 10, 20, 2):
+    for count in (10, 10, 19, 3):
         saves.append(tracker.take_save(count))
         request.num_computed_tokens += count
     assert [sizes(save) for save in saves] == [[], [4], [4], [2]]
     assert [save.first_block for save in saves if save] == [0, 4, 8]
     assert tracker.is_saved
+
+
+def test_the_tail_is_saved_in_the_step_that_ends_with_it() -> None:
+    """The state of a model is there then, and overwritten by the next step."""
+    request, tracker = tracker_of(42)
+    assert sizes(tracker.take_save(40)) == [4, 4, 2]
+    request.num_computed_tokens = 40
+    assert tracker.take_save(2) is None
 
 
 def test_keys_are_those_of_the_whole_prefix() -> None:

@@ -13,6 +13,7 @@ from support.idle import are_loads_idle
 
 from kvstore.adapters.vllm.plan import Fetch, FetchResult, StepPlan, StepReport, StepResult, WorkerFacts
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
+from kvstore.adapters.vllm.requests.rows import NO_STATES
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadChoice, LoadRules
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions, Handovers
@@ -146,7 +147,7 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     request = FakeRequest("one", PROMPT)
     tracker = RequestTracker(request, NO_EXTRAS, RULES)
     handovers.start(tracker, Handover(DisaggSpec("one", "there", (5000,))))
-    handovers.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))])
+    handovers.plan(tracker, computed_tokens, lambda _: [list(range(1, 10))], ONE_GROUP, lambda _: NO_STATES)
     request.num_computed_tokens = computed_tokens
     answer = handovers.answer(tracker, first_token=None)
     assert answer is not None

@@ -1,0 +1,76 @@
+"""Models with several KV cache groups, or with states: what is served, and how they are told apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.vllm_objects import BLOCK, CONFIG, cache_config, hybrid, mamba, spec, vllm_config
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheGroupSpec,
+    RSWASpec,
+)
+
+from kvstore.adapters.vllm.glue import capabilities, groups, support
+from kvstore.adapters.vllm.glue.support import check_supported
+from kvstore.errors import ConfigError, LayoutError
+
+pytestmark = pytest.mark.vllm
+
+
+def test_several_groups_and_states_are_served() -> None:
+    check_supported(vllm_config(), hybrid(), CONFIG)
+    check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba())), CONFIG)
+
+
+def test_several_groups_with_a_draft_model_are_refused() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace()
+    with pytest.raises(LayoutError, match=r"speculative decoding.*--disable-hybrid-kv-cache-manager"):
+        check_supported(config, hybrid(), CONFIG)
+
+
+@pytest.mark.parametrize("key", ["local_disk_serde", "remote_serde"])
+def test_several_groups_are_not_quantized(key: str) -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        check_supported(vllm_config(), hybrid(), CONFIG.model_copy(update={key: "int8"}))
+
+
+@pytest.mark.parametrize(("mode", "is_stored"), [("none", False), ("align", True)])
+def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: bool) -> None:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
+    assert (support.stores_nothing(config, hybrid()) is None) is is_stored
+    assert support.stores_nothing(config, cache_config()) is None
+
+
+def test_vllm_ends_a_step_where_prompts_part() -> None:
+    """In its own prefix cache or in ours, whichever is later; 0 says nowhere."""
+    request = SimpleNamespace(shared_prefix_boundary=64)
+    capabilities.end_step_at(request, 0)
+    assert request.shared_prefix_boundary == 64
+    capabilities.end_step_at(request, 832)
+    assert request.shared_prefix_boundary == 832
+    older = SimpleNamespace()
+    capabilities.end_step_at(older, 832)
+    assert not vars(older)
+
+
+def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
+    rings = RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, rswa_window=8)
+    with pytest.raises(LayoutError, match="RSWASpec"):
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], rings)), CONFIG)
+    ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    with pytest.raises(LayoutError, match="no KV cache that can be shared"):
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
+    group_ids = groups.group_ids(cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec())))
+    assert group_ids == (1,), "a ring beside others is not stored"
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [((48,), 96), ((16,), 64), ((48, 32), 96), ((80,), 80)])
+def test_a_chunk_size_that_does_not_fit_is_rounded_up(blocks: tuple[int, ...], expected: int) -> None:
+    found = cache_config(*(KVCacheGroupSpec([f"layer.{size}"], spec(size)) for size in blocks))
+    check_supported(vllm_config(), found, CONFIG)
+    assert groups.fitting_chunk_size(found, CONFIG) == expected

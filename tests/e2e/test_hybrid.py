@@ -1,0 +1,289 @@
+"""Models with several kinds of KV cache groups: windows, states, chunked local attention.
+
+A hit takes all chunks before a token, and the checkpoint there. Outputs equal plain vLLM's, token by token in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cache_server import ServerProcess, short_folder
+from support.hybrid_engines import (
+    LONG,
+    PROMPTS,
+    SHARED_TOKENS,
+    SIBLINGS,
+    Hybrid,
+    answers_with_logprobs,
+    cached,
+    counted_loads,
+    kinds_of,
+    words,
+    zeroed_checkpoints,
+)
+from support.hybrid_models import ATTENTION_CHUNK, MAKERS
+from support.redis_server import RedisServer, running
+from support.vllm_engine import Completion, Prompt, assert_same_outputs, through_memory
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+WINDOW, LOCAL, STATE, FULL = "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec", "FullAttentionSpec"
+GROUPS = {
+    "gptoss": [WINDOW, FULL],
+    "gemma3": [WINDOW] * 3 + [FULL],
+    "granite4": [STATE] * 3 + [FULL],
+    "mistral": [WINDOW],
+    "nemotronh": [STATE] * 2 + [FULL],
+    "llama4": [LOCAL] * 3 + [FULL],
+    "gemma3n": [WINDOW] * 3 + [FULL],
+    "gemma4": [WINDOW] * 3 + [FULL],
+}
+BLOCK_TOKENS = {"granite4": 64, "nemotronh": 64, "gemma4": 64, "qwen3next": 544}  # others: 32
+FOUND_BY_SIBLINGS = {
+    "gptoss": [64, SHARED_TOKENS, SHARED_TOKENS],  # there the window is no larger than the chunk
+    "llama4": [768, SHARED_TOKENS, SHARED_TOKENS],  # four chunks of attention: nothing of them is needed behind
+    "mistral": [SHARED_TOKENS] * 3,  # without a full group there is one behind every chunk
+}
+IN_EVERY_RUN = ("gptoss", "gemma3", "granite4")
+
+FEW_BLOCKS = {"gptoss": 62, "granite4": 58, "llama4": 100, "gemma4": 80}  # hardly more than vLLM starts with
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes a model by its name."""
+    from kvstore.tools.dev.mamba2 import end_steps_at_states
+
+    end_steps_at_states()
+
+    def made(name: str, **more: Any) -> Hybrid:
+        folder = MAKERS[name](tmp_path_factory.mktemp("models") / name)
+        return Hybrid(name, folder, BLOCK_TOKENS.get(name, 32), **more)
+
+    return made
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.soak) for name in GROUPS],
+)
+def hybrid(request: pytest.FixtureRequest, make: Any) -> Hybrid:
+    """Each model in turn."""
+    made: Hybrid = make(request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(hybrid: Hybrid) -> list[Completion]:
+    """What plain vLLM answers: to the prompts, then to the siblings."""
+    with hybrid.engine() as engine:
+        return engine.generate([*PROMPTS, *SIBLINGS], logprobs=2)
+
+
+def test_hits_from_memory_and_disk(hybrid: Hybrid, plain: list[Completion], tmp_path: Path) -> None:
+    expected, store = plain[: len(PROMPTS)], hybrid.store(tmp_path / "disk")
+    with hybrid.engine(store) as engine:
+        assert kinds_of(engine) == GROUPS[hybrid.name]
+        assert_same_outputs(expected, engine.generate(PROMPTS))
+        engine.settle()
+        engine.forget_local()
+        from_memory = engine.generate(PROMPTS)
+        assert_same_outputs(expected, from_memory)
+        assert cached(from_memory) == hybrid.hits()
+        engine.assert_idle()
+    with hybrid.engine(store) as engine:
+        from_disk = engine.generate(PROMPTS)
+        assert_same_outputs(expected, from_disk)
+        assert cached(from_disk) == hybrid.hits()
+        assert engine.moved.chunks_loaded_from_disk > 0
+        engine.assert_idle()
+
+
+def test_outputs_stand_on_what_checkpoints_hold(hybrid: Hybrid, plain: list[Completion]) -> None:
+    """With zeros in place of windows and states outputs differ: equal outputs say something."""
+    with hybrid.engine(hybrid.store()) as engine:
+        engine.generate(PROMPTS)
+        engine.settle()
+        engine.forget_local()
+        with zeroed_checkpoints(engine) as zeroed:
+            damaged = engine.generate(PROMPTS)
+        assert cached(damaged) == hybrid.hits()
+        assert len(zeroed) == sum(hit > 0 for hit in hybrid.hits())
+        pairs = list(zip(plain, damaged, hybrid.hits(), strict=False))
+        if LOCAL in GROUPS[hybrid.name]:  # where a chunk of attention ends nothing is needed
+            pairs = [pair for pair in pairs if pair[2] % ATTENTION_CHUNK]
+        assert all(was.token_ids != got.token_ids for was, got, hit in pairs if hit > 0)
+
+
+def test_prompts_that_part_in_the_middle(hybrid: Hybrid, plain: list[Completion]) -> None:
+    """The first that parts from a prompt finds no checkpoint there, and has one stored. The next finds it."""
+    expected = plain[-len(SIBLINGS) :]
+    with hybrid.engine(hybrid.store()) as engine:
+        engine.generate([LONG])
+        found = []
+        for number, prompt in enumerate(SIBLINGS):
+            engine.settle()
+            engine.forget_local()
+            (answer,) = engine.generate([prompt])
+            assert_same_outputs(expected[number : number + 1], [answer])
+            found.append(answer.cached_tokens)
+        assert found == FOUND_BY_SIBLINGS.get(hybrid.name, [0, SHARED_TOKENS, SHARED_TOKENS])
+        engine.assert_idle()
+
+
+def test_checkpoints_at_intervals(hybrid: Hybrid, plain: list[Completion]) -> None:
+    """With one after every chunk, as steps leave a state there, the first that parts finds one."""
+    store = hybrid.store(checkpoint_interval=hybrid.chunk_tokens)
+    with hybrid.engine(store, max_num_batched_tokens=hybrid.chunk_tokens) as engine:
+        engine.generate([LONG])
+        engine.settle()
+        engine.forget_local()
+        (answer,) = engine.generate(SIBLINGS[:1])
+        assert_same_outputs(plain[-len(SIBLINGS) :][:1], [answer])
+        assert answer.cached_tokens == SHARED_TOKENS
+        engine.assert_idle()
+
+
+def test_what_vllm_has_itself_is_stored_right(hybrid: Hybrid, plain: list[Completion]) -> None:
+    """After a hit of vLLM's own, its tables have null blocks where a window or a state was."""
+    with hybrid.engine(hybrid.store()) as engine:
+        engine.generate([LONG], asks={"kvstore.skip_save": True})
+        for _ in range(2):
+            again = engine.generate([LONG])
+            assert_same_outputs(plain[len(PROMPTS) - 1 : len(PROMPTS)], again)
+            assert cached(again) == hybrid.hits([LONG])
+        engine.settle()
+        engine.forget_local()
+        assert_same_outputs(plain[-len(SIBLINGS) :], engine.generate_one_by_one(SIBLINGS))
+        engine.assert_idle()
+
+
+def damage(folder: Path) -> int:
+    """Cut all files of chunks and parts; how many there were."""
+    files = [path for path in folder.rglob("*.safetensors") if path.parent.name != ".free"]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:1000])
+    return len(files)
+
+
+def test_loads_that_fail_are_tried_once(hybrid: Hybrid, plain: list[Completion], tmp_path: Path) -> None:
+    """vLLM starts over, and asks again: an answer that fails again would never end."""
+    expected = plain[: len(PROMPTS)]
+    with hybrid.engine(hybrid.store(tmp_path / "disk", local_cpu=False)) as engine:
+        engine.generate(PROMPTS)
+        engine.settle()
+        assert damage(tmp_path / "disk") > len(PROMPTS)
+        engine.forget_local()
+        with counted_loads() as loads:
+            assert_same_outputs(expected, engine.generate(PROMPTS))
+        assert engine.store_scheduler.index.counters.failed_loads > 0
+        assert max(loads.values()) == 1
+        engine.settle()  # what failed has been computed and stored again
+        engine.forget_local()
+        again = engine.generate(PROMPTS)
+        assert_same_outputs(expected, again)
+        assert cached(again) == hybrid.hits()
+        engine.assert_idle()
+
+
+def crowd(seed: int) -> list[Prompt]:
+    """16 prompts of about 300 tokens, half of which begin alike."""
+    stem = words(seed, 200)
+    return [[*(stem if number % 2 else words(seed + 1 + number, 200)), *words(number, 100)] for number in range(16)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", FEW_BLOCKS)
+def test_few_blocks(name: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are preempted while others load: they come back, and blocks are never mixed up."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    hybrid, prompts = make(name), crowd(seed=100)
+    with hybrid.engine() as engine:
+        plain = engine.generate(prompts, max_tokens=120, logprobs=2)
+    preempted = 0
+    original = Scheduler._preempt_request
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal preempted
+        preempted += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    few = {"num_gpu_blocks_override": FEW_BLOCKS[name], "max_model_len": 768, "max_num_seqs": 16}
+    for extra in ({}, {"save_decode_cache": True}):
+        store = hybrid.store(tmp_path / f"disk{len(extra)}", **extra)
+        with hybrid.engine(store, **few) as engine:
+            for _ in ("cold", "warm"):
+                preempted = 0
+                assert_same_outputs(plain, engine.generate(prompts, max_tokens=120))
+                assert preempted > 0
+                engine.settle()
+                engine.forget_local()
+            engine.assert_idle()
+
+
+@pytest.fixture(params=["redis", "server"])
+def remote_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A remote tier."""
+    if request.param == "redis":
+        redis = RedisServer(tmp_path / "redis")
+        with running(redis):
+            yield f"redis://127.0.0.1:{redis.port}"
+        return
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        try:
+            yield server.start().url
+        finally:
+            server.kill()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["gptoss", "granite4"])
+def test_hits_from_a_remote_tier(name: str, make: Any, remote_url: str) -> None:
+    hybrid = make(name)
+    store = through_memory(remote_url)
+    store.extra |= hybrid.store().extra
+    with hybrid.engine() as engine:
+        plain = engine.generate(PROMPTS, logprobs=2)
+    with hybrid.engine(store) as engine:
+        assert_same_outputs(plain, engine.generate(PROMPTS))
+        engine.settle()
+    with hybrid.engine(store) as engine:
+        found = engine.generate(PROMPTS)
+        assert_same_outputs(plain, found)
+        assert cached(found) == hybrid.hits()
+        engine.assert_idle()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        pytest.param("qwen3next", {"chunk_tokens": 544, "dtype": "bfloat16"}, id="qwen3next"),  # no other kernel
+        pytest.param("lfm2", {}, id="lfm2"),  # outputs of plain vLLM depend on the batch
+    ],
+)
+def test_hits_equal_vllms_own_bit_by_bit(name: str, more: dict[str, Any], make: Any, tmp_path: Path) -> None:
+    """Where float32 is no oracle: the same hit, alone in its batch, from vLLM's prefix cache and from the store."""
+    hybrid = make(name, **more)
+    prompts = [prompt for prompt, hit in zip(PROMPTS, hybrid.hits(), strict=True) if hit]
+    with hybrid.engine(enable_prefix_caching=True) as engine:
+        own = [[answers_with_logprobs(engine, prompt) for _ in range(2)][1] for prompt in prompts]
+        assert cached(engine.generate_one_by_one(prompts)) == hybrid.hits(prompts)
+    store = hybrid.store(tmp_path / "disk")
+    with hybrid.engine(store) as engine:
+        engine.generate_one_by_one(prompts)
+        engine.settle()
+        engine.forget_local()
+        assert [answers_with_logprobs(engine, prompt) for prompt in prompts] == own
+        engine.settle()
+    with hybrid.engine(store) as engine:
+        assert [answers_with_logprobs(engine, prompt) for prompt in prompts] == own
+        engine.forget_local()
+        assert cached(engine.generate_one_by_one(prompts)) == hybrid.hits(prompts)
+        engine.assert_idle()
