@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -83,7 +84,12 @@ class Entries(dict[PrefixKey, Entry]):
         self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
         self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # the parts of a checkpoint, by each of them
-        self._broken: list[PrefixKey] = []  # parts of checkpoints of which another part is gone
+        self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints of which another part is gone
+
+    def is_known(self, key: PrefixKey) -> bool:
+        """Whether a chunk is here, or comes, and is not about to go."""
+        chunk = self.get(key)
+        return chunk is not None and not chunk.forgotten
 
     def is_unused(self, key: PrefixKey) -> bool:
         """Whether a chunk may be evicted."""
@@ -100,19 +106,28 @@ class Entries(dict[PrefixKey, Entry]):
             self.departed.note(key, MissReason.EVICTED)
 
     def vanish(self, chunk: Entry) -> None:
-        """Drop the entry of a chunk that is nowhere."""
+        """Drop the entry of a chunk that is nowhere. A part of a checkpoint that the remote tier has is still there."""
         self.pop(chunk.ref.prefix_key, None)
         self.expiries.withdraw(chunk.ref.prefix_key)
-        self._broken += self._siblings.pop(chunk.ref.prefix_key, ())
+        siblings = self._siblings.pop(chunk.ref.prefix_key, ())
+        if chunk.remote is not SENT:
+            self._broken.update(dict.fromkeys(siblings))
 
-    def note_checkpoint(self, keys: tuple[PrefixKey, ...]) -> None:
-        """The parts of one checkpoint: without one of them the others are worth nothing."""
-        if all(key in self for key in keys):
-            self._siblings.update(dict.fromkeys(keys, keys))
-        else:
-            self._broken += keys
+    def note_checkpoint(self, refs: Iterable[ChunkRef]) -> None:
+        """These are the parts of a checkpoint, to be stored or loaded: without one the others are worth nothing."""
+        keys = tuple(ref.prefix_key for ref in refs)
+        if not all(map(self.is_known, keys)):
+            self._broken.update(dict.fromkeys(keys))
+            return
+        for key in keys:
+            self._siblings[key] = keys
+            self._broken.pop(key, None)
+
+    def break_checkpoint(self, key: PrefixKey) -> None:
+        """A chunk goes, wherever it is. If it is part of a checkpoint, the rest of that goes with it."""
+        self._broken.update(dict.fromkeys(self._siblings.get(key, ())))
 
     def take_broken(self) -> list[Entry]:
         """The parts that are left of checkpoints that are not whole, since the last call."""
-        broken, self._broken = self._broken, []
+        broken, self._broken = self._broken, {}
         return [self[key] for key in broken if key in self]

@@ -15,7 +15,7 @@ The caller serialises all calls. Under vLLM this object lives in the scheduler a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
 
@@ -23,22 +23,19 @@ from kvstore.catalog import invariants
 from kvstore.catalog.entries import (
     GATHERING,
     LOADING,
-    NO_FILE,
     NO_SLOT,
     READY,
-    SENT,
-    STORED,
     UNREAD,
-    WRITING,
     Entries,
     Entry,
 )
 from kvstore.catalog.leases import Leases, LeaseView
+from kvstore.catalog.loads import Loads
 from kvstore.catalog.lookup import Lookup
-from kvstore.catalog.plans import LoadStep, MissReason, Place, StoreStep
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.sequence import superseded_tails
 from kvstore.catalog.slots import Slots
+from kvstore.catalog.tails import Tails
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
@@ -101,6 +98,8 @@ class ChunkIndex(Lookup):
         self._leases = Leases(num_slots)
         self._orders = [memory_order, disk_order] if disk_capacity_bytes else [memory_order]
         self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
+        self._loads = Loads(chunks, self._slots, self._remote, self._uses)
+        self._tails = Tails(chunks, self._leases, self._uses)
         self._last_used: Sequence[PrefixKey] = ()  # the chain
 
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
@@ -116,11 +115,13 @@ class ChunkIndex(Lookup):
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def prepare_load(self, refs: Sequence[ChunkRef], told: Told = NOTHING_TOLD) -> list[LoadStep]:
+    def prepare_load(
+        self, refs: Sequence[ChunkRef], told: Told = NOTHING_TOLD, checkpoint: Sequence[ChunkRef] = ()
+    ) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
 
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until
-        ``complete_load``.
+        ``complete_load``. ``checkpoint`` are those of the refs that are parts of one: they go together.
         """
         planned: list[tuple[Entry, Place]] = []
         for ref in refs:
@@ -140,7 +141,9 @@ class ChunkIndex(Lookup):
                     break
                 self._slots.fill(chunk, slot, LOADING)
             steps.append(LoadStep(chunk.ref, chunk.slot, source))
-        self._touch([step.ref.prefix_key for step in steps])
+        self._touch([step.ref.prefix_key for step in steps], leaves={ref.prefix_key for ref in checkpoint})
+        if steps and len(steps) == len(refs):
+            self._chunks.note_checkpoint(checkpoint)
         return steps
 
     def complete_load(
@@ -151,44 +154,7 @@ class ChunkIndex(Lookup):
         Chunks in ``failed`` did not arrive. Those also in ``lost`` were missing or damaged and are forgotten, as is one
         that was to come from its slot and is not there; the others may still be on a disk that does not answer.
         """
-        for step in steps:
-            chunk = self._chunks[step.ref.prefix_key]
-            if step.ref.prefix_key in failed:
-                self._fail_load(chunk, step, is_lost=step.ref.prefix_key in lost)
-            elif step.source is not Place.MEMORY and not chunk.forgotten:
-                chunk.memory = READY
-                if chunk.disk is UNREAD:
-                    chunk.disk = STORED
-                if step.source is Place.REMOTE:
-                    chunk.remote = SENT
-                self._chunks.note_change(chunk)
-            self._uses.end(chunk)
-
-    def _fail_load(self, chunk: Entry, step: LoadStep, *, is_lost: bool) -> None:
-        self.counters.failed_loads += 1
-        if step.source is Place.REMOTE:
-            self._fail_remote_load(chunk)
-            return
-        # A slot without its chunk's bytes. One that has changed since only waited for a read that failed.
-        is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
-        if is_lost or is_mislabelled:
-            self.counters.lost_chunks += not chunk.forgotten
-            self._chunks.departed.note(step.ref.prefix_key, MissReason.LOST)
-            self._uses.forget(chunk)
-        elif step.source is Place.DISK:
-            chunk.disk = UNREAD
-            self._slots.drop(chunk)
-
-    def _fail_remote_load(self, chunk: Entry) -> None:
-        """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
-        if self._remote.view is not None:
-            self._remote.view.deny([chunk.ref], self._now_s)
-        if chunk.forgotten:
-            return
-        if chunk.disk is NO_FILE:
-            self._uses.forget(chunk)
-        else:
-            self._slots.drop(chunk)
+        self._loads.complete(steps, failed, lost, self._now_s)
 
     # -- store -------------------------------------------------------------------------------------------------------
 
@@ -200,6 +166,7 @@ class ChunkIndex(Lookup):
         hasher: PrefixHasher | None = None,
         ttl_s: float | None = None,
         noted: AbstractSet[PrefixKey] | None = None,
+        checkpoints: Collection[Sequence[ChunkRef]] = (),
     ) -> list[StoreStep]:
         """Plan to store chunks that continue ``prefix``; known ones and those without room are left out.
 
@@ -213,6 +180,9 @@ class ChunkIndex(Lookup):
         This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
         caller who does not know, None, takes these to be the prefix and the chain that was used last.
 
+        ``checkpoints`` are those of the refs that are the parts of one, each behind the chunk it stands on. They are
+        planned all or none, since a checkpoint without one of its parts is worth nothing.
+
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
         step holds its slot until ``complete_store``, and until ``complete_write`` for each of its targets.
         """
@@ -220,20 +190,46 @@ class ChunkIndex(Lookup):
             chunk = self._chunks.get(ref.prefix_key)
             if chunk is not None and self._is_out_of_reach(chunk):
                 self._uses.discard(chunk)
+        whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
         chain = [*prefix, *(ref.prefix_key for ref in refs)]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._uses.begin(chunk)
-        self._touch(chain, {*prefix, *self._last_used} if noted is None else noted)
-        steps = [step for ref in refs if (step := self._plan_store(ref, ttl_s)) is not None]
+        self._touch(chain, {*prefix, *self._last_used} if noted is None else noted, whole.keys())
+        steps = self._plan_stores(refs, whole, ttl_s)
         for chunk in own:
             self._uses.end(chunk)
         for order in self._orders:
-            order.refresh_chain(chain)  # with the new ones, or they would outlive their prefix
+            order.refresh_chain(chain, whole.keys())  # with the new ones, or they would outlive their prefix
         if hasher is not None and steps:
-            for key, tails in superseded_tails(hasher, {step.ref.prefix_key for step in steps}).items():
-                self._chunks[key].tails = tails
+            self._tails.note(steps, hasher)
+        for parts in checkpoints:
+            self._chunks.note_checkpoint(parts)
         return steps
+
+    def _plan_stores(
+        self, refs: Iterable[ChunkRef], whole: Mapping[PrefixKey, Sequence[ChunkRef]], ttl_s: float | None
+    ) -> list[StoreStep]:
+        """Steps for those without the parts, if any, of a checkpoint that has no room as a whole."""
+        steps: list[StoreStep] = []
+        left_out: Sequence[ChunkRef] = ()
+        for ref in refs:
+            parts = whole.get(ref.prefix_key)
+            if parts is not None and ref == parts[0] and not self._has_room(parts):
+                left_out = parts
+            if ref in left_out:
+                self.counters.refused += 1
+            elif (step := self._plan_store(ref, ttl_s)) is not None:
+                steps.append(step)
+        return steps
+
+    def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
+        """Whether all of these could be stored that are new, if only for the way to a slower tier."""
+        new = [ref.prefix_key for ref in refs if ref.prefix_key not in self._chunks]
+        if not new or self._slots.has_room(len(new), new[0]):
+            return True
+        has_slower = self._disk.stored_bytes is not None or self._remote.view is not None
+        return has_slower and self._slots.has_room(len(new))
 
     def _plan_store(self, ref: ChunkRef, ttl_s: float | None) -> StoreStep | None:
         chunk = self._chunks.get(ref.prefix_key)
@@ -304,7 +300,7 @@ class ChunkIndex(Lookup):
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
             if chunk.tails and step.ref.prefix_key not in failed:
-                self._supersede(chunk)
+                self._tails.supersede(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
         """Take the result of a write behind, and the bytes it took, if these are not those reserved for it."""
@@ -314,28 +310,8 @@ class ChunkIndex(Lookup):
         else:
             self._disk.complete(chunk, stored=stored, size_bytes=size_bytes)
             if stored and chunk.in_memory:
-                self._supersede(chunk)
+                self._tails.supersede(chunk)
         self._uses.end(chunk)
-
-    def _supersede(self, chunk: Entry) -> None:
-        """Forget the tails of a chunk that has just been stored.
-
-        A tail on disk stays until its whole chunk is there too, or a crash in between would lose both. One that is
-        leased stays: it goes in its turn, like any other chunk.
-        """
-        if chunk.ref.prefix_key not in self:  # it was removed meanwhile
-            return
-        chunk.tails = tuple(key for key in chunk.tails if key in self)
-        if chunk.disk is WRITING:
-            return
-        tails, chunk.tails = chunk.tails, ()
-        for key in tails:
-            tail = self._chunks[key]
-            if key in self._leases or (chunk.expires_s is not None and tail.expires_s is None):
-                continue  # held, or there for longer
-            if chunk.on_disk or tail.disk is NO_FILE:
-                self.counters.superseded_tails += 1
-                self._uses.remove(tail)
 
     def check_invariants(self) -> None:
         """State what must hold between any two calls, chunk by chunk and lease by lease. For tests: it takes long."""
@@ -345,10 +321,7 @@ class ChunkIndex(Lookup):
         invariants.check_sends(self._remote)
         invariants.check_leases(self._leases)
         invariants.check_uses(self._uses)
-
-    def note_checkpoint(self, refs: Iterable[ChunkRef]) -> None:
-        """The parts of a checkpoint, just planned to be stored or loaded: they go together."""
-        self._chunks.note_checkpoint(tuple(ref.prefix_key for ref in refs))
+        invariants.check_checkpoints(self._chunks)
 
     # -- leases and time ---------------------------------------------------------------------------------------------
 
@@ -444,10 +417,15 @@ class ChunkIndex(Lookup):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _touch(self, chain: Sequence[PrefixKey], noted: AbstractSet[PrefixKey] = frozenset()) -> None:
+    def _touch(
+        self,
+        chain: Sequence[PrefixKey],
+        noted: AbstractSet[PrefixKey] = frozenset(),
+        leaves: AbstractSet[PrefixKey] = frozenset(),
+    ) -> None:
         self._last_used = chain
         for order in self._orders:
-            order.touch_chain(chain, noted)
+            order.touch_chain(chain, noted, leaves)
 
     def _is_out_of_reach(self, chunk: Entry) -> bool:
         """Whether a chunk nobody holds is only on a disk that cannot give it."""

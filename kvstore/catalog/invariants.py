@@ -29,6 +29,13 @@ def check_deadlines(deadlines: Deadlines[Name], expected_s: Mapping[Name, float]
     assert all(heap[(place - 1) // 2] <= entry for place, entry in enumerate(heap) if place)
 
 
+def check_checkpoints(chunks: Entries) -> None:
+    """Of checkpoints only those are known that are here, at least in part, each by all of its parts."""
+    for key, siblings in chunks._siblings.items():
+        assert key in chunks, "a checkpoint that is nowhere"
+        assert key in siblings
+
+
 def check_slots(chunks: Entries, slots: Slots) -> None:
     """Every slot is free or belongs to one chunk, and the counts agree with the chunks."""
     with_slot = {key: chunk.slot for key, chunk in chunks.items() if chunk.memory is not NO_SLOT}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
-from kvstore.catalog.remote_view import NOTHING_TOLD, Told
-from kvstore.catalog.sequence import End, ends, tail_refs
+from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
+from kvstore.catalog.sequence import ends, tail_refs
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
@@ -35,12 +35,11 @@ class Lookup:
         self._slots = slots
         self._disk = disk
         self._remote = remote
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._now_s = 0.0
 
     def __contains__(self, key: PrefixKey) -> bool:
-        chunk = self._chunks.get(key)
-        return chunk is not None and not chunk.forgotten
+        return self._chunks.is_known(key)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -95,11 +94,30 @@ class Lookup:
 
         A model that needs checkpoints goes on at the last one before the chunks end, and not behind ``limit_tokens``.
         """
-        first_chunk = skip_tokens // hasher.chunk_tokens
-        if self._checkpoints is None:
-            found, num_tokens = self._walk(hasher, first_chunk, told)
-            return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
-        return self._resumable(self._checkpoints, hasher, skip_tokens, told, limit_tokens)
+        if self.checkpoints is not None:
+            return self._resumable(self.checkpoints, hasher, skip_tokens, told, limit_tokens)
+        first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room()
+        found = self._whole(hasher, first_chunk, room, told)
+        num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
+        block_keys = hasher.block_keys(first_chunk + len(found))
+        for num_blocks in range(len(block_keys), 0, -1):
+            tail = self._find(block_keys[num_blocks - 1], num_blocks, room, told)
+            if tail is not None:
+                found.append(tail)
+                num_tokens += num_blocks * hasher.block_tokens
+                break
+        return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+
+    def _whole(self, hasher: PrefixHasher, first_chunk: int, room: _StagingRoom, told: Told) -> list[ChunkRef]:
+        """The whole chunks that could be loaded, in order, from the first of them on."""
+        blocks_per_chunk = hasher.blocks_per_chunk
+        found: list[ChunkRef] = []
+        for key in hasher.chunk_keys()[first_chunk:]:
+            ref = self._find(key, blocks_per_chunk, room, told)
+            if ref is None:
+                break
+            found.append(ref)
+        return found
 
     def _resumable(
         self,
@@ -112,51 +130,34 @@ class Lookup:
         """The longest prefix at whose end a checkpoint could be loaded, too."""
         first_chunk = skip_tokens // hasher.chunk_tokens
         limit_tokens = hasher.num_tokens if limit_tokens is None else min(limit_tokens, hasher.num_tokens)
-        if checkpoints.groups.full:
-            found, num_tokens = self._walk(hasher, first_chunk, told)
-            tails = [ref for ref in found[-1:] if ref.num_blocks < hasher.blocks_per_chunk]
-            last = first_chunk + len(found) - len(tails)
-            if limit_tokens < last * hasher.chunk_tokens:  # the chunk is whole, and the caller's tail of it ends within
-                last = limit_tokens // hasher.chunk_tokens
-                tails = tail_refs(hasher, last)
-        else:
-            found, num_tokens, last = [], limit_tokens, len(hasher.chunk_keys())
-            tails = tail_refs(hasher, last)
-        for end in ends(hasher, skip_tokens, min(num_tokens, limit_tokens), last, tails):
-            parts = self._parts(checkpoints, end, told)
-            refs = found[: end.num_chunks - first_chunk]
-            if parts is not None and self._fits((*refs, *parts)):
-                return Match(tuple(refs), end.tokens, first_chunk, parts, num_tokens)
-        return NO_MATCH._replace(chunk_tokens=num_tokens)
-
-    def _walk(self, hasher: PrefixHasher, first_chunk: int, told: Told) -> tuple[list[ChunkRef], int]:
-        """The chunks that could be loaded, in order, from the first of them on, and the tokens up to the last's end."""
-        blocks_per_chunk = hasher.blocks_per_chunk
         found: list[ChunkRef] = []
-        room = self._room()
-        for key in hasher.chunk_keys()[first_chunk:]:
-            ref = self._find(key, blocks_per_chunk, room, told)
-            if ref is None:
-                break
-            found.append(ref)
-        num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
-        block_keys = hasher.block_keys(first_chunk + len(found))
-        for num_blocks in range(len(block_keys), 0, -1):
-            tail = self._find(block_keys[num_blocks - 1], num_blocks, room, told)
-            if tail is not None:
-                found.append(tail)
-                num_tokens += num_blocks * hasher.block_tokens
-                break
-        return found, num_tokens
-
-    def _parts(self, checkpoints: Checkpoints, end: End, told: Told) -> tuple[ChunkRef, ...] | None:
-        """The parts of the checkpoint at an end, if all of them could be loaded."""
-        parts = []
-        for ref in checkpoints.refs(end.prefix_key, end.tokens):
-            if self.source(ref, told) is None:
-                return None
-            parts.append(ref)
-        return tuple(parts)
+        if checkpoints.groups.full:
+            found = self._whole(hasher, first_chunk, self._room(), told)
+            last = first_chunk + len(found)
+            tails = [tail for tail in tail_refs(hasher, last) if self.source(tail, told) is not None]
+            tail_blocks = tails[-1].num_blocks if tails else 0
+            reach_tokens = last * hasher.chunk_tokens + tail_blocks * hasher.block_tokens
+        else:
+            found, last, reach_tokens = [], len(hasher.chunk_keys()), limit_tokens
+            tails = tail_refs(hasher, last)
+        within = {last: tails}
+        if limit_tokens < last * hasher.chunk_tokens:  # the caller's tail ends within a chunk that is whole here
+            within[limit_tokens // hasher.chunk_tokens] = tail_refs(hasher, limit_tokens // hasher.chunk_tokens)
+        possible = ends(hasher, skip_tokens, min(reach_tokens, limit_tokens), within)
+        for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
+            if first is not None and self.source(first, told) is None:
+                continue  # nearly always
+            parts = tuple(checkpoints.refs(prefix_key, num_tokens))
+            if any(self.source(ref, told) is None for ref in parts):
+                continue
+            num_chunks, tail_tokens = divmod(num_tokens, hasher.chunk_tokens)
+            refs = found[: num_chunks - first_chunk]
+            if tail_tokens and checkpoints.groups.full:
+                tail = ChunkRef(prefix_key, tail_tokens // hasher.block_tokens)
+                refs.append(tail if num_chunks == last else found[num_chunks - first_chunk])
+            if self._fits((*refs, *parts)):
+                return Match(tuple(refs), num_tokens, first_chunk, parts, reach_tokens)
+        return NO_MATCH._replace(chunk_tokens=reach_tokens)
 
     def _room(self) -> _StagingRoom:
         return _StagingRoom(len(self._slots.free) + self._slots.num_idle)
@@ -176,10 +177,14 @@ class Lookup:
         keys = hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
         if not keys:
             return None
+        if self.checkpoints is not None and not self.checkpoints.groups.full:  # a checkpoint at one of the ends behind
+            last = len(hasher.chunk_keys())
+            behind = ends(hasher, known_tokens, end_tokens, {last: tail_refs(hasher, last)})
+            keys = [first.prefix_key for first in self.checkpoints.first_refs(reversed(behind)) if first is not None]
         here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
         if chunk := next(here, None):
             if self._is_readable(chunk):
-                return MissReason.NO_ROOM if self._checkpoints is None else MissReason.NO_CHECKPOINT
+                return MissReason.NO_ROOM if self.checkpoints is None else MissReason.NO_CHECKPOINT
             is_down = chunk.on_disk and chunk.memory is NO_SLOT
             return MissReason.TIER_DOWN if is_down else MissReason.NOT_YET
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
@@ -198,29 +203,41 @@ class Lookup:
         if self._remote.view is None or not self._remote.answers:
             return []
         known_tokens = max(match.num_tokens, match.chunk_tokens, skip_tokens)
-        first_chunk = known_tokens // hasher.chunk_tokens
-        keys = hasher.chunk_keys()
-        asked = self._unknown_checkpoints(hasher, max(match.num_tokens, skip_tokens), told)
-        if self._checkpoints is not None and not self._checkpoints.groups.full:
-            keys = []
-        asked += [ChunkRef(key, hasher.blocks_per_chunk) for key in keys[first_chunk:]]
-        for chunk in dict.fromkeys((first_chunk, len(keys))):
-            known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
-            asked += tail_refs(hasher, chunk)[known_blocks:]
-        unknown = [ref for ref in asked if not self._is_here(ref)]
-        return self._remote.view.unknown(unknown, self._now_s, told)
-
-    def _unknown_checkpoints(self, hasher: PrefixHasher, known_tokens: int, told: Told) -> list[ChunkRef]:
-        """What must be asked about checkpoints behind a token: the first part of each, and all of one that has it."""
-        if self._checkpoints is None:
-            return []
+        first_chunk, last = known_tokens // hasher.chunk_tokens, len(hasher.chunk_keys())
         asked: list[ChunkRef] = []
-        last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens
-        for end in ends(hasher, known_tokens, hasher.num_tokens, last, tail_refs(hasher, last)):
-            for ref in self._checkpoints.refs(end.prefix_key, end.tokens):
-                asked.append(ref)
-                if self.source(ref, told) is None:
-                    break
+        if self.checkpoints is None or self.checkpoints.groups.full:
+            asked += [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()[first_chunk:]]
+            for chunk in dict.fromkeys((first_chunk, last)):
+                known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
+                asked += tail_refs(hasher, chunk)[known_blocks:]
+        unknown = [ref for ref in asked if not self._is_here(ref)]
+        questions = self._remote.view.unknown(unknown, self._now_s, told)
+        if self.checkpoints is not None:
+            known = match._replace(num_tokens=max(match.num_tokens, skip_tokens), chunk_tokens=known_tokens)
+            questions += self._about_checkpoints(self.checkpoints, self._remote.view, hasher, known, told)
+        return questions
+
+    def _about_checkpoints(
+        self, checkpoints: Checkpoints, view: RemoteView, hasher: PrefixHasher, match: Match, told: Told
+    ) -> list[ChunkRef]:
+        """What must be asked about checkpoints behind a match: the first part of each, and all of one that has it.
+
+        Of those behind the chunks, more of which may be found, only the first part.
+        """
+        size = hasher.chunk_tokens
+        chunks = (match.chunk_tokens // size, (hasher.num_tokens - 1) // size, len(hasher.chunk_keys()))
+        tails = {chunk: tail_refs(hasher, chunk) for chunk in chunks}
+        possible = ends(hasher, match.num_tokens, hasher.num_tokens, tails)
+        asked: list[ChunkRef] = []
+        for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
+            if first is None:
+                continue
+            is_there = self._is_here(first) or view.holds(first, self._now_s, told)
+            if is_there is None:
+                asked.append(first)
+            elif is_there and num_tokens <= match.chunk_tokens:
+                rest = [ref for ref in checkpoints.refs(prefix_key, num_tokens) if not self._is_here(ref)]
+                asked += view.unknown(rest, self._now_s, told)
         return asked
 
     def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
+from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
 
-class End(NamedTuple):
-    """Where a chunk of a sequence ends, or a tail: the tokens up to there, their key, the chunks up to there."""
-
-    tokens: int
-    prefix_key: PrefixKey
-    num_chunks: int
-
-
 def ends(
-    hasher: PrefixHasher, above_tokens: int, limit_tokens: int, chunk: int = 0, tails: Iterable[ChunkRef] = ()
-) -> Iterator[End]:
-    """The ends between two numbers of tokens, the second included and the last first.
+    hasher: PrefixHasher,
+    above_tokens: int,
+    limit_tokens: int,
+    tails: Mapping[int, Sequence[ChunkRef]] = MappingProxyType({}),
+) -> list[End]:
+    """The ends of whole chunks between two numbers of tokens, the second included, the last first.
 
-    They are those of whole chunks, and before them those of ``tails`` inside chunk number ``chunk``, shortest first.
+    Before them those of some chunks' tails, by the number of the chunk, shortest first.
     """
-    size, keys = hasher.chunk_tokens, hasher.chunk_keys()
-    for tail in reversed([*tails]):
-        tokens = chunk * size + tail.num_blocks * hasher.block_tokens
-        if above_tokens < tokens <= limit_tokens:
-            yield End(tokens, tail.prefix_key, chunk + 1)
-    for number in range(min(limit_tokens // size, len(keys)), above_tokens // size, -1):
-        yield End(number * size, keys[number - 1], number)
+    size, first = hasher.chunk_tokens, above_tokens // hasher.chunk_tokens
+    keys = hasher.chunk_keys()[first : max(first, limit_tokens // size)]
+    whole = zip(range((first + len(keys)) * size, first * size, -size), reversed(keys), strict=True)
+    inside = (
+        (chunk * size + tail.num_blocks * hasher.block_tokens, tail.prefix_key)
+        for chunk, refs in tails.items()
+        for tail in reversed(refs)
+    )
+    return [*(end for end in inside if above_tokens < end[0] <= limit_tokens), *whole]
 
 
 def chunk_refs(hasher: PrefixHasher, *, with_tail: bool) -> list[ChunkRef]:
@@ -45,11 +43,15 @@ def tail_refs(hasher: PrefixHasher, chunk: int) -> list[ChunkRef]:
     return [ChunkRef(key, num_blocks) for num_blocks, key in enumerate(keys, 1)]
 
 
-def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
-    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
+def all_refs(hasher: PrefixHasher, checkpoints: Checkpoints | None = None) -> list[ChunkRef]:
+    """Every chunk that may be stored of a sequence: the whole ones, the tails inside each, the parts of checkpoints."""
     refs = chunk_refs(hasher, with_tail=False)
-    for chunk in range(len(refs) + 1):
-        refs += tail_refs(hasher, chunk)
+    tails = {chunk: tail_refs(hasher, chunk) for chunk in range(len(refs) + 1)}
+    for some in tails.values():
+        refs += some
+    if checkpoints is not None:
+        for num_tokens, prefix_key in ends(hasher, 0, hasher.num_tokens, tails):
+            refs += checkpoints.refs(prefix_key, num_tokens)
     return refs
 
 

@@ -23,6 +23,10 @@ class Slots:
         self.free = list(range(num_slots - 1, -1, -1))
         self._chunks = chunks
 
+    def has_room(self, count: int, newcomer: PrefixKey | None = None) -> bool:
+        """Whether so many slots could be taken, one after the other."""
+        return self.order.make_room(count - len(self.free), self._chunks.is_unused, newcomer) is not None
+
     def take(self, newcomer: PrefixKey | None = None) -> int | None:
         """A free slot, or that of the least valuable unused chunk; None if the newcomer is worth less than that."""
         if not self.free:

@@ -57,6 +57,7 @@ class Uses:
 
     def discard(self, chunk: Entry) -> None:
         """Let a chunk go from everywhere, now or when its last use ends; leases do not keep it."""
+        self.chunks.break_checkpoint(chunk.ref.prefix_key)
         self._unlease(chunk)
         if chunk.uses:
             self.forget(chunk)
@@ -74,6 +75,7 @@ class Uses:
         if chunk.forgotten:
             return
         chunk.forgotten = True
+        self.chunks.break_checkpoint(chunk.ref.prefix_key)
         self.chunks.expiries.withdraw(chunk.ref.prefix_key)
         self.chunks.note_change(chunk)
         self._unlease(chunk)

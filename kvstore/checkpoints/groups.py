@@ -8,7 +8,7 @@ N and the checkpoint at N. A model whose only group is full needs no checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -66,6 +66,14 @@ class Row(NamedTuple):
     position: int
 
 
+class Run(NamedTuple):
+    """Blocks of one group in a checkpoint, from number ``begin`` to before ``end`` of those it has of that group."""
+
+    group: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Groups:
     """All groups of a model that KV is kept of, on one rank, by their numbers here."""
@@ -101,33 +109,41 @@ class Groups:
         """The tokens after which a block of every group ends."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
-    def rows_at(self, end_tokens: int) -> list[Row]:
-        """The blocks of the checkpoint at a token, a multiple of ``block_tokens``."""
-        return [Row(number, at) for number in self.partial for at in self.groups[number].blocks_at(end_tokens)]
-
     def checkpoint_bytes(self, end_tokens: int) -> int:
         """Bytes of the checkpoint at a token."""
-        return sum(self.groups[row.group].block_bytes for row in self.rows_at(end_tokens))
+        groups = (self.groups[number] for number in self.partial)
+        return sum(group.block_bytes * len(group.blocks_at(end_tokens)) for group in groups)
+
+    def bytes_of(self, runs: Iterable[Run]) -> int:
+        """Bytes of some of the blocks of a checkpoint."""
+        return sum(self.groups[run.group].block_bytes * (run.end - run.begin) for run in runs)
 
 
-def cut(rows: Sequence[Row], ranks: Sequence[Groups], room_bytes: Sequence[int]) -> list[tuple[Row, ...]]:
-    """The rows of a checkpoint in parts, each of which fits into ``room_bytes`` of its rank, on every rank.
+def cut(counts: Sequence[tuple[int, int]], ranks: Sequence[Groups], room_bytes: Sequence[int]) -> list[tuple[Run, ...]]:
+    """A checkpoint in parts, each of which fits into ``room_bytes`` of its rank, on every rank.
+
+    ``counts`` are groups, each with how many blocks the checkpoint has of it.
 
     Raises:
         LayoutError: a single block is larger than that.
     """
-    parts: list[list[Row]] = []
-    used = list(room_bytes)  # the first row begins the first part
-    for row in rows:
-        sizes = [rank.groups[row.group].block_bytes for rank in ranks]
+    parts: list[list[Run]] = []
+    left = [0] * len(ranks)
+    for number, count in counts:
+        sizes = [rank.groups[number].block_bytes for rank in ranks]
         if any(size > room for size, room in zip(sizes, room_bytes, strict=True)):
             raise LayoutError(
-                f"a block of KV cache group {row.group} has {max(sizes)} bytes, more than the {min(room_bytes)} of a "
+                f"a block of KV cache group {number} has {max(sizes)} bytes, more than the {min(room_bytes)} of a "
                 "chunk: set chunk_size higher"
             )
-        if not parts or any(use + size > room for use, size, room in zip(used, sizes, room_bytes, strict=True)):
-            parts.append([])
-            used = [0] * len(ranks)
-        parts[-1].append(row)
-        used = [use + size for use, size in zip(used, sizes, strict=True)]
+        begin = 0
+        while begin < count:
+            taken = min(count - begin, *(room // size for room, size in zip(left, sizes, strict=True)))
+            if not parts or not taken:
+                parts.append([])
+                left = list(room_bytes)
+                continue
+            parts[-1].append(Run(number, begin, begin + taken))
+            left = [room - size * taken for room, size in zip(left, sizes, strict=True)]
+            begin += taken
     return [tuple(part) for part in parts]

@@ -7,27 +7,48 @@ cut in another way is another one.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Final, NamedTuple
 
-from kvstore.checkpoints.groups import Groups, Row, cut
+from kvstore.checkpoints.groups import Groups, Row, Run, cut
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.layout import KVLayout
 
-_KNOWN_CUTS: Final = 4096  # a window is whole from some token on, and cut alike from there
+_DOMAIN: Final = b"kvstore/checkpoint/1\0"
+_MOST_KNOWN: Final = 1 << 14  # ends of sequences, where a checkpoint may be: 32 sequences of 512 chunks
+
+End = tuple[int, PrefixKey]
+"""Where a sequence may be gone on with: the tokens up to there, and their key."""
 
 
 class _Cut(NamedTuple):
-    """A part of any checkpoint at one token: what its key is made of, its length in blocks of a chunk, its rows."""
+    """A part of any checkpoint that has as many blocks of each group.
+
+    Attributes:
+        label: what its key is made of, besides the key of the tokens before the checkpoint.
+        num_blocks: its length in blocks of a chunk.
+        runs: what it holds.
+    """
 
     label: bytes
     num_blocks: int
-    rows: tuple[Row, ...]
+    runs: tuple[Run, ...]
+
+    def ref(self, prefix_key: PrefixKey) -> ChunkRef:
+        """The chunk that this part is stored as."""
+        return ChunkRef(sha256(_DOMAIN + prefix_key + self.label).digest()[:PREFIX_KEY_BYTES], self.num_blocks)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was computed before, since a lookup asks about all ends of a sequence, and vLLM asks again and again."""
+
+    at: dict[int, tuple[_Cut, ...]] = field(default_factory=dict)  # by end
+    of: dict[tuple[int, ...], tuple[_Cut, ...]] = field(default_factory=dict)  # by blocks of each group
+    first: dict[PrefixKey, ChunkRef | None] = field(default_factory=dict)  # the first part, by the tokens before it
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class Checkpoints:
     ranks: tuple[Groups, ...]
     layouts: tuple[KVLayout, ...]
     interval_tokens: int = 0
+    _known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
 
     @property
     def groups(self) -> Groups:
@@ -55,12 +77,28 @@ class Checkpoints:
         Raises:
             LayoutError: a block does not fit into a chunk.
         """
-        return [one.rows for one in _cuts(self.ranks, self.layouts, end_tokens)]
+        groups, parts = self.groups.groups, []
+        for one in self._cuts(end_tokens):
+            runs = ((run.group, groups[run.group].blocks_at(end_tokens)[run.begin : run.end]) for run in one.runs)
+            parts.append(tuple(Row(number, position) for number, positions in runs for position in positions))
+        return parts
 
     def refs(self, prefix_key: PrefixKey, end_tokens: int) -> Iterator[ChunkRef]:
         """The chunks that the parts of a checkpoint are stored as, each made when it is asked for."""
-        for label, num_blocks, _ in _cuts(self.ranks, self.layouts, end_tokens):
-            yield ChunkRef(_part_key(prefix_key, label), num_blocks)
+        return (one.ref(prefix_key) for one in self._cuts(end_tokens))
+
+    def first_refs(self, ends: Iterable[End]) -> Iterator[ChunkRef | None]:
+        """The first part of the checkpoint at each of these ends; None where nothing is needed to go on."""
+        known, cuts_at = self._known.first, self._known.at
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        for end_tokens, prefix_key in ends:
+            try:
+                first = known[prefix_key]
+            except KeyError:
+                cuts = cuts_at.get(end_tokens) or self._cuts(end_tokens)
+                first = known[prefix_key] = cuts[0].ref(prefix_key) if cuts else None
+            yield first
 
     def is_wanted(self, begin_tokens: int, end_tokens: int, marks: Sequence[int]) -> bool:
         """Whether a checkpoint is worth its room at the end of a chunk, the tokens from ``begin_tokens`` on.
@@ -76,22 +114,27 @@ class Checkpoints:
         is_small = self.groups.checkpoint_bytes(end_tokens) <= layout.payload_bytes(layout.blocks_per_chunk)
         return is_small and bool(self.groups.full)
 
+    def _cuts(self, end_tokens: int) -> tuple[_Cut, ...]:
+        """The parts of a checkpoint at a token."""
+        cuts = self._known.at.get(end_tokens)
+        if cuts is None:
+            counts = tuple(len(self.groups.groups[number].blocks_at(end_tokens)) for number in self.groups.partial)
+            cuts = self._known.of.get(counts)
+            if cuts is None:
+                cuts = self._known.of[counts] = self._cut(counts)
+            if len(self._known.at) > _MOST_KNOWN:
+                self._known.at.clear()
+            self._known.at[end_tokens] = cuts
+        return cuts
 
-def _part_key(prefix_key: PrefixKey, label: bytes) -> PrefixKey:
-    return hashlib.sha256(b"kvstore/checkpoint/1\0" + prefix_key + label).digest()[:PREFIX_KEY_BYTES]
-
-
-@lru_cache(_KNOWN_CUTS)
-def _cuts(ranks: tuple[Groups, ...], layouts: tuple[KVLayout, ...], end_tokens: int) -> tuple[_Cut, ...]:
-    room_bytes = [layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts]
-    parts = cut(ranks[0].rows_at(end_tokens), ranks, room_bytes)
-    cuts = []
-    for number, rows in enumerate(parts):
-        runs = [(group, len(list(run))) for group, run in groupby(row.group for row in rows)]
-        label = f"{number}/{len(parts)} {runs}".encode()
-        num_blocks = max(
-            -(-sum(rank.groups[row.group].block_bytes for row in rows) // layout.block_bytes)
-            for rank, layout in zip(ranks, layouts, strict=True)
-        )
-        cuts.append(_Cut(label, num_blocks, rows))
-    return tuple(cuts)
+    def _cut(self, counts: tuple[int, ...]) -> tuple[_Cut, ...]:
+        """The parts of a checkpoint that has so many blocks of each group that keeps less than all tokens."""
+        room_bytes = [layout.payload_bytes(layout.blocks_per_chunk) for layout in self.layouts]
+        parts = cut(list(zip(self.groups.partial, counts, strict=True)), self.ranks, room_bytes)
+        cuts = []
+        for number, runs in enumerate(parts):
+            label = f"{number}/{len(parts)} {[(run.group, run.end - run.begin) for run in runs]}".encode()
+            sizes = (rank.bytes_of(runs) for rank in self.ranks)
+            blocks = (-(-size // layout.block_bytes) for size, layout in zip(sizes, self.layouts, strict=True))
+            cuts.append(_Cut(label, max(blocks), runs))
+        return tuple(cuts)

@@ -72,21 +72,26 @@ class Policy(ABC):
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
-    def touch_chain(self, keys: Iterable[PrefixKey], noted: AbstractSet[PrefixKey] = frozenset()) -> None:
+    def touch_chain(
+        self,
+        keys: Iterable[PrefixKey],
+        noted: AbstractSet[PrefixKey] = frozenset(),
+        leaves: AbstractSet[PrefixKey] = frozenset(),
+    ) -> None:
         """Note that a request used a chain, given head first; keys of chunks that are not here count as misses.
 
         Keys already ``noted`` for this request are only refreshed: a request that loads a chain, and then stores it
-        again, has used it once.
+        again, has used it once. On ``leaves`` nothing hangs, also not what follows in the chain.
         """
         chain = list(dict.fromkeys(keys))
         used = {key for key in chain if key not in noted}
-        self._link(chain)
+        self._link(chain, leaves)
         self._on_touch(chain, used)
 
-    def refresh_chain(self, keys: Iterable[PrefixKey]) -> None:
+    def refresh_chain(self, keys: Iterable[PrefixKey], leaves: AbstractSet[PrefixKey] = frozenset()) -> None:
         """Keep a chain together and its head most recent, without counting a use."""
         chain = list(dict.fromkeys(keys))
-        self._link(chain)
+        self._link(chain, leaves)
         self._on_touch(chain, frozenset())
 
     def add(self, key: PrefixKey, size_bytes: int = 1) -> None:
@@ -169,8 +174,12 @@ class Policy(ABC):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _link(self, chain: Sequence[PrefixKey]) -> None:
-        self._chain = dict(zip(chain, (None, *chain), strict=False))
+    def _link(self, chain: Sequence[PrefixKey], leaves: AbstractSet[PrefixKey]) -> None:
+        prefix: list[PrefixKey | None] = [None, *chain]
+        for place, key in enumerate(chain, 1) if leaves else ():
+            if key in leaves:
+                prefix[place] = prefix[place - 1]
+        self._chain = dict(zip(chain, prefix, strict=False))
         parents, sizes = self._parents, self._sizes
         for key, parent in self._chain.items():
             if key not in parents and key in sizes:

@@ -218,7 +218,6 @@ class LoadPlanner:
         is_whole = loads is not None and len(steps) == len(loads)
         if is_whole:
             tokens.update(self.sources(spec))
-            self._index.note_checkpoint(spec.match.checkpoint)
         jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
         lost_block_ids = [] if is_whole else [_NOT_LOADED]
         fetch = Fetch(0, tracker.request.request_id, jobs, lost_block_ids, has_gaps=True)
@@ -240,7 +239,7 @@ class LoadPlanner:
 
     def _prepare(self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef]) -> list[LoadStep]:
         """Plan to bring chunks to their slots, as far as that is possible."""
-        steps = self._index.prepare_load(refs, spec.told)
+        steps = self._index.prepare_load(refs, spec.told, spec.match.checkpoint)
         tracker.noted.update(step.ref.prefix_key for step in steps)
         remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:

@@ -11,12 +11,14 @@ from typing import Final
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.sequence import chunk_refs, tail_refs
+from kvstore.catalog.sequence import chunk_refs, ends, tail_refs
+from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import ChunkRef
 from kvstore.keys import Namespace, PrefixHasher
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
 
+_SPEEDS: Final = (Place.MEMORY, Place.DISK, Place.REMOTE)  # the fastest first
 PASS_BUDGET_S: Final = 0.004
 """How long one pass of the scheduler may wait for answers, for all its requests together: an answer within this time
 comes sooner than the next step."""
@@ -206,21 +208,50 @@ class RemoteLookup:
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -> Counter[Place]:
     """How many leading tokens of a sequence are known, by the fastest tier that has them; for people and routers.
 
-    May be called from any thread: it looks chunks up one by one, and asks the remote tier itself.
+    A model that needs checkpoints knows those up to the last one. May be called from any thread: it looks chunks up one
+    by one, and asks the remote tier itself.
     """
-    found: Counter[Place] = Counter()
-    chunks = chunk_refs(hasher, with_tail=False)
+    chunks, checkpoints = chunk_refs(hasher, with_tail=False), index.checkpoints
+    if checkpoints is not None and not checkpoints.groups.full:
+        last = len(chunks)
+        possible = ends(hasher, 0, hasher.num_tokens, {last: tail_refs(hasher, last)})
+        num_tokens, slowest = _last_checkpoint(checkpoints, possible, index, remote)
+        return Counter({slowest: num_tokens} if num_tokens else {})
     places = _places(chunks, index, remote)
     whole = next((number for number, place in enumerate(places) if place is None), len(chunks))
-    for place in places[:whole]:
+    tails = tail_refs(hasher, whole)
+    by_tail = {ref: place for ref, place in zip(tails, _places(tails, index, remote), strict=True) if place is not None}
+    whole_tokens = whole * hasher.chunk_tokens
+    end_tokens = whole_tokens + max((ref.num_blocks for ref in by_tail), default=0) * hasher.block_tokens
+    if checkpoints is not None:
+        possible = ends(hasher, 0, end_tokens, {whole: list(by_tail)})
+        end_tokens, _ = _last_checkpoint(checkpoints, possible, index, remote)
+    found: Counter[Place] = Counter()
+    for place in places[: end_tokens // hasher.chunk_tokens]:
         if place is not None:
             found[place] += hasher.chunk_tokens
-    tails = tail_refs(hasher, whole)
-    for ref, place in zip(reversed(tails), reversed(_places(tails, index, remote)), strict=True):
-        if place is not None:
+    for ref, place in by_tail.items():
+        if whole_tokens + ref.num_blocks * hasher.block_tokens == end_tokens:
             found[place] += ref.num_blocks * hasher.block_tokens
-            break
     return found
+
+
+def _last_checkpoint(
+    checkpoints: Checkpoints, possible: Sequence[End], index: ChunkIndex, remote: RemoteLookup
+) -> tuple[int, Place]:
+    """The tokens before the last checkpoint that is known whole, 0 without one, and the slowest place of its parts."""
+    firsts = list(checkpoints.first_refs(possible))
+    asked = [ref for ref in firsts if ref is not None]
+    known = dict(zip(asked, _places(asked, index, remote), strict=True))
+    begun = [end for end, first in zip(possible, firsts, strict=True) if first is None or known[first] is not None]
+    parts = {end: list(checkpoints.refs(end[1], end[0])) for end in begun}
+    asked = [ref for refs in parts.values() for ref in refs]
+    known = dict(zip(asked, _places(asked, index, remote), strict=True))
+    for (num_tokens, _), refs in parts.items():
+        places = [place for ref in refs if (place := known[ref]) is not None]
+        if len(places) == len(refs):
+            return num_tokens, max(places, key=_SPEEDS.index, default=Place.MEMORY)
+    return 0, Place.MEMORY
 
 
 def _places(refs: Sequence[ChunkRef], index: ChunkIndex, remote: RemoteLookup) -> list[Place | None]:

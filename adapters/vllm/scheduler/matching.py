@@ -88,7 +88,7 @@ class Matching:
         request_id = tracker.request.request_id
         waits = self.remote.is_open and self.handovers.must_wait(request_id, num_known_tokens)
         if waits:
-            self.remote.view.forget_missing(all_refs(tracker.hasher))
+            self.remote.view.forget_missing(all_refs(tracker.hasher, self.index.checkpoints))
             self.remote.told(request_id).forget_missing()
         return waits
 

@@ -33,8 +33,23 @@ class Pins:
         """Begin the pins whose steps have ended."""
         for name, (hasher, last_step) in list(self._coming.items()):
             if self._steps.is_over(last_step):
-                self._index.lease(name, self._index.lookup(hasher).refs, self._max_s)
+                self._lease(name, hasher)
                 del self._coming[name]
+
+    def _lease(self, name: str, hasher: PrefixHasher) -> None:
+        """Hold what is known of a prompt. Chunks without the checkpoint behind them may be worth nothing.
+
+        Where there is no room for all, hold those up to a checkpoint before, for which there is.
+        """
+        match = self._index.lookup(hasher)
+        while True:
+            refs = (*match.checkpoint, *match.refs)
+            num_held = self._index.lease(name, refs, self._max_s)
+            if num_held == len(refs) or not match.checkpoint:
+                return
+            num_chunks = max(0, num_held - len(match.checkpoint))
+            limit_tokens = min(match.num_tokens - 1, num_chunks * hasher.chunk_tokens)
+            match = self._index.lookup(hasher, limit_tokens=limit_tokens)
 
     def end(self, name: str) -> None:
         """End a pin, also one that has yet to begin."""

@@ -73,10 +73,13 @@ class SavePlanner:
         # A tail is not superseded where its checkpoint may be the only one: whoever ends with it would find nothing.
         hasher = tracker.hasher if self._rows.checkpoints is None else None
         steps = self._index.prepare_store(
-            list(sources), before, hasher=hasher, ttl_s=tracker.params.ttl_s, noted=tracker.noted
+            list(sources),
+            before,
+            hasher=hasher,
+            ttl_s=tracker.params.ttl_s,
+            noted=tracker.noted,
+            checkpoints={piece.checkpoint for piece in pieces if piece.checkpoint},
         )
-        for checkpoint in {piece.checkpoint for piece in pieces if piece.checkpoint}:
-            self._index.note_checkpoint(checkpoint)
         self._supersede(tracker, pieces)
         tracker.noted.update(piece.ref.prefix_key for piece in pieces)
         if not steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.checkpoints.groups import Group, Groups, Kind, Row, cut
+from kvstore.checkpoints.groups import Group, Groups, Kind, Row, Run, cut
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.errors import LayoutError
 from kvstore.layout import KVLayout
@@ -57,16 +57,15 @@ def test_a_model_without_a_cache_is_refused() -> None:
 def test_parts_fit_on_every_rank_and_hold_every_row_once_in_order() -> None:
     small = Groups((FULL, WINDOW, STATE))
     large = Groups((FULL, Group(Kind.WINDOW, 16, 60, 47), STATE))
-    rows = small.rows_at(320)
-    parts = cut(rows, [small, large], [130, 130])
-    assert [row for part in parts for row in part] == rows
-    assert parts == [(Row(1, 17), Row(1, 18)), (Row(1, 19),), (Row(2, 9),)]
+    assert cut([(1, 3), (2, 1)], [small, large], [130, 130]) == [(Run(1, 0, 2),), (Run(1, 2, 3),), (Run(2, 0, 1),)]
+    assert cut([(1, 3), (2, 1)], [small], [130]) == [(Run(1, 0, 3),), (Run(2, 0, 1),)]
+    assert cut([(1, 0), (2, 1)], [small], [130]) == [(Run(2, 0, 1),)]
 
 
 def test_a_block_larger_than_a_chunk_is_refused_with_the_key_to_change() -> None:
     groups = Groups((FULL, STATE))
     with pytest.raises(LayoutError, match=r"group 1 has 90 bytes, more than the 80 of a chunk: set chunk_size"):
-        cut(groups.rows_at(64), [groups], [80])
+        cut([(1, 1)], [groups], [80])
 
 
 def checkpoints(*groups: Group, chunk_tokens: int = 64, interval_tokens: int = 0) -> Checkpoints:
@@ -81,6 +80,8 @@ def test_a_part_is_named_by_its_tokens_and_by_what_it_holds() -> None:
     names += [ref.prefix_key for ref in found.refs(b"o" * 16, 320)]
     names += [ref.prefix_key for ref in checkpoints(FULL, WINDOW, WINDOW).refs(KEY, 320)]
     names += [ref.prefix_key for ref in checkpoints(WINDOW, FULL).refs(KEY, 320)]
+    names += [ref.prefix_key for ref in checkpoints(FULL, *4 * [WINDOW]).refs(KEY, 320)]  # in two parts
+    names += [ref.prefix_key for ref in checkpoints(FULL, *8 * [WINDOW]).refs(KEY, 320)]  # in three, the first alike
     assert len(set(names)) == len(names)
     assert KEY not in names
 
@@ -90,6 +91,8 @@ def test_a_part_has_as_many_blocks_of_a_chunk_as_it_has_bytes() -> None:
     many = checkpoints(FULL, WINDOW, WINDOW, WINDOW, WINDOW)
     assert [ref.num_blocks for ref in many.refs(KEY, 320)] == [4, 1]
     assert [len(rows) for rows in many.rows(320)] == [10, 2]
+    assert many.rows(320)[1] == (Row(4, 18), Row(4, 19))
+    assert many.rows(32) == [tuple(Row(number, position) for number in (1, 2, 3, 4) for position in (0, 1))]
 
 
 @pytest.mark.parametrize(

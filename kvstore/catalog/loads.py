@@ -1,0 +1,71 @@
+"""What became of loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from kvstore.catalog.entries import NO_FILE, READY, SENT, STORED, UNREAD, Entries, Entry
+from kvstore.catalog.plans import LoadStep, MissReason, Place
+from kvstore.catalog.slots import Slots
+from kvstore.catalog.uses import Uses
+from kvstore.catalog.writebehind import RemoteSends
+from kvstore.keys import PrefixKey
+
+
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """Takes the results of loads.
+
+    Attributes:
+        chunks, slots, remote, uses: the parts of the index.
+    """
+
+    chunks: Entries
+    slots: Slots
+    remote: RemoteSends
+    uses: Uses
+
+    def complete(
+        self, steps: Iterable[LoadStep], failed: AbstractSet[PrefixKey], lost: AbstractSet[PrefixKey], now_s: float
+    ) -> None:
+        """Of the chunks in ``failed``, which did not arrive, forget those also in ``lost``."""
+        for step in steps:
+            chunk = self.chunks[step.ref.prefix_key]
+            if step.ref.prefix_key in failed:
+                self._fail(chunk, step, now_s, is_lost=step.ref.prefix_key in lost)
+            elif step.source is not Place.MEMORY and not chunk.forgotten:
+                chunk.memory = READY
+                if chunk.disk is UNREAD:
+                    chunk.disk = STORED
+                if step.source is Place.REMOTE:
+                    chunk.remote = SENT
+                self.chunks.note_change(chunk)
+            self.uses.end(chunk)
+
+    def _fail(self, chunk: Entry, step: LoadStep, now_s: float, *, is_lost: bool) -> None:
+        self.chunks.counters.failed_loads += 1
+        if step.source is Place.REMOTE:
+            self._fail_remote(chunk, now_s)
+            return
+        # A slot without its chunk's bytes. One that has changed since only waited for a read that failed.
+        is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
+        if is_lost or is_mislabelled:
+            self.chunks.counters.lost_chunks += not chunk.forgotten
+            self.chunks.departed.note(step.ref.prefix_key, MissReason.LOST)
+            self.uses.forget(chunk)
+        elif step.source is Place.DISK:
+            chunk.disk = UNREAD
+            self.slots.drop(chunk)
+
+    def _fail_remote(self, chunk: Entry, now_s: float) -> None:
+        """Missing there, or not to be asked for again so soon. What a disk out of reach holds is still there."""
+        if self.remote.view is not None:
+            self.remote.view.deny([chunk.ref], now_s)
+        if chunk.forgotten:
+            return
+        if chunk.disk is NO_FILE:
+            self.uses.forget(chunk)
+        else:
+            self.slots.drop(chunk)

@@ -1,0 +1,410 @@
+"""The index against a model: random plans, in any order, some of them failing, with a pretended pool and disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.lookup import QUESTION_ROUNDS
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.catalog.remote_view import RemoteView
+from kvstore.catalog.sequence import chunk_refs
+from kvstore.checkpoints.parts import Checkpoints
+from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.policies import POLICIES
+from support.uses import uses_of
+
+if TYPE_CHECKING:
+    from kvstore.chunks import ChunkRef
+
+BLOCK, CHUNK = 2, 6
+COMMON = list(range(100, 118))
+FAMILIES = [COMMON + list(range(10, 30)), COMMON[:6] + list(range(30, 60)), list(range(60, 90))]
+
+
+def stored_bytes(num_blocks: int) -> int:
+    return 10 + 30 * num_blocks
+
+
+@dataclass
+class World:
+    """What a mover and its tiers would hold."""
+
+    slots: dict[int, ChunkRef] = field(default_factory=dict)
+    disk: set[ChunkRef] = field(default_factory=set)
+    sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
+    remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
+    stores: list[list[StoreStep]] = field(default_factory=list)
+    loads: list[list[LoadStep]] = field(default_factory=list)
+    writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
+    doomed: set[tuple[Place, ChunkRef]] = field(default_factory=set)
+    stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
+
+    def written_to_disk(self) -> set[ChunkRef]:
+        return {ref for place, ref in self.writes if place is Place.DISK}
+
+    def busy_slots(self) -> set[int]:
+        steps = [step for store in self.stores for step in store]
+        reads = [step for load in self.loads for step in load if step not in self.stale]
+        return {step.slot for step in steps} | {step.slot for step in reads} | set(self.writes.values())
+
+
+class IndexMachine(RuleBasedStateMachine):
+    checkpoints: Checkpoints | None = None
+
+    @initialize(
+        num_slots=st.integers(1, 7),
+        capacity=st.integers(0, 9),
+        keep=st.booleans(),
+        max_writes=st.none() | st.integers(1, 4),
+        survivors=st.integers(0, 4),
+        remote_hold_s=st.none() | st.integers(1, 9),
+        cache_policy=st.sampled_from(sorted(POLICIES)),
+    )
+    def start(
+        self,
+        num_slots: int,
+        capacity: int,
+        keep: bool,
+        max_writes: int | None,
+        survivors: int,
+        remote_hold_s: int | None,
+        cache_policy: str,
+    ) -> None:
+        capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
+        self.has_disk = capacity_bytes > 0
+        self.capacity_bytes = capacity_bytes
+        self.world = World()
+        self.now_s = 0.0
+        self.disk_answers = True
+        self.view = None if remote_hold_s is None else RemoteView(remote_hold_s)
+        self.leases: dict[str, tuple[float, set[PrefixKey]]] = {}
+        self.expiries: dict[PrefixKey, float] = {}
+        self.stored: set[PrefixKey] = set()  # completed, and not removed since: whatever else is found is wrong
+        self.index = ChunkIndex(
+            num_slots,
+            keep_in_memory=keep,
+            disk_capacity_bytes=capacity_bytes,
+            stored_bytes=stored_bytes if capacity_bytes else None,
+            max_writes=max_writes,
+            remote=self.view,
+            max_sends=max_writes,
+            cache_policy=cache_policy,
+            checkpoints=self.checkpoints,
+        )
+        adopted = chunk_refs(self.hasher(2, CHUNK * min(survivors, capacity)), with_tail=True)
+        if self.has_disk:
+            self.index.adopt((ref, stored_bytes(ref.num_blocks)) for ref in adopted)
+            self.world.disk.update(adopted)
+            self.stored.update(ref.prefix_key for ref in adopted)
+
+    def hasher(self, family: int, length: int) -> PrefixHasher:
+        hasher = PrefixHasher(CHUNK, BLOCK)
+        hasher.update(FAMILIES[family][:length])
+        return hasher
+
+    def carry_out_removals(self) -> None:
+        for ref in self.index.take_removals():
+            if (Place.DISK, ref) in self.world.writes:
+                self.world.doomed.add((Place.DISK, ref))
+            else:
+                self.world.disk.discard(ref)
+
+    def forget(self, keys: list[PrefixKey]) -> None:
+        self.stored.difference_update(keys)
+        self.carry_out_removals()
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(0, 36),
+        first=st.integers(0, 3),
+        with_tail=st.booleans(),
+        ttl_s=st.none() | st.integers(1, 9),
+    )
+    def prepare_store(self, family: int, length: int, first: int, with_tail: bool, ttl_s: int | None) -> None:
+        hasher = self.hasher(family, length)
+        refs = chunk_refs(hasher, with_tail=with_tail)
+        busy = self.world.busy_slots()
+        before = [ref for ref in self.index.lookup(hasher).refs if ref.prefix_key in self.index._chunks]
+        held = self.held()
+        self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
+        steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
+        self.check_held(held)
+        kept = self.index._chunks
+        assert all(ref.prefix_key in kept for ref in before if ref in refs), "a store displaced its own prefix"
+        assert [step.ref for step in steps] == [r for r in refs[first:] if r in {step.ref for step in steps}]
+        for step in steps:
+            if not step.gather:  # a write that is made good for
+                assert step.targets
+                assert self.world.slots[step.slot] == step.ref
+                assert Place.DISK not in step.targets or step.ref not in self.world.disk
+                continue
+            assert step.slot not in busy, "a slot in use was given away"
+            busy.add(step.slot)
+            assert not step.targets or ttl_s is None
+            assert Place.DISK not in step.targets or self.has_disk
+            assert Place.REMOTE not in step.targets or self.view is not None
+            self.expiries.pop(step.ref.prefix_key, None)
+            if ttl_s is not None:
+                self.expiries[step.ref.prefix_key] = self.now_s + ttl_s
+            assert not self.index.in_memory(step.ref.prefix_key), "readable before it was complete"
+            self.world.slots.pop(step.slot, None)
+        self.stored.difference_update(step.ref.prefix_key for step in steps if step.gather)
+        self.carry_out_removals()
+        if steps:
+            self.world.stores.append(steps)
+
+    def extend(self, keys: list[PrefixKey], ttl_s: int | None) -> None:
+        """What is known stays for as long as any store wants."""
+        chunks = self.index._chunks
+        for key in self.expiries.keys() & {key for key in keys if key in chunks and not chunks[key].forgotten}:
+            if ttl_s is None:
+                del self.expiries[key]
+            else:
+                self.expiries[key] = max(self.expiries[key], self.now_s + ttl_s)
+
+    @precondition(lambda self: self.world.stores)
+    @rule(data=st.data(), early=st.booleans())
+    def complete_store(self, data: st.DataObject, early: bool) -> None:
+        steps = self.world.stores.pop(data.draw(st.integers(0, len(self.world.stores) - 1)))
+        failed = {step.ref.prefix_key for step in steps if data.draw(st.integers(0, 4)) == 0}
+        for step in steps:
+            if step.ref.prefix_key not in failed:
+                assert step.gather or self.world.slots[step.slot] == step.ref
+                self.world.slots[step.slot] = step.ref
+                for target in step.targets:
+                    self.world.writes[target, step.ref] = step.slot
+            elif early:
+                self.fail_writes(step)
+        if early and self.world.writes:
+            self.end_write(data)
+        alive = [s.ref.prefix_key for s in steps if not self.index._chunks[s.ref.prefix_key].forgotten]
+        self.index.complete_store(steps, failed)
+        self.stored.update(key for key in alive if key not in failed)
+        for step in steps:
+            if step.ref.prefix_key in failed and not early:
+                self.fail_writes(step)
+        self.carry_out_removals()
+
+    @precondition(lambda self: self.world.writes)
+    @rule(data=st.data())
+    def end_write(self, data: st.DataObject) -> None:
+        write = data.draw(st.sampled_from(sorted(self.world.writes, key=lambda write: (write[0].value, write[1]))))
+        slot, (target, ref) = self.world.writes.pop(write), write
+        assert self.world.slots[slot] == ref, "the slot changed while it was being written"
+        stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
+        self.world.doomed.discard(write)
+        size_bytes = data.draw(st.none() | st.integers(1, stored_bytes(ref.num_blocks)))
+        if stored:
+            (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
+            if target is Place.DISK:
+                self.world.sizes[ref] = size_bytes or stored_bytes(ref.num_blocks)
+        self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
+        self.carry_out_removals()
+
+    def fail_writes(self, step: StoreStep) -> None:
+        for target in step.targets:
+            self.index.complete_write(step.ref.prefix_key, target, stored=False)
+
+    def held(self) -> set[PrefixKey]:
+        return set(self.index._leases._holders)
+
+    def check_held(self, held: set[PrefixKey]) -> None:
+        chunks = self.index._chunks
+        assert all(key in chunks and not chunks[key].forgotten for key in held), "a leased chunk was evicted"
+
+    @rule(seconds=st.integers(1, 4))
+    def advance(self, seconds: int) -> None:
+        self.now_s += seconds
+        self.index.advance(self.now_s)
+        self.leases = {name: lease for name, lease in self.leases.items() if lease[0] > self.now_s}
+        over = [key for key, end_s in self.expiries.items() if end_s <= self.now_s]
+        for key in over:
+            del self.expiries[key]
+        chunks = self.index._chunks
+        assert all(key not in chunks or chunks[key].forgotten for key in over), "a chunk outlived its time"
+        assert all(
+            chunk.expires_s in (None, self.expiries.get(key)) for key, chunk in chunks.items() if not chunk.forgotten
+        )
+        self.forget(over)
+
+    @rule(name=st.sampled_from("ab"), family=st.integers(0, 2), length=st.integers(0, 36), ttl_s=st.integers(1, 9))
+    def lease(self, name: str, family: int, length: int, ttl_s: int) -> None:
+        refs = self.index.lookup(self.hasher(family, length)).refs
+        held = self.index.lease(name, refs, ttl_s)
+        assert held <= len(refs)
+        self.leases.pop(name, None)
+        if held:
+            self.leases[name] = (self.now_s + ttl_s, {ref.prefix_key for ref in refs[:held]})
+        self.check_held({ref.prefix_key for ref in refs[:held]})
+
+    @rule(name=st.sampled_from("abc"))
+    def release(self, name: str) -> None:
+        self.index.release(name)
+        self.leases.pop(name, None)
+
+    @rule(answers=st.booleans())
+    def remote_goes_or_comes_back(self, answers: bool) -> None:
+        self.index.set_remote_answers(answers=answers)
+
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), stored=st.booleans())
+    def others_use_the_remote(self, family: int, length: int, stored: bool) -> None:
+        refs = chunk_refs(self.hasher(family, length), with_tail=True)
+        if stored:
+            self.world.remote.update(refs)
+        else:
+            self.world.remote.difference_update(refs)
+
+    @precondition(lambda self: self.view is not None)
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
+    def ask_the_remote(self, family: int, length: int, skip_blocks: int) -> None:
+        assert self.view is not None
+        hasher, skip_tokens = self.hasher(family, length), skip_blocks * BLOCK
+        for _ in range(QUESTION_ROUNDS):
+            match = self.index.lookup(hasher, skip_tokens)
+            questions = self.index.questions(hasher, match, skip_tokens)
+            self.view.note(questions, [ref in self.world.remote for ref in questions], self.now_s)
+        match = self.index.lookup(hasher, skip_tokens)
+        assert not self.index.questions(hasher, match, skip_tokens), "asked again what was just answered"
+
+    @rule(answers=st.booleans())
+    def disk_goes_or_comes_back(self, answers: bool) -> None:
+        self.disk_answers = answers
+        self.index.set_disk_answers(answers=answers)
+
+    @rule(family=st.integers(0, 2), length=st.integers(0, 36), skip_blocks=st.integers(0, 9))
+    def prepare_load(self, family: int, length: int, skip_blocks: int) -> None:
+        skip_tokens = skip_blocks * BLOCK
+        match = self.index.lookup(self.hasher(family, length), skip_tokens)
+        end = match.first_chunk * CHUNK + sum(ref.num_blocks for ref in match.refs) * BLOCK
+        assert end == match.num_tokens <= length
+        assert match.num_tokens > skip_tokens or not match.refs
+        for ref in match.refs:
+            is_remote = self.view is not None and bool(self.view.holds(ref, self.now_s))
+            assert is_remote or ref.prefix_key in self.stored, "found what was never stored, or was removed"
+        busy = self.world.busy_slots()
+        held = self.held()
+        steps = self.index.prepare_load(match.refs)
+        self.check_held(held)
+        if steps:
+            self.world.loads.append(steps)
+        assert [step.ref for step in steps] == list(match.refs), "lookup promised more than can be loaded"
+        earlier = [step for load in self.world.loads[:-1] for step in load]
+        coming = {step.slot: step.ref for step in earlier if step.source is not Place.MEMORY}
+        for step in steps:
+            if step.source is Place.DISK:
+                assert step.ref in self.world.disk
+                assert self.disk_answers, "promised what a disk holds that does not answer"
+            if step.source is not Place.MEMORY:
+                assert step.slot not in busy, "a slot in use was given away"
+                self.world.slots.pop(step.slot, None)
+            else:
+                assert {**self.world.slots, **coming}[step.slot] == step.ref
+
+    @precondition(lambda self: self.world.loads)
+    @rule(data=st.data())
+    def complete_load(self, data: st.DataObject) -> None:
+        steps = self.world.loads.pop(0)  # loads are carried out in the order in which they were planned
+        failed, lost = set(), set()
+        for step in steps:
+            if not self.is_there(step) or data.draw(st.integers(0, 5)) == 0:
+                failed.add(step.ref.prefix_key)
+                chunk = self.index._chunks[step.ref.prefix_key]
+                is_here = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
+                if step.source is Place.REMOTE:
+                    self.mark_stale(step)
+                elif is_here or (step not in self.world.stale and data.draw(st.booleans())):
+                    lost.add(step.ref.prefix_key)
+                elif step.source is Place.DISK:
+                    self.mark_stale(step)
+            elif step.source is not Place.MEMORY:
+                self.world.slots[step.slot] = step.ref
+                if not self.index._chunks[step.ref.prefix_key].forgotten:
+                    self.stored.add(step.ref.prefix_key)
+        # What was to come from a slot and is not there is forgotten whether the mover calls it lost or not.
+        named = {key for key in lost if data.draw(st.booleans())} | {
+            s.ref.prefix_key for s in steps if s.source is Place.DISK
+        } & lost
+        remote = {step.ref.prefix_key for step in steps if step.source is Place.REMOTE} & failed
+        self.index.complete_load(steps, failed, named | remote if data.draw(st.booleans()) else named)
+        self.world.stale.difference_update(steps)
+        self.forget(list(lost))
+
+    def is_there(self, step: LoadStep) -> bool:
+        if step.source is Place.MEMORY:
+            return self.world.slots.get(step.slot) == step.ref
+        return step.ref in (self.world.disk if step.source is Place.DISK else self.world.remote)
+
+    def mark_stale(self, failed: LoadStep) -> None:
+        """What was planned behind a read that failed finds nothing in its slot."""
+        behind = (other for load in self.world.loads for other in load if other.ref == failed.ref)
+        self.world.stale.update(other for other in behind if other.slot == failed.slot)
+
+    @rule(family=st.integers(0, 2), chunk=st.integers(0, 5))
+    def remove(self, family: int, chunk: int) -> None:
+        keys = self.hasher(family, 36).block_keys(chunk)
+        assume(keys)
+        assert self.index.remove(keys) <= len(keys)
+        if self.view is not None:
+            self.view.forget([ref for ref in self.view._answers if ref.prefix_key in keys])
+        self.forget(keys)
+
+    @precondition(lambda self: self.stored)
+    @rule(chance=st.integers(0, 3))
+    def clear(self, chance: int) -> None:
+        assume(chance == 0)
+        self.index.clear()
+        self.index.take_removals()
+        self.world.disk.clear()
+        self.world.remote.clear()
+        self.world.doomed.update(self.world.writes)
+        self.stored.clear()
+
+    @invariant()
+    def consistent(self) -> None:
+        self.index.check_invariants()
+        writing = self.world.written_to_disk()
+        held = sum(stored_bytes(ref.num_blocks) for ref in writing)
+        held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)
+        assert held <= self.capacity_bytes, "more on disk than fits"
+        on_disk = {chunk.ref for chunk in self.index._chunks.values() if chunk.on_disk and not chunk.forgotten}
+        assert on_disk <= self.world.disk, "the index believes in a file that is not there"
+        for chunk in self.index._chunks.values():
+            if chunk.in_memory and not chunk.forgotten:
+                assert self.world.slots[chunk.slot] == chunk.ref
+        pending = [*self.world.stores, *self.world.loads, *self.world.writes]
+        leases = self.index._leases._leases
+        leased = sum(len(lease.keys) for lease in leases.values())
+        assert (uses_of(self.index) > leased) == bool(pending)
+        for name, lease in leases.items():
+            assert set(lease.keys) <= self.leases[name][1], "a lease on what was never leased, or has ended"
+        if not pending:
+            assert on_disk == self.world.disk, "files that nobody knows of"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for load in self.world.loads:
+            keys = {step.ref.prefix_key for step in load}
+            self.index.complete_load(load, keys, keys)
+        for steps in self.world.stores:
+            self.index.complete_store(steps, {step.ref.prefix_key for step in steps})
+            for step in steps:
+                self.fail_writes(step)
+        self.carry_out_removals()
+        for target, ref in self.world.writes:
+            self.index.complete_write(ref.prefix_key, target, stored=False)
+        self.world = World(self.world.slots, self.world.disk, self.world.sizes)
+        self.carry_out_removals()
+        self.consistent()

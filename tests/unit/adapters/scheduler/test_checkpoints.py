@@ -1,0 +1,131 @@
+"""Pins and questions of people, about a model that needs checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from support.catalog import BLOCK, CHUNK, hasher_of, stored_bytes
+from support.uses import uses_of
+
+from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup, find_tokens
+from kvstore.adapters.vllm.scheduler.pins import Pins
+from kvstore.adapters.vllm.scheduler.steps import Steps
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import Place
+from kvstore.catalog.remote_view import RemoteView
+from kvstore.catalog.sequence import chunk_refs
+from kvstore.checkpoints.groups import Group, Groups, Kind
+from kvstore.checkpoints.parts import Checkpoints
+from kvstore.chunks import ChunkRef
+from kvstore.layout import KVLayout
+from kvstore.tiers.directory import RemoteDirectory
+
+LAYOUT = KVLayout(page_bytes=(10,), planes=1, block_tokens=BLOCK, chunk_tokens=CHUNK)
+FULL = Group(Kind.FULL, BLOCK, 10)
+WINDOW = Group(Kind.WINDOW, BLOCK, 40, span_tokens=2 * BLOCK)  # two blocks, each a part
+
+
+class Elsewhere(RemoteLookup):
+    """A remote tier that answers at once."""
+
+    def __init__(self, held: Sequence[ChunkRef] = ()) -> None:
+        super().__init__(RemoteDirectory(()), RemoteView(0.0), 0.0)
+        self.held = set(held)
+        self.num_questions = 0
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.held)
+
+    def ask(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        self.num_questions += 1
+        return [ref in self.held for ref in refs]
+
+
+def make(*groups: Group, num_slots: int = 40) -> ChunkIndex:
+    checkpoints = Checkpoints((Groups(groups),), (LAYOUT,))
+    return ChunkIndex(num_slots, disk_capacity_bytes=4000, stored_bytes=stored_bytes, checkpoints=checkpoints)
+
+
+def parts_at(index: ChunkIndex, end_tokens: int) -> tuple[ChunkRef, ...]:
+    assert index.checkpoints is not None
+    return tuple(index.checkpoints.refs(hasher_of(end_tokens).block_keys((end_tokens - 1) // CHUNK)[-1], end_tokens))
+
+
+def store(index: ChunkIndex, num_tokens: int, ends: Sequence[int]) -> None:
+    assert index.checkpoints is not None
+    refs = chunk_refs(hasher_of(num_tokens), with_tail=True) if index.checkpoints.groups.full else []
+    checkpoints = [parts_at(index, end) for end in ends]
+    steps = index.prepare_store([*refs, *(ref for parts in checkpoints for ref in parts)], checkpoints=checkpoints)
+    index.complete_store(steps, set())
+    for step in steps:
+        for target in step.targets:
+            index.complete_write(step.ref.prefix_key, target, stored=False)
+
+
+def pinned(index: ChunkIndex, num_tokens: int) -> set[bytes]:
+    pins = Pins(index, Steps(), 100.0)
+    pins.add("pin", hasher_of(num_tokens), 0)
+    held = set(index._leases._holders)
+    pins.end("pin")
+    assert uses_of(index) == 0
+    return held
+
+
+def keys(refs: Sequence[ChunkRef]) -> set[bytes]:
+    return {ref.prefix_key for ref in refs}
+
+
+def test_a_pin_holds_the_checkpoint_too() -> None:
+    index = make(FULL, WINDOW)
+    store(index, 3 * CHUNK, [CHUNK, 2 * CHUNK])
+    wanted = [*chunk_refs(hasher_of(2 * CHUNK), with_tail=False), *parts_at(index, 2 * CHUNK)]
+    assert pinned(index, 3 * CHUNK) == keys(wanted)
+
+
+@pytest.mark.parametrize(("num_slots", "end_tokens"), [(20, 8 * CHUNK), (19, 4 * CHUNK), (12, 4 * CHUNK), (11, 0)])
+def test_a_pin_without_room_for_all_holds_what_an_earlier_checkpoint_makes_useful(
+    num_slots: int, end_tokens: int
+) -> None:
+    index = make(FULL, WINDOW, num_slots=num_slots)
+    if num_slots < 14:  # the pool does not even hold all
+        store(index, 4 * CHUNK, [4 * CHUNK])
+    else:
+        store(index, 10 * CHUNK, [4 * CHUNK, 8 * CHUNK])
+    held = pinned(index, 10 * CHUNK)
+    if end_tokens:
+        assert held >= keys(parts_at(index, end_tokens))
+        assert held == keys([*chunk_refs(hasher_of(end_tokens), with_tail=False), *parts_at(index, end_tokens)])
+    else:
+        assert held == set()
+
+
+@pytest.mark.parametrize("end_tokens", [0, CHUNK, 2 * CHUNK, 2 * CHUNK + BLOCK])
+def test_what_is_known_of_a_prompt_ends_at_a_checkpoint(end_tokens: int) -> None:
+    index = make(FULL, WINDOW)
+    store(index, 2 * CHUNK + 3 * BLOCK, [])
+    store(index, 2 * CHUNK + BLOCK, [end_tokens] if end_tokens else [])
+    found = find_tokens(hasher_of(3 * CHUNK), index, Elsewhere())
+    assert found == ({Place.MEMORY: end_tokens} if end_tokens else {})
+    assert found.total() == index.lookup(hasher_of(3 * CHUNK)).num_tokens
+
+
+def test_a_remote_tier_is_asked_a_few_times_only() -> None:
+    index = make(FULL, WINDOW)
+    store(index, CHUNK, [])
+    there = [*chunk_refs(hasher_of(20 * CHUNK), with_tail=False), *parts_at(index, 9 * CHUNK)]
+    remote = Elsewhere([*there, parts_at(index, 12 * CHUNK)[0]])
+    found = find_tokens(hasher_of(30 * CHUNK), index, remote)
+    assert found == {Place.MEMORY: CHUNK, Place.REMOTE: 8 * CHUNK}
+    assert remote.num_questions <= 4
+
+
+def test_windows_alone_are_known_up_to_their_checkpoint_by_its_slowest_part() -> None:
+    index = make(WINDOW)
+    assert find_tokens(hasher_of(3 * CHUNK), index, Elsewhere()) == {}
+    store(index, 2 * CHUNK, [2 * CHUNK])
+    assert find_tokens(hasher_of(3 * CHUNK), index, Elsewhere()) == {Place.MEMORY: 2 * CHUNK}
+    remote = Elsewhere(parts_at(index, 2 * CHUNK)[1:])
+    index.remove([parts_at(index, 2 * CHUNK)[1].prefix_key])
+    assert find_tokens(hasher_of(3 * CHUNK), index, remote) == {Place.REMOTE: 2 * CHUNK}
