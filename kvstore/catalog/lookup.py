@@ -143,10 +143,7 @@ class Lookup:
         else:
             found, last, reach_tokens = [], limit_tokens // hasher.chunk_tokens, limit_tokens
             tails = tail_refs(hasher, last)
-        within = {last: tails}
-        if limit_tokens < last * hasher.chunk_tokens:  # the caller's tail ends within a chunk that is whole here
-            within[limit_tokens // hasher.chunk_tokens] = tail_refs(hasher, limit_tokens // hasher.chunk_tokens)
-        possible = ends(hasher, skip_tokens, min(reach_tokens, limit_tokens), within)
+        possible = ends(hasher, skip_tokens, min(reach_tokens, limit_tokens), {last: tails})
         for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
             if first is not None and self.source(first, told) is None:
                 continue  # nearly always
