@@ -138,7 +138,7 @@ def cut(counts: Sequence[tuple[int, int]], ranks: Sequence[Groups], room_bytes: 
             )
         begin = 0
         while begin < count:
-            taken = min(count - begin, *(room // size for room, size in zip(left, sizes, strict=True)))
+            taken = min([count - begin, *(room // size for room, size in zip(left, sizes, strict=True) if size)])
             if not parts or not taken:
                 parts.append([])
                 left = list(room_bytes)

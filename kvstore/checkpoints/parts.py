@@ -66,17 +66,21 @@ class Checkpoints:
     interval_tokens: int = 0
     _known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        """See to it that every checkpoint can be cut.
+
+        Raises:
+            LayoutError: a block of a rank does not fit into a chunk.
+        """
+        self._cut((1,) * len(self.groups.partial))
+
     @property
     def groups(self) -> Groups:
         """Those of the first rank."""
         return self.ranks[0]
 
     def rows(self, end_tokens: int) -> list[tuple[Row, ...]]:
-        """The blocks of each part of a checkpoint at a token.
-
-        Raises:
-            LayoutError: a block does not fit into a chunk.
-        """
+        """The blocks of each part of a checkpoint at a token."""
         groups, parts = self.groups.groups, []
         for one in self._cuts(end_tokens):
             runs = ((run.group, groups[run.group].blocks_at(end_tokens)[run.begin : run.end]) for run in one.runs)
@@ -110,9 +114,17 @@ class Checkpoints:
             return True
         if self.interval_tokens and end_tokens // self.interval_tokens > begin_tokens // self.interval_tokens:
             return True
-        layout = self.layouts[0]
-        is_small = self.groups.checkpoint_bytes(end_tokens) <= layout.payload_bytes(layout.blocks_per_chunk)
-        return is_small and bool(self.groups.full)
+        return bool(self.groups.full) and self._is_small(end_tokens)
+
+    def _is_small(self, end_tokens: int) -> bool:
+        """Whether, of all ranks together, it has no more bytes than a chunk; some may have no layers of a kind."""
+        checkpoint_bytes = sum(rank.checkpoint_bytes(end_tokens) for rank in self.ranks)
+        chunk_bytes = sum(
+            layout.payload_bytes(layout.blocks_per_chunk)
+            for rank, layout in zip(self.ranks, self.layouts, strict=True)
+            if any(rank.groups[number].block_bytes for number in rank.full)
+        )
+        return checkpoint_bytes <= chunk_bytes
 
     def _cuts(self, end_tokens: int) -> tuple[_Cut, ...]:
         """The parts of a checkpoint at a token."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from kvstore.errors import LayoutError
@@ -69,12 +68,16 @@ def bind_paged_kv(
     return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, beside=beside)
 
 
-def bind_groups(groups: Sequence[PagedKV | None], full: Sequence[int], *, chunk_tokens: int) -> GroupedPagedKV:
+def bind_groups(
+    groups: Sequence[PagedKV | None], full: Sequence[int], *, block_tokens: int, chunk_tokens: int
+) -> GroupedPagedKV:
     """Several groups of layers, whose blocks come from one pool of ids, as one cache.
 
     Args:
         groups: each group's, in the order of their numbers; None for one that has no layer on this rank.
         full: the groups that keep all tokens: a chunk is theirs.
+        block_tokens: the tokens after which a block of every group ends, those without a layer here included: all
+            ranks count a chunk's blocks alike.
         chunk_tokens: tokens in a chunk.
 
     Raises:
@@ -83,7 +86,6 @@ def bind_groups(groups: Sequence[PagedKV | None], full: Sequence[int], *, chunk_
     bound = [group for group in groups if group is not None]
     if not bound:
         raise LayoutError("there is no layer with a KV cache: nothing to store")
-    block_tokens = math.lcm(*(group.layout.block_tokens for group in bound))
     physical = " ".join("-" if group is None else group.layout.fingerprint for group in groups)
     in_chunks = [group.layout for number in full if (group := groups[number]) is not None]
     planes = {layout.planes for layout in in_chunks} or {1}

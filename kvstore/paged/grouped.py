@@ -37,6 +37,11 @@ def rows_of(group: int, block_ids: BlockIds) -> BlockIds:
     return block_ids + row_of(group, 0)
 
 
+def any_present(rows: BlockIds) -> bool:
+    """Whether any row is that of a block, and not null."""
+    return bool((rows & _BLOCK_MASK).any())
+
+
 class _Segment(NamedTuple):
     """Consecutive rows of one group: its cache, the part of the payload that they have, and those that are wanted."""
 

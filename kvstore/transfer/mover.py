@@ -245,7 +245,7 @@ class Mover:
         if stored is None:
             return None
         num_blocks = job.step.ref.num_blocks
-        fresh = np.empty(self.paged.layout.payload_bytes(num_blocks), np.uint8)
+        fresh = np.zeros(self.paged.layout.payload_bytes(num_blocks), np.uint8)  # as what no row fills
         slots, ends = [job.step.slot], list[Moment]()
         if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
             return None

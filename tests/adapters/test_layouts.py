@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,3 +161,12 @@ def test_a_layer_without_a_cache_is_refused() -> None:
     del caches["1"]
     with pytest.raises(LayoutError, match="no KV cache for layer 1"):
         paged_kv_of(caches, config, vllm_config(LAYOUTS[0]), 4 * BLOCK)
+
+
+def test_a_stage_without_layers_of_a_group_counts_blocks_as_the_others_do() -> None:
+    """The group whose blocks hold more tokens has no layer here."""
+    alone = cache_config({"0": LLAMA}, LAYOUTS[0])
+    coarse = KVCacheGroupSpec([], replace(LLAMA, block_size=2 * BLOCK))
+    config = replace(alone, kv_cache_groups=[*alone.kv_cache_groups, coarse])
+    layout = paged_kv_of(allocate(alone, LAYOUTS[0]), config, vllm_config(LAYOUTS[0]), 4 * BLOCK).layout
+    assert (layout.block_tokens, layout.blocks_per_chunk) == (2 * BLOCK, 2)

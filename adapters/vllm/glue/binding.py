@@ -48,7 +48,7 @@ def paged_kv_of(
         has_layers = bool(group.layer_names)
         bound.append(_bind(kv_caches, group, num_blocks, chunk_size, packing, beside=first) if has_layers else None)
     full = [number for number, group in enumerate(groups) if kind_of(group.kv_cache_spec) is Kind.FULL]
-    return bind_groups(bound, full, chunk_tokens=chunk_size)
+    return bind_groups(bound, full, block_tokens=block_tokens_of(kv_cache_config), chunk_tokens=chunk_size)
 
 
 def groups_of(paged: PagedKV, kv_cache_config: KVCacheConfig) -> Groups | None:

@@ -23,6 +23,7 @@ from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.paged.base import BlockIds
+from kvstore.paged.grouped import any_present
 from kvstore.transfer.mover import LoadJob, as_block_ids
 
 _MAX_UNTIMED = 64  # a rank may never tell
@@ -122,6 +123,16 @@ class LoadPlanner:
         """Whether a load can only end where there is a checkpoint."""
         return self._rows.checkpoints is not None
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether chunks are stored, and not checkpoints alone."""
+        return self._rows.has_chunks
+
+    @property
+    def ends_in_blocks(self) -> bool:
+        """Whether a load can only end where a block of every group does."""
+        return self._rows.is_grouped
+
     # -- before a load -----------------------------------------------------------------------------------------------
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
@@ -137,10 +148,13 @@ class LoadPlanner:
         return tokens
 
     def first_remote_token(self, spec: LoadSpec) -> int:
-        """Where the first chunk begins that a load would bring from a remote tier; there must be one."""
+        """Where the first chunk begins that a load would bring from a remote tier.
+
+        If only a checkpoint would come from there, where the load begins: nothing before it is of use alone.
+        """
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
         starts = (part.start for part in parts if self._index.source(part.ref, spec.told) is Place.REMOTE)
-        return next(starts) * self._rules.block_tokens
+        return next(starts, spec.num_local_tokens // self._rules.block_tokens) * self._rules.block_tokens
 
     def must_wait(self, match: Match, *, async_load: bool) -> bool:
         """Whether a load for another request brings one of these chunks, and may still fail."""
@@ -235,11 +249,15 @@ class LoadPlanner:
             for ref, part in zip(match.checkpoint, rows.checkpoints.rows(match.num_tokens), strict=True):
                 loads.append(_Load.to(ref, rows.part_to_load(tables, part, begin_tokens)))
         found = [load for load in loads if load is not None]
-        return found if len(found) == len(loads) else None
+        if len(found) < len(loads):
+            return None
+        # Where the request has all of a part's blocks, the part is used from memory, and not read from elsewhere.
+        return [load for load in found if any_present(load.rows) or self._index.in_memory(load.ref.prefix_key)]
 
     def _prepare(self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef]) -> list[LoadStep]:
         """Plan to bring chunks to their slots, as far as that is possible."""
-        steps = self._index.prepare_load(refs, spec.told, spec.match.checkpoint)
+        checkpoint = spec.match.checkpoint if set(refs).issuperset(spec.match.checkpoint) else ()
+        steps = self._index.prepare_load(refs, spec.told, checkpoint)
         tracker.noted.update(step.ref.prefix_key for step in steps)
         remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:

@@ -55,7 +55,8 @@ class Matching:
         match = self._lookup(tracker, num_local_tokens)
         if match is None or self._waits_for_more(tracker, max(match.num_tokens, num_local_tokens)):
             return None
-        tracker.parted_tokens = match.chunk_tokens - match.chunk_tokens % hasher.chunk_tokens
+        if self.loads.has_chunks:  # nothing else tells how far others had the same tokens
+            tracker.parted_tokens = match.chunk_tokens - match.chunk_tokens % hasher.chunk_tokens
         spec = self._usable(tracker, match, num_local_tokens)
         if spec.num_external_tokens and self._is_verified(tracker, match, num_local_tokens):
             spec = replace(spec, num_external_tokens=0)
@@ -100,21 +101,26 @@ class Matching:
             worth_tokens = self._tokens_worth_fetching(spec)
             if worth_tokens < spec.num_external_tokens:
                 spec = self._spec(tracker, spec, num_local_tokens + worth_tokens)
-        if spec.num_external_tokens <= 0 or spec.num_external_tokens < self.options.min_retrieve_tokens:
-            return replace(spec, num_external_tokens=0)
-        most_tokens = self.options.max_tokens_per_load
-        if most_tokens and spec.num_external_tokens > most_tokens:
+        least_tokens, most_tokens = max(1, self.options.min_retrieve_tokens), self.options.max_tokens_per_load
+        if most_tokens and spec.num_external_tokens > max(most_tokens, least_tokens - 1):
             most_tokens -= most_tokens % self.options.rules.block_tokens
             spec = self._spec(tracker, spec, num_local_tokens + most_tokens)
-        return replace(spec, num_external_tokens=max(0, spec.num_external_tokens))
+            least_tokens = min(least_tokens, most_tokens)
+        # Asked only now: the last checkpoint before a bound may lie far before it.
+        return spec if spec.num_external_tokens >= least_tokens else replace(spec, num_external_tokens=0)
 
     def _spec(self, tracker: RequestTracker, spec: LoadSpec, limit_tokens: int) -> LoadSpec:
-        """A load that ends at ``limit_tokens``, or before: where a model needs checkpoints, at one of them."""
+        """A load that ends at ``limit_tokens``, or before: where a model needs checkpoints, at one of them.
+
+        With several groups it ends with a block of each.
+        """
         match = spec.match
         if self.loads.needs_checkpoints and match.num_tokens > limit_tokens:
             match = self.index.lookup(tracker.hasher, spec.num_local_tokens, spec.told, limit_tokens)
-        num_external_tokens = min(match.num_tokens, limit_tokens) - spec.num_local_tokens
-        return replace(spec, match=match, num_external_tokens=num_external_tokens)
+        end_tokens = min(match.num_tokens, limit_tokens)
+        if self.loads.ends_in_blocks:
+            end_tokens -= end_tokens % self.options.rules.block_tokens
+        return replace(spec, match=match, num_external_tokens=end_tokens - spec.num_local_tokens)
 
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """The tokens of a hit; only those before the remote tier's first chunk if too few would come from there."""

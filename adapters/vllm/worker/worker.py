@@ -16,7 +16,6 @@ from torch.profiler import record_function
 from kvstore.adapters.vllm.plan import (
     FetchResult,
     LoadTime,
-    ReqMeta,
     StepPlan,
     StepReport,
     StepResult,
@@ -26,11 +25,11 @@ from kvstore.adapters.vllm.plan import (
 from kvstore.adapters.vllm.worker.background import Background, Fetched
 from kvstore.adapters.vllm.worker.layered import LayeredLoad, LayerOrder
 from kvstore.adapters.vllm.worker.pushes import Pushes, PushOptions
+from kvstore.adapters.vllm.worker.verifier import Verifier
 from kvstore.assembly import log_device_bytes, open_tiers
 from kvstore.catalog.plans import Place
 from kvstore.checkpoints.groups import Groups
 from kvstore.chunks import ChunkRef
-from kvstore.format.deviation import tolerance
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.ops import metrics
 from kvstore.ops.meters import WorkerMeter
@@ -38,9 +37,8 @@ from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
-from kvstore.throttle import Throttle
 from kvstore.transfer.layerwise import LayerStore
-from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob, as_block_ids
+from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -121,6 +119,7 @@ class StoreWorker:
             )
             self._pushes = Pushes(paged, namespace, options.push)
             opened.callback(self._pushes.close, 0)
+            self._verifier = Verifier(self._mover)
             self._background = Background(self._mover)  # takes memory on the device, which may have none left
             opened.pop_all()
         log_device_bytes(paged, engine, threads=WORKER_THREADS)
@@ -132,8 +131,6 @@ class StoreWorker:
         self._fetched_requests: set[str] = set()
         self._failed_requests: set[str] = set()  # of these, those that must start over
         self._ended_requests: set[str] = set()
-        self._worst_deviation = 0.0
-        self._throttle = Throttle(logger)
         self._poisoned_step = 0  # the last step that computed on blocks that were never loaded
         self._plan: StepPlan | None = None
         self._loads_began = self._loads_ended = False  # those of the plan
@@ -299,7 +296,8 @@ class StoreWorker:
         trusted = plan.acked >= self._poisoned_step
         for meta in plan.requests:
             if meta.verifies:
-                self._verify_request(plan, meta, trusted=trusted)
+                result = self._result_of(plan.number)
+                self._verifier.verify(meta.verifies, result, self._report.tally, trusted=trusted)
         if trusted:
             self._pushes.begin(plan.requests)  # in case vLLM named no layer
         self._pushes.finish(trusted=trusted)
@@ -331,34 +329,6 @@ class StoreWorker:
         result.failed_stores |= failed
         result.ranks_ended = 1
         self._ended_requests.update(ended)
-
-    def _verify_request(self, plan: StepPlan, meta: ReqMeta, *, trusted: bool) -> None:
-        result = self._result_of(plan.number)
-        with record_function("kvstore::verify"):
-            unread, lost = self._mover.load([job._replace(block_ids=as_block_ids(())) for job in meta.verifies])
-            result.unread |= unread
-            result.lost_chunks |= lost
-            for job in meta.verifies if trusted else ():  # otherwise what was computed may be wrong
-                found = self._mover.deviation(job)
-                if found is not None:
-                    self._note_deviation(job, found, result)
-
-    def _note_deviation(self, job: LoadJob, found: float, result: StepResult) -> None:
-        is_equal = found <= tolerance(self._layout)
-        self._report.tally.count(metrics.VERIFIED_CHUNKS.key("equal" if is_equal else "mismatch"))
-        if found > self._worst_deviation:
-            self._worst_deviation = found
-            self._report.tally.show(metrics.VERIFY_DEVIATION.key(), found, self._layout.fingerprint)
-        if is_equal:
-            return
-        result.mismatches.add(job.step.ref.prefix_key)
-        self._throttle.log(
-            "mismatch",
-            "a stored chunk deviates by %.3g from the same computed again, and %.3g is tolerated: it is removed",
-            found,
-            tolerance(self._layout),
-            level=logging.ERROR,
-        )
 
     def _on_written(self, target: Place, ref: ChunkRef, stored: bool) -> None:
         size_bytes = self._tiers.size_on_disk(ref) if stored and target is Place.DISK else None

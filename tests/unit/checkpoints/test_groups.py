@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.checkpoints.groups import Group, Groups, Kind, Row, Run, cut
@@ -114,3 +116,25 @@ def test_where_one_is_kept(end_tokens: int, marks: tuple[int, ...], interval_tok
 
 def test_without_chunks_nothing_is_small_beside_them() -> None:
     assert not checkpoints(STATE).is_wanted(256, 320, ())
+
+
+def test_blocks_that_fit_into_no_chunk_are_refused_at_start() -> None:
+    layout = KVLayout(page_bytes=(10,), planes=1, block_tokens=16, chunk_tokens=64)
+    small = Groups((FULL, STATE))
+    with pytest.raises(LayoutError, match=r"group 1 has 90 bytes, more than the 40 of a chunk: set chunk_size"):
+        Checkpoints((small, small), (replace(layout, page_bytes=(200,)), layout))
+
+
+def test_what_is_small_is_so_on_all_ranks_together() -> None:
+    """The first stage has no layer with a window, and the last none that keeps all tokens."""
+    stages = [(100, 0), (100, 120), (0, 40)]
+    ranks = tuple(Groups((replace(FULL, block_bytes=full), replace(WINDOW, block_bytes=part))) for full, part in stages)
+    layouts = tuple(
+        KVLayout(page_bytes=(full or part,), planes=1, block_tokens=16, chunk_tokens=64) for full, part in stages
+    )
+    found = Checkpoints(ranks, layouts)
+    assert found.is_wanted(256, 320, ()), "480 bytes beside 800"
+    large = (*ranks[:2], Groups((replace(FULL, block_bytes=0), replace(WINDOW, block_bytes=160))))
+    assert not replace(found, ranks=large, layouts=(*layouts[:2], replace(layouts[2], page_bytes=(160,)))).is_wanted(
+        256, 320, ()
+    )

@@ -35,7 +35,7 @@ def grouped(layers: list[dict[str, torch.Tensor]]) -> GroupedPagedKV:
         bind_paged_kv(tensors, num_blocks=NUM_BLOCKS, block_tokens=tokens, chunk_tokens=CHUNK_TOKENS, reserved_blocks=1)
         for tensors, tokens in zip(layers, (16, 16, 32), strict=True)
     ]
-    return bind_groups(groups, [0], chunk_tokens=CHUNK_TOKENS)
+    return bind_groups(groups, [0], block_tokens=32, chunk_tokens=CHUNK_TOKENS)
 
 
 def ids(*rows: tuple[int, int]) -> BlockIds:
@@ -131,7 +131,7 @@ def test_a_rank_without_layers_of_a_group_moves_the_others() -> None:
         else bind_paged_kv(layers[group], num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=CHUNK_TOKENS)
         for group in range(3)
     ]
-    paged = bind_groups(bound, [0], chunk_tokens=CHUNK_TOKENS)
+    paged = bind_groups(bound, [0], block_tokens=32, chunk_tokens=CHUNK_TOKENS)
     assert paged.block_bytes == (48, 0, 32)
     payload = gathered(paged, ids((1, 3), (2, 5)), 1)
     assert payload[:32].tobytes() == expected(layers, (2, [5]))
@@ -142,16 +142,18 @@ def test_without_a_group_that_keeps_all_tokens_a_part_has_room_for_the_largest_b
         bind_paged_kv(tensors, num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=CHUNK_TOKENS)
         for tensors in caches()
     ]
-    assert bind_groups(bound, [], chunk_tokens=CHUNK_TOKENS).layout.block_bytes == 80
+    assert bind_groups(bound, [], block_tokens=32, chunk_tokens=CHUNK_TOKENS).layout.block_bytes == 80
     with pytest.raises(LayoutError, match="nothing to store"):
-        bind_groups([None], [], chunk_tokens=CHUNK_TOKENS)
+        bind_groups([None], [], block_tokens=32, chunk_tokens=CHUNK_TOKENS)
 
 
 def test_other_groups_make_another_fingerprint() -> None:
     layers = caches()
     two = [bind_paged_kv(layers[group], num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=64) for group in (0, 1)]
     one = [two[0], bind_paged_kv(layers[2], num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=64)]
-    fingerprints = {bind_groups(bound, [0], chunk_tokens=64).layout.fingerprint for bound in (two, one, two[::-1])}
+    fingerprints = {
+        bind_groups(bound, [0], block_tokens=32, chunk_tokens=64).layout.fingerprint for bound in (two, one, two[::-1])
+    }
     assert len(fingerprints) == 3
 
 

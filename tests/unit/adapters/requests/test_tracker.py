@@ -175,3 +175,53 @@ def test_a_resumed_request_counts_from_where_it_is_computed() -> None:
     tracker.restart_saving()
     request.num_computed_tokens = 0
     assert sizes(tracker.take_save(20)) == [4], "the rest holds nothing yet"
+
+
+@pytest.mark.parametrize("num_tokens", [40, 41, 43])
+def test_a_prompt_ends_with_the_step_that_computes_its_last_whole_block(num_tokens: int) -> None:
+    """Only that step leaves a state there."""
+    request, tracker = tracker_of(num_tokens)
+    assert sizes(tracker.take_save(39)) == [4, 4]
+    request.num_computed_tokens = 39
+    save = tracker.take_save(1)
+    assert sizes(save) == [2]
+    assert save is not None
+    assert 40 in save.marks
+    assert tracker.is_saved
+    assert tracker.take_save(1) is None
+
+
+def test_marks_are_where_the_prompt_ends_where_others_parted_and_where_the_request_ends() -> None:
+    request, tracker = tracker_of(2 * CHUNK + BLOCK + 1, decode=True)
+    tracker.parted_tokens = CHUNK
+    save = tracker.take_save(2 * CHUNK + BLOCK + 1)
+    assert save is not None
+    assert set(save.marks) == {CHUNK, 2 * CHUNK + BLOCK}
+    request.all_token_ids += range(2 * BLOCK)
+    request.num_computed_tokens = request.num_tokens - 1
+    save = tracker.take_final_save()
+    assert save is not None
+    assert set(save.marks) == {CHUNK, 2 * CHUNK + BLOCK, 2 * CHUNK + 3 * BLOCK}
+
+
+@pytest.mark.parametrize(("spares_last", "expected"), [(False, 2 * CHUNK), (True, CHUNK)])
+def test_without_tails_a_prompt_ends_with_its_last_chunk(expected: int, *, spares_last: bool) -> None:
+    request = FakeRequest("one", list(range(2 * CHUNK)))
+    rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=False, spares_last_token=spares_last)
+    save = RequestTracker(request, NO_EXTRAS, rules).take_save(2 * CHUNK)
+    assert save is not None
+    assert set(save.marks) == {0, expected}, "0 stands for no token at all"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_where_hits_end_in_blocks_a_prompt_ends_before_its_last_token(*, decode: bool) -> None:
+    """And the chunk that ends with that token comes with what is generated, as soon as it is computed."""
+    request = FakeRequest("one", list(range(2 * CHUNK)))
+    rules = SaveRules(BLOCK, CHUNK, decode, save_tails=True, spares_last_token=True)
+    tracker = RequestTracker(request, NO_EXTRAS, rules)
+    assert sizes(tracker.take_save(2 * CHUNK)) == [4, 3]
+    request.num_computed_tokens = 2 * CHUNK
+    request.all_token_ids += range(CHUNK)
+    assert sizes(tracker.take_save(1)) == ([4] if decode else [])
+    request.num_computed_tokens = 3 * CHUNK - 1
+    assert sizes(tracker.take_save(1)) == ([4] if decode else []), "its last step leaves the state that belongs to it"

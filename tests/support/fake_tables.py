@@ -1,0 +1,202 @@
+"""Plays vLLM's block manager for a model of several groups: one pool of ids, a table for each group of each request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+from kvstore.checkpoints.groups import Kind
+from support.fake_parts import FakeRequest
+
+NULL = 0
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """What layers of one kind keep: for a window the ``span`` before the next token, for local attention its chunk."""
+
+    kind: Kind
+    block: int
+    span: int = 0
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first of the tokens before this one that it attends to; of a state, the last whose state is needed."""
+        match self.kind:
+            case Kind.FULL:
+                return 0
+            case Kind.WINDOW:
+                return max(0, num_tokens - self.span)
+            case Kind.LOCAL:
+                return num_tokens - num_tokens % self.span
+            case Kind.STATE:
+                return max(0, num_tokens - 1)
+
+    def needed_blocks(self, num_tokens: int) -> range:
+        """The positions of the blocks that a request needs to go on at a token."""
+        return range(self.first_needed(num_tokens) // self.block, -(-num_tokens // self.block))
+
+
+@dataclass(eq=False)
+class GroupRequest(FakeRequest):
+    """A request with a table for each group."""
+
+    tables: list[list[int]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)  # blocks of each group that have been offered to the local cache
+    local: int = 0  # tokens that it shares with others
+    hit: int = 0  # tokens that its last load brought
+    failed: bool = False  # a load of it
+    in_flight_tokens: int = 0
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any block is its own or shared."""
+        return any(any(table) for table in self.tables)
+
+
+class FakeTables:
+    """The blocks of one engine.
+
+    Args:
+        groups: of the model.
+        num_blocks: in the pool of all groups, the null block included.
+    """
+
+    def __init__(self, groups: Sequence[FakeGroup], num_blocks: int) -> None:
+        self.groups = tuple(groups)
+        self.align = lcm(*(group.block for group in groups))
+        self.num_blocks = num_blocks
+        self.free: deque[int] = deque(range(1, num_blocks))
+        self.uses = dict.fromkeys(range(num_blocks), 0)
+        self.hashes: OrderedDict[tuple[int, str, tuple[int, ...]], int] = OrderedDict()  # the local prefix cache
+        self.hash_of: dict[int, tuple[int, str, tuple[int, ...]]] = {}
+        self.deferred_frees: list[tuple[int, list[int]]] = []
+        self.planned = self.processed = 0  # steps
+        self.taken: list[int] = []  # blocks given away since the last step
+        self.offers: dict[str, list[tuple[int, int, int]]] = {}  # states: group, block, token
+
+    def retains(self) -> bool:
+        """Whether the state at a boundary is kept, and offered."""
+        raise NotImplementedError
+
+    def forget_local(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self.hashes.clear()
+        self.hash_of.clear()
+
+    def _local_hit(self, request: GroupRequest) -> tuple[int, list[list[int]]]:
+        """The most tokens at which all groups can go on, and the tables there, with nulls for what is not needed."""
+        tokens = tuple(request.all_token_ids)
+        for end in range((len(tokens) - 1) // self.align * self.align, 0, -self.align):
+            tables = []
+            for number, group in enumerate(self.groups):
+                needed = group.needed_blocks(end)
+                found = [self.hashes.get((number, request.salt, tokens[: (at + 1) * group.block])) for at in needed]
+                if None in found:
+                    break
+                table = [NULL] * needed.start + [block for block in found if block is not None]
+                tables.append(table + [NULL] * (end // group.block - len(table)))
+            else:
+                return end, tables
+        return 0, [[] for _ in self.groups]
+
+    def _cache(self, request: GroupRequest, end_tokens: int) -> None:
+        """Offer the whole blocks before a token to the local cache, and states to connectors."""
+        tokens = tuple(request.all_token_ids)
+        for number, group in enumerate(self.groups):
+            table = request.tables[number]
+            for at in range(request.cached[number], end_tokens // group.block):
+                block, key = table[at], (number, request.salt, tokens[: (at + 1) * group.block])
+                if block == NULL or (group.kind is Kind.STATE and not self.retains()):
+                    continue
+                if block not in self.hash_of and key not in self.hashes:
+                    self.hashes[key] = block
+                    self.hash_of[block] = key
+                if group.kind is Kind.STATE:
+                    self.offers.setdefault(request.request_id, []).append((number, block, (at + 1) * group.block))
+            request.cached[number] = max(request.cached[number], end_tokens // group.block)
+
+    def _admit(self, request: GroupRequest, local: tuple[int, list[list[int]]], external: int) -> bool:
+        """Give a request its shared blocks and those of a load; False if there is no room."""
+        num_local, shared = local
+        total = num_local + external
+        tables: list[list[int]] = []
+        for group, table in zip(self.groups, shared, strict=True):
+            skipped = min(group.first_needed(total) // group.block, -(-total // group.block))
+            tables.append([NULL] * skipped + table[skipped:])
+        own = {block for table in tables for block in table if block != NULL}
+        missing = [
+            -(-total // group.block) - len(table) if external else 0
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+        if sum(missing) + sum(self.uses[block] == 0 for block in own) > len(self.free):
+            return False
+        for block in own:
+            self._use(block)
+        for table, count in zip(tables, missing, strict=True):
+            table += [self._take() for _ in range(count)]
+        request.tables, request.local = tables, num_local
+        request.cached = [num_local // group.block for group in self.groups]
+        return True
+
+    def _grow(self, request: GroupRequest, end_tokens: int) -> bool:
+        """Give a request what a step up to a token needs; what has left the windows goes first."""
+        self._leave_windows(request)
+        missing = []
+        for group, table in zip(self.groups, request.tables, strict=True):
+            count = -(-end_tokens // group.block) - len(table)
+            missing.append(min(1, max(0, count)) if group.kind is Kind.STATE else max(0, count))
+        if sum(missing) > len(self.free):
+            return False
+        for group, table, count in zip(self.groups, request.tables, missing, strict=True):
+            if group.kind is Kind.STATE and count:
+                table.extend([NULL] * (-(-end_tokens // group.block) - 1 - len(table)))
+            table.extend(self._take() for _ in range(count))
+        return True
+
+    def _leave_windows(self, request: GroupRequest) -> None:
+        """Take blocks that no later token needs; those behind which a step is under way stay."""
+        done = max(0, request.num_computed_tokens - request.in_flight_tokens)
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for at in range(min(group.first_needed(done) // group.block, len(table))):
+                if table[at] != NULL:
+                    self._release([table[at]])
+                    table[at] = NULL
+
+    def _take(self) -> int:
+        block = self.free.popleft()
+        key = self.hash_of.pop(block, None)
+        if key is not None:
+            del self.hashes[key]
+        assert self.uses[block] == 0
+        self.uses[block] = 1
+        self.taken.append(block)
+        return block
+
+    def _use(self, block: int) -> None:
+        if self.uses[block] == 0:
+            self.free.remove(block)
+        self.uses[block] += 1
+
+    def _free_request(self, request: GroupRequest) -> None:
+        blocks = [block for table in request.tables for block in table if block != NULL]
+        request.tables = [[] for _ in self.groups]
+        self.offers.pop(request.request_id, None)
+        if request.in_flight:  # a step under way may still write them
+            self.deferred_frees.append((self.planned, blocks))
+        else:
+            self._release(blocks)
+
+    def _drain_deferred_frees(self) -> None:
+        while self.deferred_frees and self.deferred_frees[0][0] <= self.processed:
+            self._release(self.deferred_frees.pop(0)[1])
+
+    def _release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.uses[block] -= 1
+            assert self.uses[block] >= 0
+            if self.uses[block] == 0 and block in self.hash_of:
+                self.free.append(block)
+            elif self.uses[block] == 0:
+                self.free.appendleft(block)  # what nobody can find is given away first: to be overwritten soon
