@@ -137,13 +137,13 @@ class Lookup:
             tails = [tail for tail in tail_refs(hasher, last) if self.source(tail, told) is not None]
             tail_blocks = tails[-1].num_blocks if tails else 0
             reach_tokens = last * hasher.chunk_tokens + tail_blocks * hasher.block_tokens
+            if limit_tokens < last * hasher.chunk_tokens:  # the chunk is whole, and the caller's tail of it ends within
+                last = limit_tokens // hasher.chunk_tokens
+                tails = tail_refs(hasher, last)
         else:
-            found, last, reach_tokens = [], len(hasher.chunk_keys()), limit_tokens
+            found, last, reach_tokens = [], limit_tokens // hasher.chunk_tokens, limit_tokens
             tails = tail_refs(hasher, last)
-        within = {last: tails}
-        if limit_tokens < last * hasher.chunk_tokens:  # the caller's tail ends within a chunk that is whole here
-            within[limit_tokens // hasher.chunk_tokens] = tail_refs(hasher, limit_tokens // hasher.chunk_tokens)
-        possible = ends(hasher, skip_tokens, min(reach_tokens, limit_tokens), within)
+        possible = ends(hasher, skip_tokens, min(reach_tokens, limit_tokens), {last: tails})
         for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
             if first is not None and self.source(first, told) is None:
                 continue  # nearly always
@@ -151,10 +151,9 @@ class Lookup:
             if any(self.source(ref, told) is None for ref in parts):
                 continue
             num_chunks, tail_tokens = divmod(num_tokens, hasher.chunk_tokens)
-            refs = found[: num_chunks - first_chunk]
-            if tail_tokens and checkpoints.groups.full:
-                tail = ChunkRef(prefix_key, tail_tokens // hasher.block_tokens)
-                refs.append(tail if num_chunks == last else found[num_chunks - first_chunk])
+            refs = found[: num_chunks + (tail_tokens > 0) - first_chunk]
+            if tail_tokens and len(refs) == num_chunks - first_chunk and checkpoints.groups.full:
+                refs.append(ChunkRef(prefix_key, tail_tokens // hasher.block_tokens))
             if self._fits((*refs, *parts)):
                 return Match(tuple(refs), num_tokens, first_chunk, parts, reach_tokens)
         return NO_MATCH._replace(chunk_tokens=reach_tokens)
@@ -224,8 +223,8 @@ class Lookup:
 
         Of those behind the chunks, more of which may be found, only the first part.
         """
-        size = hasher.chunk_tokens
-        chunks = (match.chunk_tokens // size, (hasher.num_tokens - 1) // size, len(hasher.chunk_keys()))
+        last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # whole, perhaps, but no hit takes the last token
+        chunks = (match.chunk_tokens // hasher.chunk_tokens, last)
         tails = {chunk: tail_refs(hasher, chunk) for chunk in chunks}
         possible = ends(hasher, match.num_tokens, hasher.num_tokens, tails)
         asked: list[ChunkRef] = []

@@ -82,35 +82,41 @@ class CheckpointMachine(IndexMachine):
         idle = sum(not chunk.uses for chunk in in_slots)
         return len(refs) - len(in_slots) <= len(slots.free) + slots.num_idle - idle
 
-    def needed(self, hasher: PrefixHasher, skip_tokens: int, end_tokens: int) -> tuple[list[ChunkRef], bool]:
-        """The chunks of a hit, and whether it ends in the first chunk that is not there, or between chunks."""
-        first = skip_tokens // CHUNK
-        num_chunks, tail_tokens = divmod(end_tokens, CHUNK)
-        whole = hasher.chunk_keys()[first : num_chunks + 1]
+    def needed(
+        self, hasher: PrefixHasher, skip_tokens: int, end_tokens: int, limit_tokens: int
+    ) -> dict[tuple[ChunkRef, ...], bool]:
+        """The chunks that a hit may take, and whether it must be found if they are there.
+
+        A tail is looked for in the first chunk that is not there whole, and in the one in which the limit is.
+        """
+        first, (num_chunks, tail_tokens) = skip_tokens // CHUNK, divmod(end_tokens, CHUNK)
         if not self.checkpoints.groups.full:
-            return [], not tail_tokens or num_chunks == len(hasher.chunk_keys())
-        refs = [ChunkRef(key, CHUNK // BLOCK) for key in whole]
-        ends_well = not tail_tokens or len(refs) <= num_chunks - first or not self.is_known(refs[-1])
-        refs = refs[: num_chunks - first]
-        if tail_tokens:
-            refs.append(ChunkRef(key_at(hasher, end_tokens), tail_tokens // BLOCK))
-        return refs, ends_well
+            return {(): not tail_tokens or num_chunks == limit_tokens // CHUNK}
+        whole = [ChunkRef(key, CHUNK // BLOCK) for key in hasher.chunk_keys()[first:]]
+        before = tuple(whole[: num_chunks - first])
+        if not tail_tokens:
+            return {before: True}
+        with_tail = (*before, ChunkRef(key_at(hasher, end_tokens), tail_tokens // BLOCK))
+        around = whole[num_chunks - first : num_chunks - first + 1]
+        if not around:
+            return {with_tail: True}
+        return {(*before, *around): num_chunks == limit_tokens // CHUNK, with_tail: not self.is_known(around[0])}
 
     def check(self, match: Match, hasher: PrefixHasher, skip_tokens: int, limit_tokens: int) -> None:
         """It is one of the possible hits, and none that ends behind it is."""
+        limit_tokens = min(limit_tokens, hasher.num_tokens)
         if match.num_tokens:
-            refs, _ = self.needed(hasher, skip_tokens, match.num_tokens)
-            parts = self.parts_at(hasher, match.num_tokens)
-            assert (list(match.refs), match.checkpoint) == (refs, parts)
+            assert match.refs in self.needed(hasher, skip_tokens, match.num_tokens, limit_tokens)
+            assert match.checkpoint == self.parts_at(hasher, match.num_tokens)
             assert match.first_chunk == skip_tokens // CHUNK
             assert skip_tokens < match.num_tokens <= min(limit_tokens, match.chunk_tokens)
-            assert all(map(self.is_known, [*refs, *parts])), "found what is not there"
-            assert self.fit([*refs, *parts]), "no slots for it"
-        limit_tokens = min(limit_tokens, hasher.num_tokens)
+            refs = [*match.refs, *match.checkpoint]
+            assert all(map(self.is_known, refs)), "found what is not there"
+            assert self.fit(refs), "no slots for it"
         for end_tokens in range(max(skip_tokens, match.num_tokens) + BLOCK, limit_tokens + 1, BLOCK):
-            refs, ends_well = self.needed(hasher, skip_tokens, end_tokens)
-            refs += self.parts_at(hasher, end_tokens)
-            assert not (ends_well and all(map(self.is_known, refs)) and self.fit(refs)), f"missed {end_tokens}"
+            for chunks, is_looked_for in self.needed(hasher, skip_tokens, end_tokens, limit_tokens).items():
+                refs = [*chunks, *self.parts_at(hasher, end_tokens)]
+                assert not (is_looked_for and all(map(self.is_known, refs)) and self.fit(refs)), f"missed {end_tokens}"
 
     @invariant()
     def a_lookup_finds_what_trying_all_ends_finds(self) -> None:
@@ -253,7 +259,8 @@ class CheckpointMachine(IndexMachine):
         # Nothing that has not been asked about would have made it longer.
         behind = range(skip_tokens + BLOCK, hasher.num_tokens + 1, BLOCK)
         every = [ref for end in behind for ref in self.parts_at(hasher, end)]
-        every += [ref for end in behind for ref in self.needed(hasher, skip_tokens, end)[0]]
+        needed = [self.needed(hasher, skip_tokens, end, hasher.num_tokens) for end in behind]
+        every += [ref for hits in needed for refs in hits for ref in refs]
         if self.index._remote.answers:
             unknown = self.view.unknown(every, self.now_s)
             self.view.note(unknown, [ref in self.world.remote for ref in unknown], self.now_s)

@@ -128,6 +128,19 @@ def test_the_tail_that_has_a_checkpoint_counts_and_not_the_longest() -> None:
     assert match.refs[-1] == ChunkRef(key_at(CHUNK + BLOCK), 1)
 
 
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)])
+def test_a_checkpoint_inside_the_last_chunk_counts_where_the_last_token_must_be_computed(
+    groups: tuple[Group, ...],
+) -> None:
+    index = make(checkpoints=of(*groups))
+    store(index, CHUNK + 3 * BLOCK, [CHUNK + 3 * BLOCK])
+    store(index, 2 * CHUNK, [])
+    match = index.lookup(hasher_of(2 * CHUNK), limit_tokens=2 * CHUNK - 1)
+    assert match.num_tokens == CHUNK + 3 * BLOCK
+    whole = chunk_refs(hasher_of(2 * CHUNK), with_tail=False)
+    assert match.refs == (tuple(whole) if FULL in groups else ())
+
+
 def test_where_nothing_is_needed_to_go_on_there_is_always_a_checkpoint() -> None:
     index = make(checkpoints=of(FULL, Group(Kind.LOCAL, BLOCK, 40, span_tokens=2 * CHUNK)))
     store(index, 3 * CHUNK, [])
