@@ -6,6 +6,7 @@ A hit takes all chunks before a token, and the checkpoint there. Outputs equal p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.hybrid_engines import (
 )
 from support.hybrid_models import ATTENTION_CHUNK, MAKERS
 from support.redis_server import RedisServer, running
+from support.runner import staying_elsewhere
 from support.vllm_engine import Completion, Prompt, assert_same_outputs, through_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
@@ -243,7 +245,35 @@ def remote_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["gptoss", "granite4"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_hits_from_disk_after_a_kill(name: str, make: Any, tmp_path: Path) -> None:
+    """What was settled is there, after a process that had no time to close."""
+    hybrid = make(name)
+    with hybrid.engine() as engine:
+        plain = engine.generate(PROMPTS, logprobs=2)
+    store = hybrid.store(tmp_path / "disk")
+    job: dict[str, Any] = {"model": str(hybrid.folder), "max_tokens": 12, "ends_steps_at_states": True}
+    setup = vars(store) | {"disk": str(store.disk)}
+    with (
+        suppress(_KilledError),
+        staying_elsewhere(job | {"engines": [{"prompts": PROMPTS, "store": setup, "rounds": ["cold"]}]}) as (cold,),
+    ):
+        assert_same_outputs(plain, cold)
+        raise _KilledError
+    with hybrid.engine(store) as engine:
+        found = engine.generate(PROMPTS)
+        assert_same_outputs(plain, found)
+        assert cached(found) == hybrid.hits()
+        assert engine.moved.chunks_loaded_from_disk > 0
+        engine.assert_idle()
+
+
+class _KilledError(Exception):
+    """The process is killed without another word."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", GROUPS)
 def test_hits_from_a_remote_tier(name: str, make: Any, remote_url: str) -> None:
     hybrid = make(name)
     store = through_memory(remote_url)

@@ -5,7 +5,7 @@
                   "overrides": {...}, "unlink": {"1": ["files that disappear before round 1", ...]}}]}
 
 A round other than the first begins with vLLM's own prefix cache emptied. With ``"stays": true`` an engine is closed
-only when standard input ends, and the results come before.
+only when standard input ends, and the results come before. ``"ends_steps_at_states": true`` is for models of Mamba2.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvstore.tools.dev.mamba2 import end_steps_at_states
 from support.vllm_engine import Completion, Engine, StoreSetup, prepare_environment
 
 _MARK = "RUNNER RESULT "
@@ -83,6 +84,8 @@ def main() -> None:
     """Carry out the job on standard input, one line."""
     job = json.loads(sys.stdin.readline())
     prepare_environment(two_processes=job["two_processes"])
+    if job.get("ends_steps_at_states"):
+        end_steps_at_states()
     results = []
     for part in job["engines"]:
         setup = part["store"]
