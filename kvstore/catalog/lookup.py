@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.sequence import ends, tail_refs
+from kvstore.catalog.sequence import all_refs, ends, tail_refs
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
-from kvstore.checkpoints.parts import Checkpoints
+from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
@@ -223,10 +223,7 @@ class Lookup:
 
         Of those behind the chunks, more of which may be found, only the first part.
         """
-        last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # whole, perhaps, but no hit takes the last token
-        chunks = (match.chunk_tokens // hasher.chunk_tokens, last)
-        tails = {chunk: tail_refs(hasher, chunk) for chunk in chunks}
-        possible = ends(hasher, match.num_tokens, hasher.num_tokens, tails)
+        possible = _asked_ends(hasher, match)
         asked: list[ChunkRef] = []
         for (num_tokens, prefix_key), first in zip(possible, checkpoints.first_refs(possible), strict=True):
             if first is None:
@@ -238,6 +235,22 @@ class Lookup:
                 rest = [ref for ref in checkpoints.refs(prefix_key, num_tokens) if not self._is_here(ref)]
                 asked += view.unknown(rest, self._now_s, told)
         return asked
+
+    def asked_again(self, hasher: PrefixHasher, match: Match) -> list[ChunkRef]:
+        """What a lookup behind a match may have been told is missing, of chunks and checkpoints."""
+        refs = all_refs(hasher)
+        view = self._remote.view
+        if self.checkpoints is None or view is None:
+            return refs
+        possible = _asked_ends(hasher, match)
+        for (num_tokens, prefix_key), first in zip(possible, self.checkpoints.first_refs(possible), strict=True):
+            if first is None:
+                continue
+            if self._is_here(first) or view.holds(first, self._now_s):
+                refs += self.checkpoints.refs(prefix_key, num_tokens)
+            else:
+                refs.append(first)
+        return refs
 
     def source(self, ref: ChunkRef, told: Told = NOTHING_TOLD) -> Place | None:
         """Where a chunk would be loaded from now; None if nowhere."""
@@ -275,6 +288,13 @@ class Lookup:
             return False
         chunk = self._chunks.get(ref.prefix_key)
         return chunk is None or (chunk.ref == ref and not chunk.forgotten and chunk.memory is NO_SLOT)
+
+
+def _asked_ends(hasher: PrefixHasher, match: Match) -> list[End]:
+    """Where checkpoints behind a match are asked about: at the ends of chunks, and of two chunks' tails."""
+    last = max(0, hasher.num_tokens - 1) // hasher.chunk_tokens  # whole, perhaps, but no hit takes the last token
+    tails = {chunk: tail_refs(hasher, chunk) for chunk in (match.chunk_tokens // hasher.chunk_tokens, last)}
+    return ends(hasher, match.num_tokens, hasher.num_tokens, tails)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from kvstore.checkpoints.parts import Checkpoints, End
+from kvstore.checkpoints.parts import End
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
@@ -43,15 +43,11 @@ def tail_refs(hasher: PrefixHasher, chunk: int) -> list[ChunkRef]:
     return [ChunkRef(key, num_blocks) for num_blocks, key in enumerate(keys, 1)]
 
 
-def all_refs(hasher: PrefixHasher, checkpoints: Checkpoints | None = None) -> list[ChunkRef]:
-    """Every chunk that may be stored of a sequence: the whole ones, the tails inside each, the parts of checkpoints."""
+def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
+    """Every chunk that may be stored of a sequence: the whole ones, and the tails inside each."""
     refs = chunk_refs(hasher, with_tail=False)
-    tails = {chunk: tail_refs(hasher, chunk) for chunk in range(len(refs) + 1)}
-    for some in tails.values():
-        refs += some
-    if checkpoints is not None:
-        for num_tokens, prefix_key in ends(hasher, 0, hasher.num_tokens, tails):
-            refs += checkpoints.refs(prefix_key, num_tokens)
+    for chunk in range(len(refs) + 1):
+        refs += tail_refs(hasher, chunk)
     return refs
 
 

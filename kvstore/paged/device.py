@@ -17,6 +17,7 @@ from copy import copy
 import torch
 
 from kvstore.chunks import ByteArray
+from kvstore.errors import InvalidCallError
 from kvstore.layout import KVLayout
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
@@ -205,6 +206,7 @@ class DevicePagedKV:
         """Carry whole chunks, as many at once as fit into a buffer. A moment for each."""
         for chunk in chunks:
             check_block_ids(chunk.block_ids, self._allowed)  # before anything is copied
+            self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
         moments: list[Moment] = []
         pieces = [Piece(chunk.block_ids, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
         for group in _groups(pieces, self._max_blocks(self.layout.block_bytes)):
@@ -216,6 +218,14 @@ class DevicePagedKV:
             places = self._ring.write(pieces[group.start : group.stop])
             moments += [carry(Launch(self._all_planes, places), regions)] * len(group)
         return moments
+
+    def _check_fits(self, size_bytes: int) -> None:
+        """Refuse what is larger than a buffer: a kernel would write behind it."""
+        if size_bytes > self._staging.size_bytes:
+            raise InvalidCallError(
+                f"{size_bytes} bytes do not fit into a staging buffer of {self._staging.size_bytes}: they are to be "
+                "moved in smaller chunks"
+            )
 
     def _each_of_layer(self, layer: int, chunks: Sequence[ChunkBlocks], carry: _Carry) -> Moment:
         """Carry one layer of some chunks' blocks. Returns the last moment: copies leave one after the other."""

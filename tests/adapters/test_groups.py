@@ -12,11 +12,13 @@ from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     KVCacheGroupSpec,
     RSWASpec,
+    SlidingWindowSpec,
 )
 
-from kvstore.adapters.vllm.glue import capabilities, groups, support
+from kvstore.adapters.vllm.glue import binding, capabilities, groups, support
 from kvstore.adapters.vllm.glue.support import check_supported
 from kvstore.errors import ConfigError, LayoutError
+from kvstore.paged.binding import bind_paged_kv
 
 pytestmark = pytest.mark.vllm
 
@@ -24,6 +26,14 @@ pytestmark = pytest.mark.vllm
 def test_several_groups_and_states_are_served() -> None:
     check_supported(vllm_config(), hybrid(), CONFIG)
     check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], mamba())), CONFIG)
+
+
+def test_a_group_that_cannot_be_stored_beside_one_that_can_is_refused() -> None:
+    """vLLM ends where a block of several groups could not be loaded, also if only one of them is stored."""
+    ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    found = cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec()))
+    with pytest.raises(LayoutError, match="one KV cache group that can be stored beside others"):
+        check_supported(vllm_config(), found, CONFIG)
 
 
 def test_several_groups_with_a_draft_model_are_refused() -> None:
@@ -74,3 +84,21 @@ def test_a_chunk_size_that_does_not_fit_is_rounded_up(blocks: tuple[int, ...], e
     found = cache_config(*(KVCacheGroupSpec([f"layer.{size}"], spec(size)) for size in blocks))
     check_supported(vllm_config(), found, CONFIG)
     assert groups.fitting_chunk_size(found, CONFIG) == expected
+
+
+def test_buffers_hold_the_largest_piece_of_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device groups share those of the first, whose own chunk may be smaller than that of another."""
+    window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=48)
+    names = [f"full.{number}" for number in range(3)]
+    found = cache_config(KVCacheGroupSpec(["window"], window), KVCacheGroupSpec(names, spec()))
+    asked: list[int] = []
+
+    def bind(*_: Any, piece_bytes: int, **how: Any) -> Any:
+        asked.append(piece_bytes)
+        return bind_paged_kv(*_, piece_bytes=piece_bytes, **how)
+
+    monkeypatch.setattr(binding, "bind_paged_kv", bind)
+    monkeypatch.setattr(binding, "_packing", lambda *_: "")
+    tensors = {name: torch.zeros(8, 2, BLOCK, 2, 64) for name in ["window", *names]}
+    paged = binding.paged_kv_of(tensors, found, vllm_config(), 4 * BLOCK)
+    assert asked == [paged.layout.payload_bytes(4)] * 2

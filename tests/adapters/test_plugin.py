@@ -61,6 +61,7 @@ class _NothingConnected(KVStoreConnector):
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
+        self._has_states = False
         self.facts = []
 
 

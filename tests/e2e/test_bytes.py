@@ -26,15 +26,15 @@ def computed_blocks(engine: Engine, prompt: Prompt) -> Any:
     worker = engine.store_worker
     paged = worker._mover.paged
     recorded: list[int] = []
-    original = engine.core_scheduler.connector.request_finished
+    original = engine.core_scheduler.connector.request_finished_all_groups
 
-    def recording(request: Any, block_ids: list[int]) -> Any:
-        recorded.extend(block_ids)
+    def recording(request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        recorded.extend(*block_ids)
         return original(request, block_ids)
 
-    engine.core_scheduler.connector.request_finished = recording
+    engine.core_scheduler.connector.request_finished_all_groups = recording
     completion = engine.generate([prompt], max_tokens=1)[0]
-    engine.core_scheduler.connector.request_finished = original
+    engine.core_scheduler.connector.request_finished_all_groups = original
     whole = len(prompt) // 32
     blocks = []
     for block_id in recorded[:whole]:

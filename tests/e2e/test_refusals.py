@@ -27,13 +27,12 @@ def refusal(model: Path, store: StoreSetup, **overrides: Any) -> str:
     ("store", "words"),
     [
         (StoreSetup(policy="fail"), ["kv_load_failure_policy", '"recompute"', "--kv-transfer-config"]),
-        (StoreSetup(extra={"kvstore.chunk_size": 100}), ["chunk_size", "100", "32", "multiple"]),
         (StoreSetup(extra={"kvstore.chunk_sise": 256}), ["chunk_sise", "256", "chunk_size"]),
         (StoreSetup(cpu_gib=4000.0), ["max_local_cpu_size", "4000"]),
         (StoreSetup(disk=Path("/proc/kvstore"), disk_gib=1.0), ["/proc/kvstore"]),
         (StoreSetup(extra={"lmcache.max_local_cpu_size": "5GB", "kvstore.max_local_cpu_size": "5GB"}), ["5GB", "GiB"]),
     ],
-    ids=["policy", "chunk size", "unknown key", "memory", "folder", "unit"],
+    ids=["policy", "unknown key", "memory", "folder", "unit"],
 )
 def test_configuration(tiny_model: Path, store: StoreSetup, words: list[str]) -> None:
     message = refusal(tiny_model, store)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import vllm
@@ -39,16 +39,35 @@ def paged_kv_of(
         LayoutError: an unknown layout, or per-token state outside the registered tensors.
     """
     groups = stored_groups(kv_cache_config)
-    packing, num_blocks = _packing(vllm_config, kv_cache_config), kv_cache_config.num_blocks
+    how = _How(kv_cache_config.num_blocks, chunk_size, _packing(vllm_config, kv_cache_config))
     if not is_grouped(kv_cache_config):
-        return _bind(kv_caches, groups[0], num_blocks, chunk_size, packing)
+        return _bind(kv_caches, groups[0], how)
+    full = [number for number, group in enumerate(groups) if kind_of(group.kv_cache_spec) is Kind.FULL]
+    how = how._replace(piece_bytes=_piece_bytes(kv_cache_config, full, chunk_size))
     bound: list[PagedKV | None] = []
     for group in groups:
-        first = next((other for other in bound if other is not None), None)
-        has_layers = bool(group.layer_names)
-        bound.append(_bind(kv_caches, group, num_blocks, chunk_size, packing, beside=first) if has_layers else None)
-    full = [number for number, group in enumerate(groups) if kind_of(group.kv_cache_spec) is Kind.FULL]
+        bound.append(_bind(kv_caches, group, how) if group.layer_names else None)
+        how = how._replace(beside=how.beside or bound[-1])
     return bind_groups(bound, full, block_tokens=block_tokens_of(kv_cache_config), chunk_tokens=chunk_size)
+
+
+class _How(NamedTuple):
+    """How groups are bound; on a device they share the buffers of the first, which hold any chunk and any part."""
+
+    num_blocks: int
+    chunk_size: int
+    packing: str
+    piece_bytes: int = 0
+    beside: PagedKV | None = None
+
+
+def _piece_bytes(kv_cache_config: KVCacheConfig, full: Sequence[int], chunk_size: int) -> int:
+    """The most bytes that a chunk or a part of a checkpoint has on this worker."""
+    groups = stored_groups(kv_cache_config)
+    block_bytes = [sum(_content_bytes(_spec_of(group, name)) for name in group.layer_names) for group in groups]
+    blocks = [chunk_size // int(group.kv_cache_spec.block_size) for group in groups]
+    in_chunk = sum(block_bytes[number] * blocks[number] for number in full)
+    return in_chunk or max(block_bytes) * (chunk_size // block_tokens_of(kv_cache_config))
 
 
 def groups_of(paged: PagedKV, kv_cache_config: KVCacheConfig) -> Groups | None:
@@ -56,15 +75,7 @@ def groups_of(paged: PagedKV, kv_cache_config: KVCacheConfig) -> Groups | None:
     return model_groups(kv_cache_config, paged.block_bytes) if isinstance(paged, GroupedPagedKV) else None
 
 
-def _bind(
-    kv_caches: Mapping[str, LayerCache],
-    group: KVCacheGroupSpec,
-    num_blocks: int,
-    chunk_size: int,
-    packing: str,
-    *,
-    beside: PagedKV | None = None,
-) -> PagedKV:
+def _bind(kv_caches: Mapping[str, LayerCache], group: KVCacheGroupSpec, how: _How) -> PagedKV:
     """The layers of one group."""
     missing = [name for name in group.layer_names if name not in kv_caches]
     if missing:
@@ -73,13 +84,14 @@ def _bind(
     is_state = any(isinstance(spec, MambaSpec) for spec in specs.values())
     paged = bind_paged_kv(
         {name: _content(name, kv_caches[name], spec) for name, spec in specs.items()},
-        num_blocks=num_blocks,
+        num_blocks=how.num_blocks,
         block_tokens=int(group.kv_cache_spec.block_size),
-        chunk_tokens=chunk_size,
+        chunk_tokens=how.chunk_size,
         reserved_blocks=NULL_BLOCK + 1,
-        packing="" if is_state else packing,
+        packing="" if is_state else how.packing,
         has_channels=not any(isinstance(spec, MLAAttentionSpec | MambaSpec) for spec in specs.values()),
-        beside=beside,
+        beside=how.beside,
+        piece_bytes=how.piece_bytes,
     )
     for (name, spec), page_bytes in zip(specs.items(), paged.layout.page_bytes, strict=True):
         reached_bytes = page_bytes * paged.layout.planes

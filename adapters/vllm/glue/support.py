@@ -87,6 +87,10 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
     for group in groups:
         kind_of(group.kv_cache_spec)  # or it raises
     if not is_grouped(kv_cache_config):
+        if len(kv_cache_config.kv_cache_groups) > 1:  # a load that fails would end the engine
+            raise LayoutError(
+                "this model has one KV cache group that can be stored beside others that cannot: not supported"
+            )
         return
     what = "a KV cache of several groups, or with states,"
     if vllm_config.speculative_config is not None:

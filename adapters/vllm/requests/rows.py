@@ -121,19 +121,21 @@ class RowMap:
             ids.append(row_of(number, block))
         return as_block_ids(ids)
 
-    def states_at(self, tables: Tables, end_tokens: int, offered: States) -> States:
-        """The states that are there once a step has ended at a token: those ``offered``, and the one it leaves behind.
+    def states_at(self, tables: Tables, step_tokens: tuple[int, int], offered: States) -> States:
+        """The states that are there once a step is over that goes from a token to a token.
 
-        That one is of use if it ends a block of every group.
+        Those that vLLM ``offered``; the one that the step leaves behind; and the one that it began with, which it has
+        copied first and left as it was. The last two are of use where blocks of all groups end.
         """
-        if end_tokens % self.groups.block_tokens or not self.groups.has_states:
+        if not self.groups.has_states:
             return offered
-        left = {
-            (number, end_tokens): _at(tables[number], end_tokens // group.block_tokens - 1)
+        found = {
+            (number, tokens): _at(tables[number], tokens // group.block_tokens - 1)
+            for tokens in step_tokens
             for number, group in enumerate(self.groups.groups)
-            if group.kind is Kind.STATE
+            if group.kind is Kind.STATE and tokens and not tokens % self.groups.block_tokens
         }
-        return {**left, **offered}
+        return {**found, **offered}
 
     def _ratio(self, number: int) -> int:
         return self.groups.block_tokens // self.groups.groups[number].block_tokens

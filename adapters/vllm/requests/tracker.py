@@ -96,6 +96,7 @@ class RequestTracker:
     is_handed_over: bool = False  # another engine computes its prompt for this one
     parted_tokens: int = 0  # up to here its chunks were found, and no checkpoint
     decoded: tuple[ChunkRef, ...] = ()  # the last checkpoint behind its prompt
+    checkpoint_tokens: int = 0  # where the last checkpoint is that was stored of it
     num_saved_chunks: int = 0
     prompt_saved: bool = False
     noted: set[PrefixKey] = field(default_factory=set)  # chunks whose use by this request the index has counted

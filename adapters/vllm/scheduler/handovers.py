@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
-from kvstore.adapters.vllm.requests.pieces import pieces_of
+from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
 from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
 from kvstore.adapters.vllm.scheduler.loads import TablesOf
@@ -98,13 +98,13 @@ class Handovers:
         spec, source = handover.spec, handover.source
         if spec is not None and self._receives(spec):
             tracker.is_handed_over = True
-            num_tokens = min(spec.num_transferred_tokens or request.num_prompt_tokens, request.num_prompt_tokens)
-            self._wait_for(request.request_id, num_tokens, self._options.timeout_s)
+            num_tokens = spec.num_transferred_tokens or request.num_prompt_tokens
+            self._wait_for(request.request_id, self._hit_tokens(tracker, num_tokens), self._options.timeout_s)
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
             self._sending[request.request_id] = _Sending(spec, handover.wants_first_token, request.num_prompt_tokens)
         if source is None or not self._is_allowed_source(source):
             return None
-        self._wait_for(request.request_id, min(source.num_tokens, request.num_prompt_tokens), SOURCE_GRACE_S)
+        self._wait_for(request.request_id, self._hit_tokens(tracker, source.num_tokens), SOURCE_GRACE_S)
         return source
 
     def end(self, request_id: str) -> None:
@@ -145,10 +145,14 @@ class Handovers:
         return waiting is not None and time.monotonic() < waiting.ask_s
 
     def _wait_for(self, request_id: str, num_tokens: int, wait_s: float) -> None:
-        whole_tokens = self._whole_tokens(num_tokens)
         known = self._waiting.get(request_id)
-        if whole_tokens and (known is None or known.num_tokens < whole_tokens):
-            self._waiting[request_id] = _Waiting(whole_tokens, wait_s)
+        if num_tokens and (known is None or known.num_tokens < num_tokens):
+            self._waiting[request_id] = _Waiting(num_tokens, wait_s)
+
+    def _hit_tokens(self, tracker: RequestTracker, num_tokens: int) -> int:
+        """Of so many tokens that are elsewhere, those that a hit of a prompt can bring."""
+        whole_tokens = num_tokens - num_tokens % self._rules.block_tokens
+        return min(whole_tokens, self._whole_tokens(tracker.request.num_prompt_tokens))
 
     def _whole_tokens(self, num_tokens: int) -> int:
         """Of so many tokens of a prompt, those in whole blocks that a hit can bring."""
@@ -192,22 +196,27 @@ class Handovers:
         chunks = chunks_of(tracker.hasher, self._rules, sending.num_chunks, limit_tokens, tail_tokens)
         sending.num_chunks = max(sending.num_chunks, limit_tokens // self._rules.chunk_tokens)
         sending.is_complete = is_complete
-        if chunks is None:
-            return
-        meta = self._metas.setdefault(request.request_id, ReqMeta(request.request_id))
+        if chunks is not None:
+            tables = tables_of(request.request_id)
+            steps_tokens = (request.num_computed_tokens, written_tokens)
+            states = rows.states_at(tables, steps_tokens, states_of(request.request_id))
+            chunks = replace(chunks, marks=(prompt_tokens,))
+            self._push(request.request_id, sending, rows, pieces_of(rows, chunks, tables, states))
+        if rows.checkpoints is not None and is_complete:
+            sending.useful_tokens = min(sending.useful_tokens, sending.checkpoint_tokens)
+
+    def _push(self, request_id: str, sending: _Sending, rows: RowMap, pieces: Iterable[Piece]) -> None:
+        """Add pieces to the next plan."""
+        meta = self._metas.setdefault(request_id, ReqMeta(request_id))
         meta.receiver = sending.spec
-        tables = tables_of(request.request_id)
-        states = rows.states_at(tables, written_tokens, states_of(request.request_id))
-        chunks = replace(chunks, marks=(prompt_tokens,))
-        for piece in pieces_of(rows, chunks, tables, states):
+        for piece in pieces:
             if piece.rows is None:  # it has left a sliding window
                 sending.useful_tokens = min(sending.useful_tokens, piece.begin * self._rules.block_tokens)
                 continue
             meta.pushes.append(PushJob(piece.ref, piece.rows))
-            if piece.checkpoint:
+            needs_nothing = rows.checkpoints is not None and not rows.checkpoints.rows(piece.end_tokens)
+            if piece.checkpoint or needs_nothing:
                 sending.checkpoint_tokens = piece.end_tokens
-        if rows.checkpoints is not None and is_complete:
-            sending.useful_tokens = min(sending.useful_tokens, sending.checkpoint_tokens)
 
     def fill(self, plan: StepPlan) -> None:
         """Put into a plan the chunks that its step hands over."""
@@ -239,6 +248,8 @@ class Handovers:
         if not options.answers or options.own is None:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        if self._rules.spares_last_token:  # a hit ends at a checkpoint
+            num_tokens = min(num_tokens, tracker.checkpoint_tokens)
         host, port = options.own
         return {"remote_host": host, "remote_port": port, "num_tokens": num_tokens - num_tokens % block_tokens}
 

@@ -15,7 +15,6 @@ from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import Match, Place
-from kvstore.catalog.sequence import all_refs
 
 
 @dataclass(eq=False)
@@ -53,7 +52,7 @@ class Matching:
         if self.handovers.asked_just_now(request.request_id):
             return None
         match = self._lookup(tracker, num_local_tokens)
-        if match is None or self._waits_for_more(tracker, max(match.num_tokens, num_local_tokens)):
+        if match is None or self._waits_for_more(tracker, match, num_local_tokens):
             return None
         if self.loads.has_chunks:  # nothing else tells how far others had the same tokens
             tracker.parted_tokens = match.chunk_tokens - match.chunk_tokens % hasher.chunk_tokens
@@ -84,12 +83,13 @@ class Matching:
         self.remote.settled(request_id)
         return self.index.lookup(hasher, num_local_tokens, self.remote.told(request_id), limit_tokens)
 
-    def _waits_for_more(self, tracker: RequestTracker, num_known_tokens: int) -> bool:
+    def _waits_for_more(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
         """Whether another engine is still sending KV of a request. What is not there yet is asked for again."""
         request_id = tracker.request.request_id
+        num_known_tokens = max(match.num_tokens, num_local_tokens)
         waits = self.remote.is_open and self.handovers.must_wait(request_id, num_known_tokens)
         if waits:
-            self.remote.view.forget_missing(all_refs(tracker.hasher, self.index.checkpoints))
+            self.remote.view.forget_missing(self.index.asked_again(tracker.hasher, match))
             self.remote.told(request_id).forget_missing()
         return waits
 

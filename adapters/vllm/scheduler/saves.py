@@ -94,10 +94,13 @@ class SavePlanner:
     def _supersede(self, tracker: RequestTracker, pieces: Sequence[Piece]) -> None:
         """Of the checkpoints behind a request's prompt only the last is kept: whoever goes on goes on from there."""
         behind = tracker.request.num_prompt_tokens
-        decoded = [piece.checkpoint for piece in pieces if piece.checkpoint and piece.end_tokens > behind]
-        if decoded and decoded[-1] != tracker.decoded:
-            self._index.remove(ref.prefix_key for ref in tracker.decoded)
-            tracker.decoded = decoded[-1]
+        for piece in pieces:
+            if not piece.checkpoint or not all(ref.prefix_key in self._index for ref in piece.checkpoint):
+                continue  # without room for it, the former is better than none
+            tracker.checkpoint_tokens = max(tracker.checkpoint_tokens, piece.end_tokens)
+            if piece.end_tokens > behind and piece.checkpoint != tracker.decoded:
+                self._index.remove(ref.prefix_key for ref in tracker.decoded)
+                tracker.decoded = piece.checkpoint
 
     def end_with(self, req_id: str) -> None:
         """A request has ended: have the workers report the end of its last store."""

@@ -311,10 +311,10 @@ class StoreScheduler:
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
                     continue
-                end_tokens = tracker.request.num_computed_tokens + num_tokens
+                begin_tokens = tracker.request.num_computed_tokens
                 if save := tracker.take_save(num_tokens):
-                    tables = tables_of(req_id)
-                    states = connected.rows.states_at(tables, end_tokens, states_of(req_id))
+                    tables, step_tokens = tables_of(req_id), (begin_tokens, begin_tokens + num_tokens)
+                    states = connected.rows.states_at(tables, step_tokens, states_of(req_id))
                     self._plan_save(connected, tracker, save, tables, states)
         connected.loads.note_blocks(num_scheduled_tokens, tables_of)
         connected.remote.end_pass()

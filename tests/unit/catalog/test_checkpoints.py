@@ -13,7 +13,7 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import Match, MissReason, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import all_refs, chunk_refs
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints import parts as parts_module
 from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints
@@ -397,16 +397,17 @@ def test_windows_alone_ask_about_no_chunk() -> None:
 # What else is said of them
 
 
-def test_all_that_may_be_stored_of_a_prompt_includes_its_checkpoints() -> None:
-    index = make()
-    refs = all_refs(hasher_of(CHUNK + 2 * BLOCK), index.checkpoints)
-    assert len(set(refs)) == len(refs)
-    ends = range(BLOCK, CHUNK + 2 * BLOCK + 1, BLOCK)
-    assert set(refs) - set(all_refs(hasher_of(CHUNK + 2 * BLOCK))) == {r for end in ends for r in parts_at(index, end)}
-    assert index.remove(ref.prefix_key for ref in refs) == 0
-    store(index, CHUNK + 2 * BLOCK, [CHUNK, CHUNK + 2 * BLOCK])
-    assert index.remove(ref.prefix_key for ref in refs) == 6
-    assert len(index) == 0
+def test_what_had_not_arrived_is_asked_about_again() -> None:
+    view = RemoteView(60.0)
+    index, hasher = make(remote=view), hasher_of(3 * CHUNK + 2 * BLOCK)
+    match = index.lookup(hasher)
+    questions = index.questions(hasher, match)
+    view.note(questions, [False] * len(questions), 0.0, view.serial)
+    assert index.questions(hasher, match) == []
+    view.forget_missing(index.asked_again(hasher, match))
+    assert index.questions(hasher, match) == questions
+    first = {ref for end in range(CHUNK, 3 * CHUNK + 1, CHUNK) for ref in parts_at(index, end)[:1]}
+    assert first < set(questions)
 
 
 def test_why_a_prompt_was_not_found() -> None:

@@ -210,3 +210,16 @@ def test_places_tell_where_blocks_lie() -> None:
     places = ring.write([Piece(as_block_ids([7, 5]), 4, 1), Piece(as_block_ids([3]), 2, 0)])
     ring.send(places)
     assert places.on_device.tolist() == [[7, 5, 3], [0, 0, 4], [4, 4, 2], [1, 2, 0]]
+
+
+def test_what_is_larger_than_a_buffer_is_refused() -> None:
+    """A kernel would write behind the buffer; groups of layers share one, which must hold a piece of any of them."""
+    first, _ = late(caches(1, 1))
+    wide, _ = late({"layer.0": torch.ones((BLOCKS, TOKENS, 600), dtype=torch.int16)})
+    beside = wide.beside(first)
+    blocks = np.arange(1, 1 + wide.layout.blocks_per_chunk)
+    payload = np.zeros(wide.layout.slot_bytes, np.uint8)
+    assert payload.nbytes > first.layout.slot_bytes
+    with pytest.raises(InvalidCallError, match="do not fit into a staging buffer"):
+        beside.gather(blocks, payload)
+    wide.gather(blocks, payload)

@@ -94,9 +94,15 @@ def test_blocks_that_the_request_has_are_not_loaded() -> None:
 def test_a_step_leaves_states_where_it_ends_with_a_block_of_every_group(
     end_tokens: int, expected: dict[tuple[int, int], int]
 ) -> None:
-    assert ROWS.states_at(TABLES, end_tokens, NO_STATES) == expected
-    assert ROWS.states_at(TABLES, end_tokens, {(2, 24): 9}) == {**expected, (2, 24): 9}, "beside what vLLM offers"
-    assert row_map(FULL, WINDOW).states_at(TABLES, end_tokens, NO_STATES) == {}
+    assert ROWS.states_at(TABLES, (0, end_tokens), NO_STATES) == expected
+    assert ROWS.states_at(TABLES, (0, end_tokens), {(2, 24): 9}) == {**expected, (2, 24): 9}, "beside what vLLM offers"
+    assert row_map(FULL, WINDOW).states_at(TABLES, (0, end_tokens), NO_STATES) == {}
+
+
+def test_the_state_that_a_step_began_with_is_still_there() -> None:
+    """With run-ahead scheduling a token is known one step late: the step that reached the end of its block is over."""
+    assert ROWS.states_at(TABLES, (32, 33), NO_STATES) == {(2, 32): 34}
+    assert ROWS.states_at(TABLES, (31, 33), NO_STATES) == {}
 
 
 def test_a_row_is_a_block_below_its_group() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 from support.fake_parts import BLOCK, CHUNK, Setup
 from support.fake_vllm import FakeVllm
+from support.gate import HANG_GUARD_S
 from support.redis_server import free_port
 
 from kvstore.adapters.vllm.requests.params import Handover, Source
@@ -186,7 +187,8 @@ class TestNamedByRequests:
         dead = [FakePeer(free_port()) for _ in range(3)]
         options = HandoverOptions(sends=True, receives=False, allows_source=lambda _host, _port: True)
         urls = tuple(f"kvs://127.0.0.1:{peer.port}" for peer in dead)
-        reader = build(peers=(url_of(engine),), sources=urls, handover=options, slots=64)
+        patient = {"lookup_timeout_s": HANG_GUARD_S}  # of a machine that does much else
+        reader = build(peers=(url_of(engine),), sources=urls, handover=options, slots=64, **patient)
         for number, prompt in enumerate(others):
             source = Source("127.0.0.1", dead[number % 3].port, WHOLE)
             reader.add(f"names {number}", [*OTHER, number], handover=Handover(None, source))
