@@ -150,13 +150,8 @@ class Handovers:
             self._waiting[request_id] = _Waiting(num_tokens, wait_s)
 
     def _hit_tokens(self, tracker: RequestTracker, num_tokens: int) -> int:
-        """Of so many tokens that are elsewhere, those that a hit of a prompt can bring."""
-        whole_tokens = num_tokens - num_tokens % self._rules.block_tokens
-        return min(whole_tokens, self._whole_tokens(tracker.request.num_prompt_tokens))
-
-    def _whole_tokens(self, num_tokens: int) -> int:
-        """Of so many tokens of a prompt, those in whole blocks that a hit can bring."""
-        num_tokens = max(0, num_tokens - self._rules.spares_last_token)
+        """Of so many tokens that are elsewhere, those in whole blocks that a hit of a prompt can bring."""
+        num_tokens = max(0, min(num_tokens, tracker.request.num_prompt_tokens - self._rules.spares_last_token))
         return num_tokens - num_tokens % self._rules.block_tokens
 
     def _receives(self, spec: DisaggSpec) -> bool:
@@ -187,7 +182,7 @@ class Handovers:
         if sending is None or sending.is_complete:
             return
         # Up to its last whole block: a state that a step leaves there is gone with the next.
-        prompt_tokens = self._whole_tokens(request.num_prompt_tokens)
+        prompt_tokens = self._hit_tokens(tracker, request.num_prompt_tokens)
         written_tokens = request.num_computed_tokens + num_scheduled_tokens
         is_complete = written_tokens >= prompt_tokens
         limit_tokens = min(written_tokens, prompt_tokens)
