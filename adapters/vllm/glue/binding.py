@@ -118,8 +118,7 @@ def _content(name: str, cache: LayerCache, spec: KVCacheSpec) -> LayerCache:
         return cache
     if not isinstance(cache, torch.Tensor):
         raise LayoutError(f"layer {name}: its states are registered as {len(cache)} tensors: not supported")
-    pages = cache.reshape(cache.shape[0], -1) if cache.is_contiguous() else cache.flatten(1)
-    return pages.view(torch.uint8)[:, : _content_bytes(spec)]
+    return cache.view(torch.uint8)[..., : _content_bytes(spec)]  # never a copy, which would not follow the model
 
 
 def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
