@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from kvstore.assembly import OpenTiers, open_directory
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import LoadStep, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.catalog.sequence import all_refs, chunk_refs
@@ -107,7 +106,7 @@ class Planner:
         the call that is ``told`` them in any case.
         """
         told = told or Told()
-        for _ in range(QUESTION_ROUNDS):
+        for _ in range(self.index.question_rounds):
             with self.lock:
                 self._begin()
                 since = self.view.serial if self.view is not None else 0  # what is gone by then is not told

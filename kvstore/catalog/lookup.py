@@ -15,7 +15,7 @@ from kvstore.checkpoints.parts import Checkpoints, End
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
-QUESTION_ROUNDS = 4  # after which ``questions`` has been answered
+_ROUNDS, _CHECKPOINT_ROUNDS = 2, 4  # of questions
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
 
 
@@ -37,6 +37,11 @@ class Lookup:
         self._remote = remote
         self.checkpoints = checkpoints
         self._now_s = 0.0
+
+    @property
+    def question_rounds(self) -> int:
+        """Rounds of ``questions`` after which a match is the longest that can be known."""
+        return _ROUNDS if self.checkpoints is None else _CHECKPOINT_ROUNDS
 
     def __contains__(self, key: PrefixKey) -> bool:
         return self._chunks.is_known(key)

@@ -111,8 +111,7 @@ class GroupedPagedKV:
 
     def fence(self) -> None:
         """See ``PagedKV``."""
-        for group in self._bound:
-            group.fence()
+        self._first.fence()
 
     def reach(self, moment: Moment) -> None:
         """See ``PagedKV``."""
@@ -128,8 +127,7 @@ class GroupedPagedKV:
 
     def wait(self) -> None:
         """See ``PagedKV``."""
-        for group in self._bound:
-            group.wait()
+        self._first.wait()
 
     def restore(self) -> None:
         """See ``PagedKV``."""

@@ -16,7 +16,6 @@ from hypothesis.stateful import (
 )
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.catalog.sequence import chunk_refs
@@ -271,7 +270,7 @@ class IndexMachine(RuleBasedStateMachine):
     def ask_the_remote(self, family: int, length: int, skip_blocks: int) -> None:
         assert self.view is not None
         hasher, skip_tokens = self.hasher(family, length), skip_blocks * BLOCK
-        for _ in range(QUESTION_ROUNDS):
+        for _ in range(self.index.question_rounds):
             match = self.index.lookup(hasher, skip_tokens)
             questions = self.index.questions(hasher, match, skip_tokens)
             self.view.note(questions, [ref in self.world.remote for ref in questions], self.now_s)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """The number in vLLMs of the groups that are stored: the others are scratch space of single requests."""
+    """Which of vLLM's groups are stored: the others are scratch space of single requests."""
     return tuple(kv_cache_config.prefix_cacheable_group_ids)
 
 

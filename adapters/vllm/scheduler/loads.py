@@ -182,31 +182,23 @@ class LoadPlanner:
 
         Tokens before a sliding window have no blocks, and are not loaded.
         """
-        tokens: Counter[Place] = Counter()
-        if self._rows.is_grouped:
-            self._plan_groups(tracker, spec, tables, num_external_tokens, tokens)
-        else:
-            self._plan_group(tracker, spec, tables, num_external_tokens, tokens)
+        plan = self._plan_groups if self._rows.is_grouped else self._plan_blocks
+        tokens = plan(tracker, spec, tables, num_external_tokens)
         disk_tokens = min(num_external_tokens, tokens[Place.DISK])
         remote_tokens = min(num_external_tokens - disk_tokens, tokens[Place.REMOTE])
         return HitSplit(num_external_tokens - disk_tokens - remote_tokens, disk_tokens, remote_tokens)
 
-    def _plan_group(
-        self,
-        tracker: RequestTracker,
-        spec: LoadSpec,
-        tables: Tables,
-        num_external_tokens: int,
-        tokens: Counter[Place],
-    ) -> None:
-        """Plan to load blocks of the only group. What cannot be loaded is computed."""
+    def _plan_blocks(
+        self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int
+    ) -> Counter[Place]:
+        """Plan to load blocks of the only group. What cannot be loaded is computed. Returns the tokens by source."""
         table, block_tokens, request_id = tables[0], self._rules.block_tokens, tracker.request.request_id
         first_block = spec.num_local_tokens // block_tokens
         end_block = -(-(spec.num_local_tokens + num_external_tokens) // block_tokens)
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
         wanted = list(_with_blocks(parts, table))
         steps = self._prepare(tracker, spec, [part.ref for part in wanted])
-        jobs, loaded_end = [], first_block
+        jobs, tokens, loaded_end = [], Counter[Place](), first_block
         for step, part in zip(steps, wanted, strict=False):
             jobs.append(LoadJob(step, as_block_ids(table[part.start : part.stop]), part.start - part.begin))
             tokens[step.source] += (part.stop - part.start) * block_tokens
@@ -217,25 +209,21 @@ class LoadPlanner:
             self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
         else:
             self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
+        return tokens
 
     def _plan_groups(
-        self,
-        tracker: RequestTracker,
-        spec: LoadSpec,
-        tables: Tables,
-        num_external_tokens: int,
-        tokens: Counter[Place],
-    ) -> None:
+        self, tracker: RequestTracker, spec: LoadSpec, tables: Tables, num_external_tokens: int
+    ) -> Counter[Place]:
         """Plan to load chunks and the checkpoint behind them. If any of it is missing, the request starts over."""
         loads = self._group_loads(spec, tables, num_external_tokens)
         steps = self._prepare(tracker, spec, [load.ref for load in loads or ()])
         is_whole = loads is not None and len(steps) == len(loads)
-        if is_whole:
-            tokens.update(self.sources(spec))
+        tokens = self.sources(spec) if is_whole else Counter[Place]()
         jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
         lost_block_ids = [] if is_whole else [_NOT_LOADED]
         fetch = Fetch(0, tracker.request.request_id, jobs, lost_block_ids, has_gaps=True)
         self._plan_fetch(fetch, tokens, is_whole=is_whole)
+        return tokens
 
     def _group_loads(self, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> list[_Load] | None:
         """What a hit brings to which rows; None if the request lacks a block, or takes less than it was promised."""

@@ -13,7 +13,6 @@ from kvstore.adapters.vllm.scheduler.loads import LoadPlanner, overlapping
 from kvstore.adapters.vllm.scheduler.lookup import RemoteLookup
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import Match, Place
 
 
@@ -70,7 +69,7 @@ class Matching:
         """The longest prefix in any tier; None while the remote one has yet to answer."""
         hasher, request_id = tracker.hasher, tracker.request.request_id
         limit_tokens = self._limit_tokens(tracker)
-        for _ in range(QUESTION_ROUNDS):
+        for _ in range(self.index.question_rounds):
             self.index.advance(time.monotonic())
             told = self.remote.told(request_id)
             match = self.index.lookup(hasher, num_local_tokens, told, limit_tokens)

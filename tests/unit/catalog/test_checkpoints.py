@@ -10,7 +10,6 @@ from support.catalog import BLOCK, CHUNK, hasher_of, keys, stored_bytes
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.lookup import QUESTION_ROUNDS
 from kvstore.catalog.plans import Match, MissReason, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.catalog.sequence import chunk_refs
@@ -357,7 +356,7 @@ def test_a_checkpoint_goes_before_the_chunks_it_stands_on_and_not_after_those_be
 def ask(index: ChunkIndex, view: RemoteView, held: Sequence[ChunkRef], num_tokens: int) -> tuple[int, int]:
     """The tokens found once all questions are answered, and how many rounds that took."""
     hasher = hasher_of(num_tokens)
-    for rounds in range(QUESTION_ROUNDS):
+    for rounds in range(index.question_rounds):
         match = index.lookup(hasher)
         questions = index.questions(hasher, match)
         if not questions:
