@@ -33,7 +33,7 @@ from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, sends, worker_options
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
 from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
-from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_untested
+from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
@@ -129,9 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
-            tell_untested()
-            if self._stores_nothing is not None:
-                logger.warning("nothing is cached: %s", self._stores_nothing)
+            tell_limits(vllm_config, kv_cache_config)
             self._scheduler = StoreScheduler(scheduler_options(vllm_config, kv_cache_config, self._config))
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 

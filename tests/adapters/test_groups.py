@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,22 @@ def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: b
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
     assert (support.stores_nothing(config, hybrid()) is None) is is_stored
     assert support.stores_nothing(config, cache_config()) is None
+
+
+@pytest.mark.parametrize(
+    ("unit_tokens", "is_told"), [(BLOCK // 2, True), (BLOCK, False), (None, False)], ids=["finer", "blocks", "unknown"]
+)
+def test_states_that_vllm_keeps_inside_blocks_are_told(
+    unit_tokens: int | None, *, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``--prefix-match-unit`` makes prompts leave their states where no block of all groups ends."""
+    found, config = hybrid(), vllm_config()
+    found.hash_block_size = unit_tokens
+    monkeypatch.setattr(logging.getLogger("kvstore"), "propagate", True)
+    support.tell_limits(config, found)
+    support.tell_limits(config, cache_config())
+    told = [message for message in caplog.messages if "without --prefix-match-unit" in message]
+    assert len(told) == is_told
 
 
 def test_vllm_ends_a_step_where_prompts_part() -> None:

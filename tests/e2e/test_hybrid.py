@@ -163,12 +163,29 @@ def test_what_vllm_has_itself_is_stored_right(hybrid: Hybrid, plain: list[Comple
         engine.assert_idle()
 
 
-def damage(folder: Path) -> int:
-    """Cut all files of chunks and parts; how many there were."""
-    files = [path for path in folder.rglob("*.safetensors") if path.parent.name != ".free"]
-    for path in files:
+def files_in(folder: Path) -> list[Path]:
+    """The files of chunks and parts, in an order that mixes them."""
+    return sorted(path for path in folder.rglob("*.safetensors") if path.parent.name != ".free")
+
+
+def cut(folder: Path) -> None:
+    """All files end within their headers."""
+    for path in files_in(folder):
         path.write_bytes(path.read_bytes()[:1000])
-    return len(files)
+
+
+def remove(folder: Path) -> None:
+    """A third of the files is missing."""
+    for path in files_in(folder)[::3]:
+        path.unlink()
+
+
+def flip(folder: Path) -> None:
+    """A bit of a third of the files is wrong, in the middle of what is stored."""
+    for path in files_in(folder)[::3]:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
 
 
 def test_loads_that_fail_are_tried_once(hybrid: Hybrid, plain: list[Completion], tmp_path: Path) -> None:
@@ -177,18 +194,22 @@ def test_loads_that_fail_are_tried_once(hybrid: Hybrid, plain: list[Completion],
     with hybrid.engine(hybrid.store(tmp_path / "disk", local_cpu=False)) as engine:
         engine.generate(PROMPTS)
         engine.settle()
-        assert damage(tmp_path / "disk") > len(PROMPTS)
-        engine.forget_local()
-        with counted_loads() as loads:
-            assert_same_outputs(expected, engine.generate(PROMPTS))
-        assert engine.store_scheduler.index.counters.failed_loads > 0
-        assert max(loads.values()) == 1
-        engine.settle()  # what failed has been computed and stored again
-        engine.forget_local()
-        again = engine.generate(PROMPTS)
-        assert_same_outputs(expected, again)
-        assert cached(again) == hybrid.hits()
-        engine.assert_idle()
+        counters = engine.store_scheduler.index.counters
+        for harm in (cut, remove, flip):
+            failed = counters.failed_loads
+            assert len(files_in(tmp_path / "disk")) > len(PROMPTS)
+            harm(tmp_path / "disk")
+            engine.forget_local()
+            with counted_loads() as loads:
+                assert_same_outputs(expected, engine.generate(PROMPTS))
+            assert counters.failed_loads > failed
+            assert max(loads.values()) == 1
+            engine.settle()  # what failed has been computed and stored again
+            engine.forget_local()
+            again = engine.generate(PROMPTS)
+            assert_same_outputs(expected, again)
+            assert cached(again) == hybrid.hits()
+            engine.assert_idle()
 
 
 def crowd(seed: int) -> list[Prompt]:

@@ -47,10 +47,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
     _check_sizes(block_tokens_of(kv_cache_config), config)
 
 
-def tell_untested() -> None:
-    """Say once, in the scheduler's process, that nobody has tried this version."""
+def tell_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Say, in the scheduler's process, what is served but not as one would expect."""
     if not is_tested(vllm.__version__):
         logger.warning("%s. It has everything that kvstore uses, so it is served", _untested())
+    if (reason := stores_nothing(vllm_config, kv_cache_config)) is not None:
+        logger.warning("nothing is cached: %s", reason)
+    elif (reason := _stores_little(kv_cache_config)) is not None:
+        logger.warning("little is cached: %s", reason)
 
 
 def _check_version(config: StoreConfig) -> None:
@@ -107,6 +111,18 @@ def stores_nothing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     if has_states(kv_cache_config) and vllm_config.cache_config.mamba_cache_mode == "none":
         return "this model keeps states, and vLLM keeps none for a prefix: start it with --enable-prefix-caching"
     return None
+
+
+def _stores_little(kv_cache_config: KVCacheConfig) -> str | None:
+    """Why few prompts of this model leave a state that can be stored; None if all can."""
+    unit_tokens = getattr(kv_cache_config, "hash_block_size", None)  # 0.30 does not say
+    block_tokens = block_tokens_of(kv_cache_config)
+    if unit_tokens is None or unit_tokens >= block_tokens or not has_states(kv_cache_config):
+        return None
+    return (
+        f"this model keeps states, and vLLM keeps those of every {unit_tokens} tokens, where kvstore stores those at "
+        f"the ends of blocks of {block_tokens}: start vLLM without --prefix-match-unit"
+    )
 
 
 def _check_loads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
