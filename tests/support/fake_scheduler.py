@@ -86,12 +86,12 @@ class FakeScheduler(FakeHost):
         if request.state != "finished":
             self._finish(request)
 
-    def run(self, *, max_steps: int = 600) -> None:
+    def run(self, *, max_steps: int = 400) -> None:
         """Work until nothing is left to do."""
         for _ in range(max_steps):
             if not (self.waiting or self.running or self.kept or self.loading or self.in_flight):
                 return
-            if not self.step():
+            if not self.step() and (self.loading or self.kept):
                 time.sleep(0.002)  # as vLLM does while nothing runs but transfers
                 self._let_time_pass()
         raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
