@@ -13,6 +13,7 @@ from support.vllm_engine import (
     Prompt,
     StoreSetup,
     assert_same_outputs,
+    counted_preemptions,
     make_prompts,
 )
 
@@ -22,28 +23,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 @ONE_MODE_AND_SOAK
 def test_preemption(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]) -> None:
     """Too few blocks for all requests: preempted ones come back, partly from the store."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     few_blocks = {"num_gpu_blocks_override": 48, "max_model_len": 768}
     prompts = [prompt[:300] for prompt in make_prompts(seed=1) if len(prompt) >= 250][:16]
     with Engine(tiny_model) as engine:
         plain = engine.generate(prompts, max_tokens=80, logprobs=2)
-    preempted = 0
-    original = Scheduler._preempt_request
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal preempted
-        preempted += 1
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    preemptions = counted_preemptions(monkeypatch)
     for extra in ({}, {"kvstore.save_decode_cache": True}):
         store = StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra | mode)
         with Engine(tiny_model, store, **few_blocks) as engine:
             for _ in ("cold", "warm"):
-                preempted = 0
+                preemptions.clear()
                 assert_same_outputs(plain, engine.generate(prompts, max_tokens=80))
-                assert preempted > 0
+                assert preemptions
                 engine.settle()  # what is saved beside the last steps has its blocks until then
                 engine.forget_local()
             engine.assert_idle()

@@ -28,7 +28,7 @@ from support.hybrid_engines import (
 from support.hybrid_models import ATTENTION_CHUNK, MAKERS
 from support.redis_server import RedisServer, running
 from support.runner import staying_elsewhere
-from support.vllm_engine import Completion, Prompt, assert_same_outputs, through_memory
+from support.vllm_engine import Completion, Prompt, assert_same_outputs, counted_preemptions, through_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -222,28 +222,18 @@ def crowd(seed: int) -> list[Prompt]:
 @pytest.mark.parametrize("name", FEW_BLOCKS)
 def test_few_blocks(name: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are preempted while others load: they come back, and blocks are never mixed up."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     hybrid, prompts = make(name), crowd(seed=100)
     with hybrid.engine() as engine:
         plain = engine.generate(prompts, max_tokens=120, logprobs=2)
-    preempted = 0
-    original = Scheduler._preempt_request
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal preempted
-        preempted += 1
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    preemptions = counted_preemptions(monkeypatch)
     few = {"num_gpu_blocks_override": FEW_BLOCKS[name], "max_model_len": 768, "max_num_seqs": 16}
     for extra in ({}, {"save_decode_cache": True}):
         store = hybrid.store(tmp_path / f"disk{len(extra)}", **extra)
         with hybrid.engine(store, **few) as engine:
             for _ in ("cold", "warm"):
-                preempted = 0
+                preemptions.clear()
                 assert_same_outputs(plain, engine.generate(prompts, max_tokens=120))
-                assert preempted > 0
+                assert preemptions
                 engine.settle()
                 engine.forget_local()
             engine.assert_idle()

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from support.modes import ONE_MODE_AND_SOAK
 from support.redis_server import RedisServer, running
-from support.runner import run_elsewhere
+from support.runner import generated_elsewhere
 from support.vllm_engine import (
     Completion,
     Engine,
     Prompt,
     assert_same_outputs,
     hits_again,
+    is_all_cached,
     through_memory,
-    whole_blocks,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
@@ -35,14 +35,11 @@ def test_two_processes_share_a_redis_that_dies_and_comes_back(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: RedisServer
 ) -> None:
     store = through_memory(f"redis://127.0.0.1:{server.port}")
-    job = {"model": str(tiny_model), "two_processes": True, "max_tokens": 12}
-    first = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
-    ((cold,),) = run_elsewhere(job | {"engines": [first]})
-    assert_same_outputs(plain_outputs, cold)
+    assert_same_outputs(plain_outputs, generated_elsewhere(tiny_model, store, prompts, two_processes=True))
     with Engine(tiny_model, store) as engine:
         shared = engine.generate(prompts)
         assert_same_outputs(plain_outputs, shared)
-        assert all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, shared, strict=True))
+        assert is_all_cached(prompts, shared)
         assert engine.moved.chunks_loaded_from_remote > 50
         engine.assert_idle()
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from support.cache_server import ServerProcess, mapped_pools, short_folder
 from support.live_engine import LiveEngine
-from support.runner import run_elsewhere
+from support.runner import generated_elsewhere
 from support.vllm_engine import (
     Completion,
     Engine,
     Prompt,
     assert_same_outputs,
     hits_again,
+    is_all_cached,
     through_memory,
-    whole_blocks,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
@@ -34,18 +34,11 @@ def server() -> Iterator[ServerProcess]:
             server.kill()
 
 
-def is_all_cached(prompts: list[Prompt], outputs: list[Completion]) -> bool:
-    return all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True))
-
-
 def test_what_one_vllm_has_computed_another_loads(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], server: ServerProcess
 ) -> None:
     store, few, expected = through_memory(server.url), prompts[-3:], plain_outputs[-3:]
-    job = {"model": str(tiny_model), "two_processes": False, "max_tokens": 12}
-    first = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": few}
-    ((cold,),) = run_elsewhere(job | {"engines": [first]})
-    assert_same_outputs(expected, cold)
+    assert_same_outputs(expected, generated_elsewhere(tiny_model, store, few, two_processes=False))
     with Engine(tiny_model, store) as engine:
         shared = engine.generate(few)
         assert_same_outputs(expected, shared)
@@ -64,10 +57,7 @@ def test_two_processes_share_a_server_that_dies_and_comes_back(
     server: ServerProcess,
 ) -> None:
     store = through_memory(server.url)
-    job = {"model": str(tiny_model), "two_processes": True, "max_tokens": 12}
-    first = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
-    ((cold,),) = run_elsewhere(job | {"engines": [first]})
-    assert_same_outputs(plain_outputs, cold)
+    assert_same_outputs(plain_outputs, generated_elsewhere(tiny_model, store, prompts, two_processes=True))
     assert server.terminate() == 0
     server.start()  # all it knows now is on its disk
     with Engine(tiny_model, store) as engine:

@@ -10,22 +10,8 @@ from typing import Any
 
 import pytest
 from support.diskwork import OTHER, get, make_ref, put
-from support.redis_server import (
-    RedisServer,
-    running,
-)
-from support.redis_tiers import (
-    LARGE,
-    REFS,
-    WHOLE,
-    ends,
-    get_large,
-    keys_of,
-    killed,
-    open_redis,
-    put_large,
-    values,
-)
+from support.redis_server import RedisServer, running
+from support.redis_tiers import LARGE, REFS, WHOLE, ends, get_large, keys_of, killed, open_redis, put_large, values
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import TierError

@@ -6,6 +6,8 @@ import json
 import random
 import socket
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import psutil
@@ -277,25 +279,18 @@ class TestMessages:
             link.close()
             context.term()
 
-    def test_a_message_of_many_frames_is_thrown_away_unread(self) -> None:
-        with serving_tcp() as server:
+    @pytest.mark.parametrize("serving", [serving_tcp, serving_ipc])
+    def test_a_message_of_many_frames_is_thrown_away_unread(
+        self, serving: Callable[[], AbstractContextManager[ServerThread]]
+    ) -> None:
+        """There is no count of bytes for a connection on this host, but whoever has one is our own user."""
+        with serving() as server:
             tier = open_tier(server.url)
             client = Raw(server)
             client.link._socket.send_multipart([b"x"] * 20_000)
             wait_for("it is malformed", lambda: server.hub.num_malformed == 1)
             assert tier.contains([A]) == [False]
             assert server.hub.num_malformed == 1
-            client.close()
-            tier.close()
-
-    def test_a_message_of_many_frames_on_this_host(self) -> None:
-        """There is no count of bytes for such a connection, but whoever has one is our own user."""
-        with serving_ipc() as server:
-            tier = open_tier(server.url)
-            client = Raw(server)
-            client.link._socket.send_multipart([b"x"] * 20_000)
-            wait_for("it is malformed", lambda: server.hub.num_malformed == 1)
-            assert tier.contains([A]) == [False]
             client.close()
             tier.close()
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk import folder as _folder
+from kvstore.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +27,10 @@ EVEN = KVLayout(page_bytes=(4096,) * 4, planes=1, block_tokens=32, chunk_tokens=
 MINE = Namespace({"model": "mine"})
 OTHER = Namespace({"model": "other"})
 CHUNK_BYTES = chunkfile.file_bytes(EVEN, 8)
+CAPACITY_BYTES = 16 * CHUNK_BYTES
 REPOSITORY = Path(__file__).parents[2]
+
+Open = Callable[..., DiskTier]
 
 
 def make_ref(number: int, num_blocks: int = 8) -> ChunkRef:

@@ -1,311 +1,215 @@
-"""Plays vLLM for models of several groups, around a `StoreScheduler` and real `StoreWorker`s: clients and scheduler.
+"""A vLLM that is played, for models of several groups: its runner, which checks every byte of every step.
 
-As `fake_vllm.py`: steps planned before the last one's report, preemption, aborts, new weights. A step with states ends
-where one is to be kept, and `fake_group_runner.py` checks what it computes.
+All groups alias one pool of blocks, as in vLLM: a block holds what was last written to it, of whatever group. Before
+each step every token that the model attends to must hold the right KV, and the block of the last token the right state,
+by the definition of each kind. `fake_scheduler.py` plays the rest.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections import deque
-from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import lcm
 
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
-from kvstore.checkpoints.groups import Kind
-from kvstore.keys import KeyExtras
-from support.fake_group_runner import GroupRunner, GroupSetup, Part, Step
-from support.fake_tables import GroupRequest
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.adapters.vllm.plan import StepPlan
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
+from kvstore.catalog.plans import Place
+from kvstore.checkpoints.groups import Group, Groups, Kind
+from kvstore.keys import Namespace
+from kvstore.paged.base import PagedKV
+from kvstore.paged.binding import bind_groups
+from kvstore.paged.grouped import GroupedPagedKV
+from support.fake_host import Cache, scheduler_options
+from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, kv_of
+from support.fake_scheduler import FakeScheduler
+from support.fake_tables import NULL, FakeGroup
+from support.remote import REMOTE
+
+STATE_WORDS = 2
+_ROW_BITS = 32
 
 
-class FakeGroups(GroupRunner):
+@dataclass(frozen=True)
+class GroupSetup(CommonSetup):
+    """How to build a `FakeGroups`."""
+
+    groups: tuple[FakeGroup, ...] = (FakeGroup(Kind.FULL, 4), FakeGroup(Kind.WINDOW, 4, 9))
+    stages: tuple[tuple[int, ...], ...] = ((2, 2),)  # layers of each group on each rank
+    chunk: int = 16
+    gpu_blocks: int = 128
+    slots: int = 64
+    interval: int = 0
+    retention: float = 1.0  # how often the state at a boundary is kept by vLLM, and offered
+
+
+class FakeGroups(FakeScheduler):
     """One engine: scheduler side, workers, and everything of vLLM between them."""
 
+    setup: GroupSetup
+    frees_blocks = True  # which leave a window
+
     def __init__(self, setup: GroupSetup) -> None:
-        super().__init__(setup)
-        self.waiting: deque[GroupRequest] = deque()
-        self.running: list[GroupRequest] = []
-        self.in_flight: deque[Step] = deque()
-        self.preempted = False  # somebody, since the last step
-        self.loads = 0  # requests that have waited for one
-        self.failures = 0  # of these
-
-    # -- what a client does -----------------------------------------------------------------------------------------
-
-    def add(
-        self,
-        name: str,
-        tokens: Iterable[int],
-        *,
-        max_tokens: int = 1,
-        salt: str = "",
-        params: RequestParams = NO_PARAMS,
-    ) -> GroupRequest:
-        """A new request."""
-        request = GroupRequest(name, list(tokens), max_tokens, salt, tables=[[] for _ in self.groups])
-        self.scheduler.add_request(request, KeyExtras(cache_salt=salt, tags=params.tags), params)
-        self.waiting.append(request)
-        return request
-
-    def ask(self, name: str, tokens: Iterable[int], **how: object) -> GroupRequest:
-        """Add a request and work until all are done."""
-        request = self.add(name, tokens, **how)  # type: ignore[arg-type] # as `add` takes them
-        self.run()
-        return request
-
-    def abort(self, request: GroupRequest) -> None:
-        """The client went away."""
-        if request.state != "finished":
-            self._finish(request)
-
-    def run(self, *, max_steps: int = 600) -> None:
-        """Work until nothing is left to do."""
-        for _ in range(max_steps):
-            if not (self.waiting or self.running or self.kept or self.loading or self.in_flight):
-                return
-            if not self.step():
-                time.sleep(0.001)
-                self._let_time_pass()
-        raise AssertionError(f"not done after {max_steps} steps: {self.waiting} {self.running} {self.kept}")
-
-    def settle(self) -> None:
-        """Work until idle, with every write reported."""
-        self.run()
-        for _ in range(3):  # the later ones take along removals that the first one's report brought up
-            for worker in self.workers:
-                worker._background.finish_saves()
-                assert not worker._mover.flush(10).pending
-            self.step()
-            self.run()
-
-    def preempt(self, request: GroupRequest, *, drop_stale: bool = False) -> None:
-        """Take a running request's blocks away; its outputs on their way still count, unless dropped."""
-        self.running.remove(request)
-        self.preempted = True
-        self._free_request(request)
-        request.state = "preempted"
-        request.num_computed_tokens = request.placeholders = 0
-        request.drop_stale = drop_stale or (request.drop_stale and request.stale > 0)
-        request.stale = request.in_flight
-        self.waiting.appendleft(request)
-
-    def reset(self) -> None:
-        """New weights; refused, as by vLLM, while requests wait for their loads or hold what was loaded."""
-        if self.loading or any(request.holds_blocks for request in self.waiting):
-            return
-        self.weights += 1
-        for request in reversed(list(self.running)):
-            self.preempt(request, drop_stale=True)
-        self.forget_local()
-        self.scheduler.reset_cache()
-
-    # -- planning ---------------------------------------------------------------------------------------------------
-
-    def step(self) -> bool:
-        """Plan and carry out one step; take in a report once enough are under way. False if nothing was computed."""
-        step = self._schedule()
-        self.in_flight.append(step)
-        self.execute(step)
-        while self.in_flight and (len(self.in_flight) > self.setup.run_ahead or not step.work):
-            self._process(self.in_flight.popleft())
-        return bool(step.work)
-
-    def _schedule(self) -> Step:
-        work = self._schedule_running()
-        if not self.preempted:
-            self._schedule_waiting(work)
-        tables = {part.request.request_id: part.request.tables for part in work}
-        offers, self.offers = self.offers, {}
-        plan = self.scheduler.plan_step(
-            {part.request.request_id: part.count for part in work},
-            lambda name: tables[name],
-            preempts=True,  # blocks may leave a window in any step
-            states_of=lambda name: {(group, tokens): block for group, block, tokens in offers.get(name, ())},
+        self._remote = None if setup.server is None else replace(REMOTE, max_queue=setup.max_write_queue)
+        self.words = [STATE_WORDS if group.kind is Kind.STATE else group.block for group in setup.groups]
+        self.failed_loads: set[str] = set()
+        self.failures = 0  # of requests that have waited for a load
+        rules = SaveRules(
+            lcm(*(group.block for group in setup.groups)),
+            setup.chunk,
+            setup.save_decode,
+            setup.save_tails,
+            spares_last_token=True,
+            marks_decode=any(group.kind is Kind.STATE for group in setup.groups),
         )
-        self.check_plan(plan)
-        self.preempted = False
-        for part in work:
-            request = part.request
-            request.num_computed_tokens += part.count
-            request.in_flight += 1
-            request.in_flight_tokens += part.count
-            request.placeholders += part.samples
-        self.planned += 1
-        return Step(copy.deepcopy(plan), work)
+        load_rules = LoadRules(async_load=True, runs_ahead=setup.run_ahead > 0, only_if_faster=False)
+        options = scheduler_options(setup, rules, load_rules, self._remote)
+        caches = [
+            [np.full((setup.gpu_blocks, max(self.words)), GARBAGE, np.int64) for _ in range(max(layers))]
+            for layers in setup.stages
+        ]
+        super().__init__(setup, setup.groups, caches, replace(options, checkpoint_interval_tokens=setup.interval))
 
-    def _schedule_running(self) -> list[Part]:
-        work: list[Part] = []
-        budget = self.setup.budget
-        for request in list(self.running):
-            if request not in self.running or budget <= 0:
-                continue
-            if request.placeholders and request.num_outputs + request.placeholders >= request.max_tokens:
-                continue  # it will have all its tokens
-            count = self._count(request, request.num_computed_tokens, budget)
-            if count <= 0:
-                continue
-            while not (fits := self._grow(request, request.num_computed_tokens + count)):
-                victim = self.running[-1]
-                if victim.in_flight:
-                    break  # its blocks would come too late
-                self.preempt(victim)
-                if victim is request:
-                    break
-            if not fits:
-                break
-            work.append(self._part(request, count))
-            budget -= count
-        return work
+    def retains(self) -> bool:
+        """See ``FakeTables``."""
+        return self.random.random() < self.setup.retention
 
-    def _count(self, request: GroupRequest, start: int, budget: int) -> int:
-        """How many tokens of a request a step takes: with states, a prefill stops where one is to be kept."""
-        count = min(request.num_tokens + request.placeholders - start, budget)
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        blocks = [group.block for group in self.groups if group.kind is Kind.STATE]
-        if not blocks or start >= prefill_end:
-            return count
-        block, end = blocks[0], start + count
-        if end < prefill_end:
-            whole_end = end - end % block
-            if whole_end > start or block <= self.setup.budget:
-                end = whole_end
-        stops = [(request.num_tokens - 1) // block * block]
-        if start % block:
-            stops.append((start // block + 1) * block)
-        return max(0, min((stop for stop in stops if start < stop < end), default=end) - start)
+    # -- workers ----------------------------------------------------------------------------------------------------
 
-    def _schedule_waiting(self, work: list[Part]) -> None:
-        budget = self.setup.budget - sum(part.count for part in work)
-        skipped: list[GroupRequest] = []
-        self.waiting = deque(sorted(self.waiting, key=lambda request: not request.holds_blocks))
-        while self.waiting and budget > 0:
-            request = self.waiting.popleft()
-            if (request.stale and not request.drop_stale) or (request.state == "loading" and not request.loaded):
-                skipped.append(request)
-                continue
-            if request.state == "loading":
-                self._end_loading(request)
-            if not request.num_computed_tokens:
-                admitted = self._look_up(request)
-                if admitted is None or request.state == "loading":
-                    skipped.append(request)
-                    continue
-                if not admitted:
-                    self.waiting.appendleft(request)
-                    break
-            known = request.num_computed_tokens
-            count = self._count(request, known, budget)
-            if count <= 0 or not self._grow(request, known + count):
-                if known == request.local:  # or it holds what was loaded
-                    self._free_request(request)
-                    request.num_computed_tokens = 0
-                self.waiting.appendleft(request)
-                break
-            self.scheduler.allocated(request.request_id, request.tables, 0)
-            request.state = "running"
-            request.on_gpu = known
-            self.running.append(request)
-            work.append(self._part(request, count))
-            budget -= count
-        self.waiting.extendleft(reversed(skipped))
-
-    def _look_up(self, request: GroupRequest) -> bool | None:
-        """Admit a request, or begin its load; None to ask again, False if there is no room."""
-        local = self._local_hit(request)
-        external = self.scheduler.num_new_matched_tokens(request, local[0])
-        if external is None:
-            time.sleep(0.002)  # a real step takes at least as long, and a remote tier answers meanwhile
-            return None
-        most, least = self.setup.max_tokens_per_load, self.setup.min_retrieve_tokens
-        assert external == 0 or (external >= least and (not most or external <= most))
-        assert external % self.align == 0
-        assert local[0] + external < request.num_tokens
-        assert not (external and request.failed), "a failed load is tried again, and again"
-        assert self.scheduler.is_async_load(request.request_id) or not external
-        if not self._admit(request, local, external):
-            return False
-        if external and self._missing(request) > len(self.free):
-            self._free_request(request)
-            return False
-        known = local[0] + external
-        request.num_computed_tokens = request.on_gpu = known
-        request.hit = external
-        if external:
-            self.scheduler.allocated(request.request_id, request.tables, external)
-            assert sum(self.scheduler.hit_split(request.request_id)) == external
-            request.state, request.loaded = "loading", False
-            self.loading[request.request_id] = (request, len(self.workers))
-            self.loads += 1
-        return True
-
-    def _missing(self, request: GroupRequest) -> int:
-        """Blocks that this request, and those that hold blocks and wait, may still need."""
-        holding = [request, *(waiting for waiting, _ in self.loading.values())]
-        holding += [waiting for waiting in self.waiting if waiting.holds_blocks and waiting not in holding]
-        return sum(
-            -(-waiting.num_tokens // group.block) - len(table)
-            for waiting in holding
-            for group, table in zip(self.groups, waiting.tables, strict=True)
+    def _worker(self, rank: int) -> StoreWorker:
+        setup = self.setup
+        paged = self._paged(rank)
+        groups = Groups(
+            tuple(
+                Group(group.kind, group.block, size_bytes, group.span)
+                for group, size_bytes in zip(self.groups, paged.block_bytes, strict=True)
+            )
         )
+        remote = replace(self._remote, rank=rank) if self._remote else None
+        options = self._engine_options(rank, paged.layout.slot_bytes, 4 << 20, remote)
+        how = WorkerOptions(async_save=setup.async_save, overwrites_early=setup.overwrites_early, groups=groups)
+        return StoreWorker(paged, Namespace({"model": "groups", "shard": rank}), options, how)
 
-    def _end_loading(self, request: GroupRequest) -> None:
-        request.state, request.loaded = "waiting", False
-        if request.num_computed_tokens == 0:  # it failed
-            self._free_request(request)
-            return
-        self._cache(request, request.num_computed_tokens)
+    def _paged(self, rank: int) -> GroupedPagedKV:
+        bound: list[PagedKV | None] = []
+        for number, count in enumerate(self.setup.stages[rank]):
+            first = next((paged for paged in bound if paged is not None), None)
+            bound.append(self._bind_group(rank, number, count, first) if count else None)
+        full = [number for number, group in enumerate(self.groups) if group.kind is Kind.FULL]
+        return bind_groups(bound, full, block_tokens=self.align, chunk_tokens=self.setup.chunk)
 
-    def _part(self, request: GroupRequest, count: int) -> Part:
-        end = request.num_computed_tokens + count
-        self._cache(request, min(request.num_tokens, end))
-        samples = end >= request.num_tokens + request.placeholders
-        return Part(request, count, samples, [list(table) for table in request.tables])
+    def _bind_group(self, rank: int, number: int, count: int, first: PagedKV | None) -> PagedKV:
+        caches = {
+            f"{number}.{at}": cache[:, : self.words[number]] for at, cache in enumerate(self.caches[rank][:count])
+        }
+        block_tokens, chunk_tokens = self.groups[number].block, self.setup.chunk
+        return self._bind(caches, block_tokens, chunk_tokens, staging_bytes=1 << 14, beside=first)
 
-    # -- taking in --------------------------------------------------------------------------------------------------
+    # -- carrying out -----------------------------------------------------------------------------------------------
 
-    def _process(self, step: Step) -> None:
-        self.processed += 1
-        self._drain_deferred_frees()
+    def _execute(self, step: Step) -> None:
+        for worker, plan in zip(self.workers, self._prepare(step), strict=True):
+            if self.random.random() < 0.3:
+                worker._background._stores.submit(time.sleep, 0.002)  # stores may read blocks as late as that
+            worker.begin_step(plan)
+            worker.load()
+        for part in step.work:
+            self._compute(step, part)
+        for worker in self.workers:
+            worker.store()
+            worker.end_loads()
+            assert not worker.take_failed_block_ids(), "vLLM would end the engine"
+            self.failed_loads |= worker.take_failed_requests()
+            self._take_report(step, worker)
+            self._take_fetched(step, worker)
+            step.failed |= self.failed_loads & step.fetched
+            self.failed_loads -= step.failed
+        assert all((cache[NULL] == GARBAGE).all() for layers in self.caches for cache in layers), (
+            "the null block is written"
+        )
+        assert not self.wrong, self.wrong
+
+    def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int) -> None:
+        values = kv_of(f"{self.weights} {part.request.salt}", tokens)
+
+        def write() -> None:
+            wrong = self._wrong_group(part.tables, values, start)
+            for number in range(len(self.groups)):
+                self._write_group(number, part.tables[number], values if wrong is None else -values, start)
+            assert wrong is None, f"{part.request.request_id}: wrong bytes of group {wrong} before token {start}"
+
+        self._launch(write)
+
+    def _layers(self, number: int) -> list[tuple[Cache, int]]:
+        """The caches of a group's layers on all ranks, with what tells their values apart."""
+        return [
+            (cache[:, : self.words[number]], 1 + at + 100 * number + 10_000 * rank)
+            for rank, caches in enumerate(self.caches)
+            for at, cache in enumerate(caches[: self.setup.stages[rank][number]])
+        ]
+
+    def _wrong_group(self, tables: list[list[int]], values: npt.NDArray[np.int64], start: int) -> int | None:
+        """The first group that does not hold what the token at ``start`` attends to."""
+        for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            positions = range(group.first_needed(start), start)
+            for cache, mark in self._layers(number):
+                if group.kind is Kind.STATE:
+                    found = cache[table[(start - 1) // group.block]].tolist() if start else []
+                    right = found == ([int(values[start - 1]) + mark, start] if start else [])
+                else:
+                    found = [cache[table[at // group.block], at % group.block] for at in positions]
+                    right = found == [int(values[at]) + mark for at in positions]
+                if not right:
+                    return number
+        return None
+
+    def _write_group(self, number: int, table: list[int], values: npt.NDArray[np.int64], start: int) -> None:
+        group, end = self.groups[number], len(values)
+        for cache, mark in self._layers(number):
+            if group.kind is Kind.STATE:
+                cache[table[(end - 1) // group.block]] = [int(values[end - 1]) + mark, end]
+                continue
+            for at in range(start, end):
+                assert table[at // group.block] != NULL
+                cache[table[at // group.block], at % group.block] = int(values[at]) + mark
+
+    def _set_back(self, step: Step) -> list[FakeRequest]:
         for req_id in step.failed:
             self.loading[req_id][0].num_computed_tokens = 0
             self.loading[req_id][0].failed = True
             self.failures += 1
-        for part in step.work:
-            request = part.request
-            request.in_flight -= 1
-            request.in_flight_tokens -= part.count
-            stale = request.stale > 0
-            request.stale -= stale
-            if request.state != "finished" and part.samples and not (stale and request.drop_stale):
-                request.placeholders -= not stale
-                request.all_token_ids.append(step.outputs[request.request_id])
-                if request.num_outputs >= request.max_tokens:
-                    self._finish(request)
-        if step.report is not None:
-            self.scheduler.complete(step.report)
-        for req_id in step.fetched:
-            request = self.loading.pop(req_id)[0]
-            if request.state == "finished":
-                self._free_request(request)
-            else:
-                request.loaded = True
-        for req_id in step.ended:
-            self._free_request(self.kept.pop(req_id)[0])
+        return []
 
-    def _finish(self, request: GroupRequest) -> None:
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        self._leave_windows(request)
-        computed = [
-            table[: -(-request.num_computed_tokens // group.block)]
-            for group, table in zip(self.groups, request.tables, strict=True)
-        ]
-        is_loading = request.request_id in self.loading
-        request.state = "finished"
-        if self.scheduler.finish_request(request.request_id, computed):
-            assert not is_loading, "its blocks would be freed twice"
-            self.kept[request.request_id] = (request, len(self.workers))
-        elif not is_loading:
-            self._free_request(request)
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_offer(self, request: FakeRequest, num_local: int, external: int) -> None:
+        assert external % self.align == 0
+        assert num_local + external < request.num_tokens
+        assert not (external and request.failed), "a failed load is tried again, and again"
+        assert self.scheduler.is_async_load(request.request_id) or not external
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """A load brings what its request needs and does not share, no more and no less; stores read whole tables."""
+        for fetch in plan.fetches:
+            request = self.loading[fetch.req_id][0]
+            rows = {int(row) for job in fetch.loads for row in job.block_ids}
+            wanted = {row for row in rows if row & ((1 << _ROW_BITS) - 1)}
+            needed = set()
+            for number, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+                for at in group.needed_blocks(request.num_computed_tokens):
+                    if at * group.block >= request.local:
+                        assert self.uses[table[at]] == 1, "a shared block"
+                        needed.add((number << _ROW_BITS) + table[at])
+            assert NULL not in {row & ((1 << _ROW_BITS) - 1) for row in needed}
+            assert wanted == needed or (fetch.lost_block_ids and wanted <= needed)
+            for job in fetch.loads:
+                is_wanted = any(int(row) in wanted for row in job.block_ids)
+                assert is_wanted or job.step.source is Place.MEMORY, "read for nothing"
+        for meta in plan.requests:
+            assert not meta.loads
+            for store in meta.stores:
+                assert all(self.uses[int(row) & ((1 << _ROW_BITS) - 1)] for row in store.block_ids), "a free block"

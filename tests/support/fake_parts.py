@@ -1,4 +1,4 @@
-"""What a `FakeVllm` is made of: how it is set up, its requests and steps, and a listener to its events."""
+"""What a `FakeVllm` and a `FakeGroups` are made of: how they are set up, requests and steps, a listener to events."""
 
 from __future__ import annotations
 
@@ -60,11 +60,16 @@ class FakeRequest:
     placeholders: int = 0
     state: str = "waiting"  # running, preempted, loading, finished
     loaded: bool = False  # the fetch it waited for is over
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # its blocks of each group
+    offered: list[int] = field(default_factory=list)  # states of each group that connectors have been told of
+    local: int = 0  # tokens that it shares with others
+    hit: int = 0  # tokens that its last load brought
+    failed: bool = False  # a load of it, for which it was begun anew
     on_gpu: int = 0  # tokens whose KV the runner has written; drafts rejected are not counted
     stale: int = 0  # outputs on their way that belong to a time before the last preemption or failed load
     drop_stale: bool = False
     in_flight: int = 0
+    in_flight_tokens: int = 0
     mixed: bool = False  # some of its KV belongs to weights that are gone
     lora_request: Adapter | None = None
     answer: dict[str, object] | None = None  # what the client hears of its KV
@@ -76,6 +81,11 @@ class FakeRequest:
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.all_token_ids)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any block is its own or shared."""
+        return any(any(table) for table in self.tables)
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -97,11 +107,10 @@ class Scheduled:
     """A request's part in a step, as the runner sees it."""
 
     request: FakeRequest
-    start: int
     count: int
     drafts: int
-    blocks: list[int]
     samples: bool
+    tables: list[list[int]]
 
 
 @dataclass
@@ -112,6 +121,7 @@ class Step:
     work: list[Scheduled]
     has_loads: bool
     failed_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # requests whose loads are over
     ended: set[str] = field(default_factory=set)
     fetched: set[str] = field(default_factory=set)
     report: StepReport | None = None
@@ -141,24 +151,18 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How to build a `FakeVllm`."""
+class CommonSetup:
+    """How to build an engine for a model of any kind."""
 
     folder: Path | None = None
-    ranks: int = 1
-    stages: tuple[int, ...] = ()  # with pipeline parallelism, the layers of each rank
-    replicas: bool = False  # all ranks hold the same KV, as with MLA
+    server: FakeServer | None = None  # a remote tier, shared with others
     gpu_blocks: int = 64
     slots: int = 16
-    disk_chunks: int = 64
     local_cpu: bool = True
-    loads: bool = True
-    saves: bool = True
     save_decode: bool = False
     save_tails: bool = True
-    skip_last_tokens: int = 0
-    priority_limit: int | None = None
     min_retrieve_tokens: int = 0
+    min_remote_tokens: int = 0
     max_tokens_per_load: int = 0
     max_write_queue: int | None = None
     verify_fraction: float = 0.0
@@ -166,12 +170,27 @@ class Setup:
     drafts: int = 0
     budget: int = 64
     max_running: int = 8
+    async_save: bool = False
+    eagerness: float | None = None  # of a device that does what the model and the workers launch as late as it may
+    overwrites_early: bool = False  # as vLLM's model runner V2: blocks are overwritten before a step is prepared
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Setup(CommonSetup):
+    """How to build a `FakeVllm`."""
+
+    ranks: int = 1
+    stages: tuple[int, ...] = ()  # with pipeline parallelism, the layers of each rank
+    replicas: bool = False  # all ranks hold the same KV, as with MLA
+    disk_chunks: int = 64
+    loads: bool = True
+    saves: bool = True
+    skip_last_tokens: int = 0
+    priority_limit: int | None = None
     defer_stores: bool = False  # a draft model: the report leaves before the stores are done
     async_load: bool | None = False  # loads; None lets the adapter choose
-    async_save: bool = False
     layerwise: bool = False
-    seed: int = 0
-    server: FakeServer | None = None  # a remote tier, shared with others
     handover: HandoverOptions | None = None
     receiver: FakeServer | None = None  # where requests are handed over
     push_slots: int = 8
@@ -180,9 +199,6 @@ class Setup:
     sources: tuple[str, ...] = ()  # other engines that requests may name
     lookup_timeout_s: float = 5.0
     hold_s: float | None = None  # how long answers of the remote tier count, if not for long
-    min_remote_tokens: int = 0
-    eagerness: float | None = None  # of a device that does what the model and the workers launch as late as it may
-    overwrites_early: bool = False  # as vLLM's model runner V2: blocks are overwritten before a step is prepared
     hot_slots: int = 0  # copies on the device
 
 

@@ -1,10 +1,10 @@
-"""Plays vLLM's block manager for a model of several groups: one pool of ids, a table for each group of each request."""
+"""Plays vLLM's block manager: one pool of ids, a table for each group of each request, prefixes that they share."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import lcm
 
 from kvstore.checkpoints.groups import Kind
@@ -38,23 +38,6 @@ class FakeGroup:
         return range(self.first_needed(num_tokens) // self.block, -(-num_tokens // self.block))
 
 
-@dataclass(eq=False)
-class GroupRequest(FakeRequest):
-    """A request with a table for each group."""
-
-    tables: list[list[int]] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)  # blocks of each group that have been offered to the local cache
-    local: int = 0  # tokens that it shares with others
-    hit: int = 0  # tokens that its last load brought
-    failed: bool = False  # a load of it
-    in_flight_tokens: int = 0
-
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether any block is its own or shared."""
-        return any(any(table) for table in self.tables)
-
-
 class FakeTables:
     """The blocks of one engine.
 
@@ -85,7 +68,7 @@ class FakeTables:
         self.hashes.clear()
         self.hash_of.clear()
 
-    def _local_hit(self, request: GroupRequest) -> tuple[int, list[list[int]]]:
+    def _local_hit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
         """The most tokens at which all groups can go on, and the tables there, with nulls for what is not needed."""
         tokens = tuple(request.all_token_ids)
         for end in range((len(tokens) - 1) // self.align * self.align, 0, -self.align):
@@ -101,23 +84,29 @@ class FakeTables:
                 return end, tables
         return 0, [[] for _ in self.groups]
 
-    def _cache(self, request: GroupRequest, end_tokens: int) -> None:
+    def _cache(self, request: FakeRequest, end_tokens: int) -> None:
         """Offer the whole blocks before a token to the local cache, and states to connectors."""
         tokens = tuple(request.all_token_ids)
         for number, group in enumerate(self.groups):
             table = request.tables[number]
-            for at in range(request.cached[number], end_tokens // group.block):
+            is_state = group.kind is Kind.STATE
+            for at in range(request.offered[number] if is_state else 0, end_tokens // group.block):
                 block, key = table[at], (number, request.salt, tokens[: (at + 1) * group.block])
-                if block == NULL or (group.kind is Kind.STATE and not self.retains()):
+                if block == NULL or (is_state and not self.retains()):
                     continue
                 if block not in self.hash_of and key not in self.hashes:
                     self.hashes[key] = block
                     self.hash_of[block] = key
-                if group.kind is Kind.STATE:
+                if is_state:
                     self.offers.setdefault(request.request_id, []).append((number, block, (at + 1) * group.block))
-            request.cached[number] = max(request.cached[number], end_tokens // group.block)
+            request.offered[number] = max(request.offered[number], end_tokens // group.block)
 
-    def _admit(self, request: GroupRequest, local: tuple[int, list[list[int]]], external: int) -> bool:
+    def _uncache(self, block: int) -> None:
+        key = self.hash_of.pop(block, None)
+        if key is not None:
+            del self.hashes[key]
+
+    def _admit(self, request: FakeRequest, local: tuple[int, list[list[int]]], external: int) -> bool:
         """Give a request its shared blocks and those of a load; False if there is no room."""
         num_local, shared = local
         total = num_local + external
@@ -137,10 +126,10 @@ class FakeTables:
         for table, count in zip(tables, missing, strict=True):
             table += [self._take() for _ in range(count)]
         request.tables, request.local = tables, num_local
-        request.cached = [num_local // group.block for group in self.groups]
+        request.offered = [num_local // group.block for group in self.groups]
         return True
 
-    def _grow(self, request: GroupRequest, end_tokens: int) -> bool:
+    def _grow(self, request: FakeRequest, end_tokens: int) -> bool:
         """Give a request what a step up to a token needs; what has left the windows goes first."""
         self._leave_windows(request)
         missing = []
@@ -155,7 +144,7 @@ class FakeTables:
             table.extend(self._take() for _ in range(count))
         return True
 
-    def _leave_windows(self, request: GroupRequest) -> None:
+    def _leave_windows(self, request: FakeRequest) -> None:
         """Take blocks that no later token needs; those behind which a step is under way stay."""
         done = max(0, request.num_computed_tokens - request.in_flight_tokens)
         for group, table in zip(self.groups, request.tables, strict=True):
@@ -166,9 +155,7 @@ class FakeTables:
 
     def _take(self) -> int:
         block = self.free.popleft()
-        key = self.hash_of.pop(block, None)
-        if key is not None:
-            del self.hashes[key]
+        self._uncache(block)
         assert self.uses[block] == 0
         self.uses[block] = 1
         self.taken.append(block)
@@ -179,7 +166,7 @@ class FakeTables:
             self.free.remove(block)
         self.uses[block] += 1
 
-    def _free_request(self, request: GroupRequest) -> None:
+    def _free_request(self, request: FakeRequest) -> None:
         blocks = [block for table in request.tables for block in table if block != NULL]
         request.tables = [[] for _ in self.groups]
         self.offers.pop(request.request_id, None)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.tools.dev.mamba2 import end_steps_at_states
-from support.vllm_engine import Completion, Engine, StoreSetup, prepare_environment
+from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, prepare_environment
 
 _MARK = "RUNNER RESULT "
 _MODULE = ["-m", "support.runner"]
@@ -42,6 +42,16 @@ def run_elsewhere(
     results = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     assert results, f"the runner failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return _parse(results[0])
+
+
+def generated_elsewhere(
+    model: Path, store: StoreSetup, prompts: list[Prompt], *, two_processes: bool
+) -> list[Completion]:
+    """What one engine without a disk, in a new process, says to prompts, and stores."""
+    engine = {"store": vars(store) | {"disk": None}, "rounds": ["cold"], "prompts": prompts}
+    job = {"model": str(model), "two_processes": two_processes, "max_tokens": 12, "engines": [engine]}
+    ((cold,),) = run_elsewhere(job)
+    return cold
 
 
 @contextmanager

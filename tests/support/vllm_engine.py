@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from support.idle import are_loads_idle, are_saves_idle
 from support.uses import uses_of
+
+if TYPE_CHECKING:
+    import pytest
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
@@ -209,7 +212,7 @@ def hits_again(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
     while time.monotonic() < deadline_s:
         engine.forget_local()
         outputs = engine.generate(prompts)
-        if all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True)):
+        if is_all_cached(prompts, outputs):
             return outputs
         engine.settle()
     raise AssertionError("no hits, although the server is back")
@@ -253,6 +256,11 @@ def whole_blocks(num_tokens: int) -> int:
     return min(num_tokens - num_tokens % BLOCK_TOKENS, num_tokens - 1)
 
 
+def is_all_cached(prompts: list[Prompt], outputs: list[Completion]) -> bool:
+    """Whether each prompt was a full hit."""
+    return all(got.cached_tokens >= whole_blocks(len(prompt)) for prompt, got in zip(prompts, outputs, strict=True))
+
+
 def make_prompts(seed: int = 0) -> list[Prompt]:
     """44 prompts of 1 to 1,500 tokens; half of them share prefixes of different lengths."""
     rng = random.Random(seed)
@@ -266,3 +274,18 @@ def make_prompts(seed: int = 0) -> list[Prompt]:
     shared = [system + words(length) for length in (1, 20, 84, 211, 212, 213, 400, 40, 40, 700, 3)]
     shared += [document + words(length) for length in (1, 8, 9, 100, 248, 249, 500, 30, 30, 60, 980)]
     return alone + shared
+
+
+def counted_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each time that vLLM preempts a request, in any engine of this process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preemptions: list[None] = []
+    original = Scheduler._preempt_request
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        preemptions.append(None)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    return preemptions

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.diskwork import (
-    CHUNK_BYTES,
-    EVEN,
-    MINE,
-)
+from support.diskwork import CAPACITY_BYTES, EVEN, MINE, Open
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk.tier import DiskTier
-
-CAPACITY_BYTES = 16 * CHUNK_BYTES
-
-Open = Callable[..., DiskTier]
 
 
 @pytest.fixture

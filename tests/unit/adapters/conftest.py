@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fake_parts import Setup
-from support.fake_vllm import FakeVllm
+from support.fake_vllm import one_after_the_other
 from support.situations import PLAIN, Build
 
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, and ends them one after the other: a new one in the same folder is a restart."""
-    engines: list[FakeVllm] = []
-
-    def build_(setup: Setup = PLAIN, **changes: object) -> FakeVllm:
-        if engines:
-            engines[-1].close()
-        engines.append(FakeVllm(replace(setup, **changes)))  # type: ignore[arg-type] # checked by the dataclass
-        return engines[-1]
-
-    yield build_
-    for engine in engines:
-        engine.close()
+    with one_after_the_other(PLAIN) as build_:
+        yield build_
 
 
 @pytest.fixture

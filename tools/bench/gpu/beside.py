@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import count as numbers
-from time import perf_counter, sleep
+from time import sleep
 
 from kvstore.adapters.vllm.plan import Fetch
 from kvstore.adapters.vllm.worker.background import Background
@@ -15,6 +15,7 @@ from kvstore.tools.bench.gpu.figures import MS, Figure, count, duration, percent
 from kvstore.tools.bench.gpu.model import Model
 from kvstore.tools.bench.gpu.scale import Scale
 from kvstore.tools.bench.samples import BenchError, require
+from kvstore.tools.processes import wait_until
 
 P99_GOAL = 1.05
 MODES = ("alone", "with saves", "with loads", "with both")
@@ -74,12 +75,12 @@ class Traffic:
         Raises:
             BenchError: something did not end.
         """
-        deadline_s = perf_counter() + _TIMEOUT_S
-        while self._saving or self._loading:
-            self.take()
-            if perf_counter() > deadline_s:
-                raise BenchError(f"{self._saving} saves, {self._loading} loads did not end within {_TIMEOUT_S:.0f} s")
-            sleep(_POLL_S)
+        if not wait_until(self._has_ended, _TIMEOUT_S, every_s=_POLL_S):
+            raise BenchError(f"{self._saving} saves, {self._loading} loads did not end within {_TIMEOUT_S:.0f} s")
+
+    def _has_ended(self) -> bool:
+        self.take()
+        return not (self._saving or self._loading)
 
     def check(self) -> None:
         """Move the chunks that have not been, and compare every byte.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import count as numbers
-from time import perf_counter, sleep
 
 import torch
 
@@ -20,6 +19,7 @@ from kvstore.tools.bench.gpu.figures import Figure, count
 from kvstore.tools.bench.gpu.model import Model
 from kvstore.tools.bench.gpu.scale import Scale
 from kvstore.tools.bench.samples import BenchError
+from kvstore.tools.processes import wait_until
 
 _VALUES = 250  # of a byte: the step's number, 1 to 250 and again
 _TIMEOUT_S = 30.0
@@ -77,12 +77,12 @@ class Stress:
         Raises:
             BenchError: something did not end.
         """
-        deadline_s = perf_counter() + _TIMEOUT_S
-        while self._saving or self._loading:
-            self._take()
-            if perf_counter() > deadline_s:
-                raise BenchError(f"{len(self._saving)} saves, {len(self._loading)} loads do not end")
-            sleep(_POLL_S)
+        if not wait_until(self._has_ended, _TIMEOUT_S, every_s=_POLL_S):
+            raise BenchError(f"{len(self._saving)} saves, {len(self._loading)} loads do not end")
+
+    def _has_ended(self) -> bool:
+        self._take()
+        return not (self._saving or self._loading)
 
     def close(self) -> None:
         """End the threads."""

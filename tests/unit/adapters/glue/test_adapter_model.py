@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_parts import BLOCK, GARBAGE, LAYERS, FakeRequest, Setup
+from support.fake_parts import BLOCK, GARBAGE, Setup
 from support.fake_vllm import FakeVllm
+from support.late_device import LateDevice
+from support.random_client import RandomClient
 from support.remote import FakeServer
 from support.schedules import schedules
 
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
-from kvstore.errors import TierError
+from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.ops import metrics
-
-HEADER = 4096
 
 SETUPS = st.builds(
     Setup,
@@ -61,101 +59,42 @@ LATE_SETUPS = st.builds(
 )
 
 
-class _Client:
-    """Does at random what clients, operators and disks do."""
+class _Client(RandomClient):
+    """Also pins prompts, and gives the device's memory away."""
 
-    def __init__(self, vllm: FakeVllm, *, with_faults: bool) -> None:
-        self.vllm = vllm
-        self.random = vllm.random
-        self.with_faults = with_faults
-        self.requests: list[FakeRequest] = []
-        self.pinned: list[tuple[list[int], str, tuple[tuple[str, str], ...]]] = []
-        stems = [[self.random.randrange(50) for _ in range(60)] for _ in range(2)]
-        self.prompts = [[*stem[: self.random.randrange(1, 60)], self.random.randrange(50)] for stem in stems * 4]
+    vllm: FakeVllm
+    reset_preempts = 0.5
 
     def act(self) -> None:
-        """One random event."""
         chance = self.random.random()
-        alive = [request for request in self.requests if request.state != "finished"]
-        if chance < 0.35 and len(alive) < 6:
-            self.send()
-        elif chance < 0.40 and alive:
-            self.vllm.abort(self.random.choice(alive))
-        elif chance < 0.44 and self.vllm.running:
-            victim = self.random.choice(self.vllm.running)
-            self.vllm.preempt(victim)
-        elif chance < 0.48:
-            self.vllm.forget_local()
-        elif chance < 0.49:
-            self.vllm.reset(preempt=self.random.random() < 0.5)
-        elif chance < 0.495:
+        if chance < 0.005:
             self.vllm.sleep()
-        elif chance < 0.55 and self.with_faults:
-            self.break_a_file()
-        elif chance < 0.58 and self.vllm.setup.server is not None:
-            self.upset(self.vllm.setup.server)
-        elif chance < 0.60:
-            self.vllm.scheduler.enabled = self.random.random() < 0.6
-        elif chance < 0.605:
-            self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
-        elif chance < 0.615 and self.vllm.late is not None:
-            self.sleep(alive)
+        elif chance < 0.015 and self.vllm.late is not None:
+            self.sleep(self.vllm.late)
         else:
-            self.vllm.step()
-
-    def send(self) -> None:
-        done = [request for request in self.requests if request.state == "finished"]
-        tokens = list(self.random.choice(self.prompts))
-        if done and self.random.random() < 0.3:  # the next turn of a chat
-            tokens = [*self.random.choice(done).all_token_ids, *tokens][:70]
-        name = f"request {len(self.requests)}"
-        salt = self.random.choice(["", "", "salt"])
-        params = self.wishes()
-        if params.pin:
-            self.pinned.append((tokens, salt, params.tags))
-        priority = self.random.randint(0, 1)
-        max_tokens = self.random.randint(1, 12)
-        request = self.vllm.add(name, tokens, max_tokens=max_tokens, salt=salt, priority=priority, params=params)
-        self.requests.append(request)
+            super().act()
 
     def wishes(self) -> RequestParams:
-        if self.random.random() < 0.6:
-            return NO_PARAMS
-        return RequestParams(
-            skip_save=self.random.random() < 0.2,
-            skip_load=self.random.random() < 0.2,
-            ttl_s=self.random.choice([None, 1e-6, 1000.0]),
+        return replace(
+            super().wishes(),
             pin=self.random.choice([None, True, False]),
             tags=self.random.choice([(), (("team", "red"),)]),
         )
 
-    def sleep(self, alive: list[FakeRequest]) -> None:
+    def sleep(self, device: LateDevice) -> None:
         """The engine gives its device's memory away, and gets it back later, with something else in it."""
-        for request in alive:
+        for request in self.alive():
             self.vllm.abort(request)
         weights = self.vllm.weights
-        self.vllm.reset(preempt=True)
+        self.vllm.reset()
         if self.vllm.weights == weights:
             return  # a load is under way
         for worker in self.vllm.workers:
             assert worker.drain(30)
-        assert self.vllm.late is not None
-        assert self.vllm.late.is_idle
+        assert device.is_idle
         for layers in self.vllm.caches:
             for layer in layers:
                 layer[:] = GARBAGE
-
-    def upset(self, server: FakeServer) -> None:
-        """A server evicts what it likes, and fails, and recovers."""
-        server.lose(ref for ref in server.all_chunks() if self.random.random() < 0.5)
-        for call in ("before_contains", "before_get", "before_put"):
-            fails = self.with_faults and self.random.random() < 0.3
-            setattr(server, call, broken if fails else lambda: None)
-
-    def break_a_file(self) -> None:
-        files = self.vllm.chunk_files(self.random.randrange(len(self.vllm.workers)))
-        if files:
-            break_file(self.random.choice(files), self.random)
 
 
 def assert_books_balance(vllm: FakeVllm) -> None:
@@ -172,48 +111,14 @@ def assert_books_balance(vllm: FakeVllm) -> None:
     assert totals[metrics.MOVED_BYTES.key("memory", "store")] == gathered
 
 
-def broken() -> None:
-    raise TierError("broken on purpose")
-
-
-def break_file(path: Path, chooser: random.Random) -> None:
-    """Delete, cut or flip a chunk's file."""
-    try:
-        content = bytearray(path.read_bytes())
-        how = chooser.randrange(3)
-        if how == 0:
-            path.unlink()
-        elif how == 1 or len(content) <= HEADER:
-            path.write_bytes(content[: len(content) // 2])
-        else:
-            content[HEADER + chooser.randrange(BLOCK * 8 * LAYERS)] ^= 0x40
-            path.write_bytes(content)
-    except FileNotFoundError:
-        return  # it was evicted meanwhile
-
-
-def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
+def _play(setup: Setup, *, with_faults: bool) -> None:
     vllm = FakeVllm(setup)
     try:
-        client = _Client(vllm, with_faults=with_faults)
         vllm.take = lambda offered: offered if vllm.random.random() < 0.8 else vllm.random.randint(0, offered)
-        for _ in range(events):
-            client.act()
-        vllm.scheduler.enabled = True
-        vllm.settle()
-        for prompt, salt, tags in client.pinned:
-            vllm.ask("unpin", prompt, salt=salt, params=replace(WITHOUT_CACHE, pin=False, tags=tags))
-        vllm.settle()
-        vllm.assert_nothing_leaked()
-        for prompt in client.prompts:  # all that is stored must still be right
-            vllm.forget_local()
-            vllm.ask("again", prompt)
-        vllm.settle()
-        vllm.assert_nothing_leaked()
+        _Client(vllm, with_faults=with_faults).play()
         assert_books_balance(vllm)
     finally:
         vllm.close()
-    return vllm
 
 
 @schedules()
@@ -226,7 +131,7 @@ def test_any_schedule_in_memory(setup: Setup) -> None:
 @given(setup=SETUPS, with_faults=st.booleans())
 def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _play(Setup(**{**vars(setup), "folder": Path(folder)}), with_faults=with_faults)
+        _play(replace(setup, folder=Path(folder)), with_faults=with_faults)
 
 
 @schedules()

@@ -9,18 +9,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_group_runner import GroupSetup
-from support.fake_groups import FakeGroups
-from support.fake_tables import FakeGroup, GroupRequest
+from support.fake_groups import FakeGroups, GroupSetup
+from support.fake_tables import FakeGroup
+from support.random_client import RandomClient
 from support.remote import FakeServer
 from support.schedules import schedules
 
-from kvstore.adapters.vllm.requests.params import NO_PARAMS, RequestParams
 from kvstore.checkpoints.groups import Kind
-from kvstore.errors import TierError
 from kvstore.ops import metrics
 
-HEADER = 4096
 FULL, WIDE = FakeGroup(Kind.FULL, 4), FakeGroup(Kind.FULL, 8)
 WINDOW, LONG = FakeGroup(Kind.WINDOW, 4, 7), FakeGroup(Kind.WINDOW, 8, 21)
 LOCAL = FakeGroup(Kind.LOCAL, 4, 12)
@@ -73,98 +70,10 @@ SETUPS = st.builds(
 LATE_SETUPS = st.builds(replace, SETUPS, eagerness=st.sampled_from([0.1, 0.4, 0.6]), overwrites_early=st.booleans())
 
 
-def broken() -> None:
-    raise TierError("broken on purpose")
-
-
-class _Client:
-    """Does at random what clients, operators and disks do."""
-
-    def __init__(self, vllm: FakeGroups, *, with_faults: bool) -> None:
-        self.vllm = vllm
-        self.random = vllm.random
-        self.with_faults = with_faults
-        self.requests: list[GroupRequest] = []
-        stems = [[self.random.randrange(50) for _ in range(60)] for _ in range(2)]
-        self.prompts = [[*stem[: self.random.randrange(1, 60)], self.random.randrange(50)] for stem in stems * 4]
-
-    def act(self) -> None:
-        """One random event."""
-        chance = self.random.random()
-        alive = [request for request in self.requests if request.state != "finished"]
-        if chance < 0.35 and len(alive) < 5:
-            self.send()
-        elif chance < 0.40 and alive:
-            self.vllm.abort(self.random.choice(alive))
-        elif chance < 0.44 and self.vllm.running:
-            self.vllm.preempt(self.random.choice(self.vllm.running))
-        elif chance < 0.50:
-            self.vllm.forget_local()
-        elif chance < 0.51:
-            self.vllm.reset()
-        elif chance < 0.57 and self.with_faults and self.vllm.setup.folder is not None:
-            self.break_a_file(self.vllm.setup.folder)
-        elif chance < 0.60 and self.vllm.setup.server is not None:
-            self.upset(self.vllm.setup.server)
-        elif chance < 0.61:
-            self.vllm.scheduler.enabled = self.random.random() < 0.6
-        elif chance < 0.615:
-            self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
-        else:
-            self.vllm.step()
-
-    def send(self) -> None:
-        done = [request for request in self.requests if request.state == "finished"]
-        tokens = list(self.random.choice(self.prompts))
-        if done and self.random.random() < 0.3:  # the next turn of a chat
-            tokens = [*self.random.choice(done).all_token_ids, *tokens][:70]
-        params = NO_PARAMS
-        if self.random.random() < 0.2:
-            params = RequestParams(
-                skip_save=self.random.random() < 0.3,
-                skip_load=self.random.random() < 0.3,
-                ttl_s=self.random.choice([None, 1e-6, 1000.0]),
-            )
-        salt = self.random.choice(["", "", "salt"])
-        name = f"request {len(self.requests)}"
-        max_tokens = self.random.randint(1, 12)
-        self.requests.append(self.vllm.add(name, tokens, max_tokens=max_tokens, salt=salt, params=params))
-
-    def upset(self, server: FakeServer) -> None:
-        """A server evicts what it likes, and fails, and recovers."""
-        server.lose(ref for ref in server.all_chunks() if self.random.random() < 0.5)
-        for call in ("before_contains", "before_get", "before_put"):
-            fails = self.with_faults and self.random.random() < 0.3
-            setattr(server, call, broken if fails else lambda: None)
-
-    def break_a_file(self, folder: Path) -> None:
-        try:
-            path = self.random.choice(sorted(folder.rglob("*.safetensors")))
-            content = bytearray(path.read_bytes())
-            content[HEADER + self.random.randrange(64)] ^= 0x40
-            if self.random.random() < 0.7:
-                path.write_bytes(content)
-            else:
-                path.unlink()
-        except (FileNotFoundError, IndexError):
-            return  # there is none, or it was evicted meanwhile
-
-
-def _play(setup: GroupSetup, *, with_faults: bool, events: int = 60) -> None:
+def _play(setup: GroupSetup, *, with_faults: bool) -> None:
     vllm = FakeGroups(setup)
     try:
-        client = _Client(vllm, with_faults=with_faults)
-        for _ in range(events):
-            client.act()
-        vllm.scheduler.enabled = True
-        vllm.settle()
-        vllm.assert_nothing_leaked()
-        for prompt in client.prompts:  # all that is stored must still be right
-            vllm.forget_local()
-            vllm.ask("again", prompt)
-        vllm.settle()
-        vllm.assert_nothing_leaked()
-        vllm.index.check_invariants()
+        RandomClient(vllm, with_faults=with_faults).play()
         vllm.scheduler.take_tally()
         totals = vllm.scheduler.totals
         assert totals[metrics.VERIFIED_CHUNKS.key("mismatch")] == 0

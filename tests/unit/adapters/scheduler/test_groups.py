@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.fake_group_runner import GroupSetup
-from support.fake_groups import FakeGroups
+from support.fake_groups import FakeGroups, GroupSetup
+from support.fake_scheduler import one_at_a_time
 from support.fake_tables import FakeGroup
 from support.remote import FakeServer
 
@@ -31,19 +31,13 @@ Build = Callable[..., FakeGroups]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes engines, and ends them one after the other: a new one in the same folder is a restart."""
-    engines: list[FakeGroups] = []
 
-    def build_(*groups: FakeGroup, **changes: object) -> FakeGroups:
-        if engines:
-            engines[-1].close()
+    def make(*groups: FakeGroup, **changes: object) -> FakeGroups:
         setup = GroupSetup(groups=groups, stages=((2,) * len(groups),), budget=100, retention=0.0)
-        engines.append(FakeGroups(replace(setup, **changes)))  # type: ignore[arg-type] # checked by the dataclass
-        return engines[-1]
+        return FakeGroups(replace(setup, **changes))  # type: ignore[arg-type] # checked by the dataclass
 
-    yield build_
-    for engine in engines:
-        engine.close()
+    with one_at_a_time(make) as build_:
+        yield build_
 
 
 def again(vllm: FakeGroups, tokens: list[int] = PROMPT, **how: object) -> int:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from support.diskwork import (
+    CAPACITY_BYTES,
     CHUNK_BYTES,
     EVEN,
     MINE,
     OTHER,
+    Open,
     bytes_on_disk,
     cut,
     extend,
@@ -36,10 +38,7 @@ from kvstore.tiers.disk import chunkio
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.tier import DiskTier
 
-CAPACITY_BYTES = 16 * CHUNK_BYTES
 LARGE = KVLayout(page_bytes=(1 << 17,) * 4, planes=1, block_tokens=32, chunk_tokens=256)
-
-Open = Callable[..., DiskTier]
 
 
 # Faults of a chunk's file

@@ -15,26 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.diskwork import (
-    CHUNK_BYTES,
-    EVEN,
-    MINE,
-    OTHER,
-    bytes_on_disk,
-    get,
-    make_ref,
-    put,
-)
+from support.diskwork import CAPACITY_BYTES, CHUNK_BYTES, EVEN, MINE, OTHER, Open, bytes_on_disk, get, make_ref, put
 
 from kvstore.chunks import Outcome
 from kvstore.errors import ClosedError, ConfigError, FolderOwnedError, TierError
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.tier import DiskTier
-
-CAPACITY_BYTES = 16 * CHUNK_BYTES
-
-Open = Callable[..., DiskTier]
-
 
 # The folder
 

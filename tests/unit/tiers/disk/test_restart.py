@@ -6,22 +6,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.diskwork import (
-    CHUNK_BYTES,
-    MINE,
-    OTHER,
-    bytes_on_disk,
-    cut,
-    get,
-    make_ref,
-    path_of,
-    put,
-)
+from support.diskwork import CHUNK_BYTES, MINE, OTHER, Open, bytes_on_disk, cut, get, make_ref, path_of, put
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.format.chunkfile import Damage
@@ -30,11 +19,6 @@ from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.chunkio import Body, ChunkIO
 from kvstore.tiers.disk.tier import DiskTier
-
-ODD = KVLayout(page_bytes=(1000, 36, 1000), planes=2, block_tokens=16, chunk_tokens=64)
-CAPACITY_BYTES = 16 * CHUNK_BYTES
-
-Open = Callable[..., DiskTier]
 
 
 def test_restart_finds_everything_in_order_of_use(open_tier: Open, folder: Path) -> None:

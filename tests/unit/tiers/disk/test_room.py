@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from support.diskwork import (
     EVEN,
     MINE,
     OTHER,
+    Open,
     bytes_on_disk,
     cut,
     extend,
@@ -24,14 +25,8 @@ from support.diskwork import (
 
 from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError
-from kvstore.layout import KVLayout
 from kvstore.tiers.disk import space
 from kvstore.tiers.disk.tier import DiskTier
-
-ODD = KVLayout(page_bytes=(1000, 36, 1000), planes=2, block_tokens=16, chunk_tokens=64)
-CAPACITY_BYTES = 16 * CHUNK_BYTES
-
-Open = Callable[..., DiskTier]
 
 
 def test_spare_files_can_be_given_up(open_tier: Open, folder: Path) -> None:

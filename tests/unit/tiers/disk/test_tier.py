@@ -6,16 +6,18 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.diskwork import (
+    CAPACITY_BYTES,
     CHUNK_BYTES,
     EVEN,
     MINE,
     OTHER,
+    Open,
     bytes_on_disk,
     get,
     make_ref,
@@ -32,9 +34,6 @@ from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
 
 ODD = KVLayout(page_bytes=(1000, 36, 1000), planes=2, block_tokens=16, chunk_tokens=64)
-CAPACITY_BYTES = 16 * CHUNK_BYTES
-
-Open = Callable[..., DiskTier]
 
 
 @pytest.mark.parametrize("direct", [None, False])

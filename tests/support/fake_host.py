@@ -1,0 +1,275 @@
+"""The two sides of the adapter below a vLLM that is played: a real `StoreScheduler`, real `StoreWorker`s, their device.
+
+A step computes the KV of a token only if all that the token attends to is right, and garbage otherwise; so a wrong byte
+in any block, once used, is an error that names the request.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore import assembly
+from kvstore.adapters.vllm.plan import StepPlan
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.scheduler.connected import Connected
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
+from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.catalog.entries import NO_SLOT
+from kvstore.catalog.index import ChunkIndex
+from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.paged.base import PagedKV, find_planes
+from kvstore.paged.binding import bind_paged_kv
+from kvstore.paged.device import DevicePagedKV
+from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
+from support.fake_tables import FakeGroup, FakeTables
+from support.idle import are_loads_idle, are_saves_idle
+from support.late_device import LateDevice, LateStreams
+from support.uses import uses_of
+
+Cache = npt.NDArray[np.int64]
+
+
+def scheduler_options(
+    setup: CommonSetup, rules: SaveRules, load_rules: LoadRules, remote: RemoteOptions | None
+) -> SchedulerOptions:
+    """What a setup says to the scheduler side, whatever the model."""
+    return SchedulerOptions(
+        rules,
+        local_cpu=setup.local_cpu,
+        min_retrieve_tokens=setup.min_retrieve_tokens,
+        min_remote_tokens=setup.min_remote_tokens,
+        max_tokens_per_load=setup.max_tokens_per_load,
+        max_write_queue=setup.max_write_queue,
+        remote=remote,
+        load_rules=load_rules,
+        async_save=setup.async_save,
+        verify_fraction=setup.verify_fraction,
+    )
+
+
+class FakeHost(FakeTables):
+    """One engine without what vLLM does.
+
+    Args:
+        setup: of the engine.
+        groups: of the model.
+        caches: for each rank, the model's cache of each layer, which are filled with garbage.
+        options: of the scheduler side.
+    """
+
+    def __init__(
+        self,
+        setup: CommonSetup,
+        groups: Sequence[FakeGroup],
+        caches: list[list[Cache]],
+        options: SchedulerOptions,
+    ) -> None:
+        super().__init__(groups, setup.gpu_blocks)
+        self.setup = setup
+        self.caches = caches
+        self.random = random.Random(setup.seed)
+        self.late = None
+        if setup.eagerness is not None:
+            self.late = LateDevice(setup.seed, eagerness=setup.eagerness, is_uneven=True)
+        self.wrong: list[AssertionError] = []  # found by what was launched
+        self.weights = 0
+        self.epochs = {0: ""}  # of the weights so far
+        self.in_flight: deque[Step] = deque()
+        self.kept: dict[str, tuple[FakeRequest, int]] = {}  # ended, blocks kept until so many ranks have reported
+        self.loading: dict[str, tuple[FakeRequest, int]] = {}  # wait for a fetch, until so many ranks have reported
+        self.scheduler = StoreScheduler(options)
+        self.workers: list[StoreWorker] = []
+        with patch.object(assembly, "open_tier", setup.server.open) if setup.server else nullcontext():
+            try:
+                self.workers.extend(self._worker(rank) for rank in range(len(caches)))
+                self.scheduler.connect([worker.facts() for worker in self.workers])
+            except BaseException:
+                self.close()
+                raise
+
+    def _worker(self, rank: int) -> StoreWorker:
+        raise NotImplementedError
+
+    def _write(self, step: Step, part: Scheduled, tokens: list[int], start: int) -> None:
+        """Compute the KV of the tokens from ``start`` on, from what stands before it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+    @property
+    def index(self) -> ChunkIndex:
+        """The scheduler's catalog."""
+        return self.connected.index
+
+    @property
+    def connected(self) -> Connected:
+        """What the scheduler plans with."""
+        assert self.scheduler._connected is not None
+        return self.scheduler._connected
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def _engine_options(
+        self, rank: int, slot_bytes: int, disk_bytes: int, remote: RemoteOptions | None
+    ) -> EngineOptions:
+        setup = self.setup
+        return EngineOptions(
+            max_local_cpu_bytes=setup.slots * slot_bytes,
+            local_cpu=setup.local_cpu,
+            local_disk=setup.folder / f"rank-{rank}" if setup.folder else None,
+            max_local_disk_bytes=disk_bytes,
+            use_odirect=False,
+            disk_io_threads=2,
+            remote=remote,
+        )
+
+    def _bind(
+        self,
+        caches: dict[str, Cache],
+        block_tokens: int,
+        chunk_tokens: int,
+        *,
+        staging_bytes: int,
+        beside: PagedKV | None = None,
+    ) -> PagedKV:
+        """A rank's layers of one group, on the device of those of another."""
+        layers = {name: torch.from_numpy(cache) for name, cache in caches.items()}
+        blocks = self.num_blocks
+        paged = bind_paged_kv(
+            layers, num_blocks=blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens, reserved_blocks=1
+        )
+        if self.late is None:
+            return paged
+        planes = [find_planes(name, cache, blocks) for name, cache in layers.items()]
+        assert beside is None or isinstance(beside, DevicePagedKV)
+        streams = LateStreams(self.late) if beside is None else None
+        return DevicePagedKV(
+            planes, paged.layout, blocks, 1, streams=streams, staging_bytes=staging_bytes, beside=beside
+        )
+
+    # -- carrying out -----------------------------------------------------------------------------------------------
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        """Have the model do something: at once, or on its stream."""
+        if self.late is None:
+            work()
+            return
+
+        def noting_errors() -> None:  # any thread that waits for the device may do it
+            try:
+                work()
+            except AssertionError as error:
+                self.wrong.append(error)
+
+        self.late.current.launch(noting_errors)
+
+    def _let_time_pass(self) -> None:
+        if self.late is None:
+            return
+        if self.random.random() < 0.05:
+            self.late.run_all()  # or a slow stream never ends beside a fast one
+        for _ in range(20):
+            self.late.run_at_random()
+
+    def _prepare(self, step: Step) -> list[StepPlan]:
+        """Give each rank its own plan, as over a wire; what becomes of blocks that were taken, before or after."""
+        plans = [copy.deepcopy(step.plan) for _ in self.workers]
+        if self.setup.overwrites_early:
+            self._scramble_taken()
+        for worker, plan in zip(self.workers, plans, strict=True):
+            worker.prepare(plan)
+        if not self.setup.overwrites_early:
+            self._scramble_taken()
+        return plans
+
+    def _scramble_taken(self) -> None:
+        """The step that is carried out may overwrite the blocks that its schedule has given away."""
+        blocks, self.taken = self.taken, []
+
+        def scramble() -> None:
+            for layers in self.caches:
+                for layer in layers:
+                    layer[blocks] = GARBAGE
+
+        if blocks:
+            self._launch(scramble)
+
+    def _compute(self, step: Step, part: Scheduled) -> None:
+        request, tokens = part.request, list(part.request.all_token_ids)
+        start = request.on_gpu
+        end = start + part.count - part.drafts
+        while len(tokens) < end:  # sampled by a step whose output nobody has seen yet
+            tokens.append(sample(tokens))
+        accepted = 0
+        if part.samples:
+            accepted = self.random.randint(0, part.drafts)
+            for _ in range(accepted + 1):
+                tokens.append(sample(tokens))
+            step.outputs[request.request_id] = tokens[end : end + accepted + 1]
+            step.rejected[request.request_id] = part.drafts - accepted
+        self._write(step, part, tokens[: end + accepted], start)
+        request.on_gpu = end + accepted
+
+    # -- what the ranks tell vLLM -----------------------------------------------------------------------------------
+
+    def _take_fetched(self, step: Step, worker: StoreWorker) -> None:
+        step.fetched |= _said_by_all(self.loading, worker.take_fetched_requests())
+
+    def _take_report(self, step: Step, worker: StoreWorker) -> None:
+        report = copy.deepcopy(worker.take_report())
+        step.ended |= _said_by_all(self.kept, worker.take_ended_requests())
+        if step.report is None:
+            step.report = report
+        elif report is not None:
+            step.report.merge(report)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def chunk_files(self, rank: int = 0) -> list[Path]:
+        """The files of the chunks on one rank's disk."""
+        assert self.setup.folder is not None
+        home = self.setup.folder / f"rank-{rank}"
+        mover = self.workers[rank]._mover
+        assert mover.settle(10) or mover.cpu._pool._preparation._closing.is_set()
+        return sorted(path for path in home.rglob("*.safetensors") if path.parent.name != ".free")
+
+    def assert_nothing_leaked(self) -> None:
+        """After `settle`: no lease, plan, write, slot or block is left."""
+        assert uses_of(self.index) == 0
+        assert not self.scheduler._steps.in_flight
+        assert are_saves_idle(self.connected.saves)
+        assert are_loads_idle(self.connected.loads)
+        assert not +self.connected.loads._fetched_keys
+        assert not self.scheduler._trackers
+        slots = [chunk.slot for chunk in self.index._chunks.values() if chunk.memory is not NO_SLOT]
+        assert len(slots) == len(set(slots)) == self.index.slots_in_use
+        assert not self.deferred_frees
+        assert not any(self.uses.values())
+        assert sorted(self.free) == list(range(1, self.num_blocks))
+
+
+def _said_by_all(waiting: dict[str, tuple[FakeRequest, int]], req_ids: Iterable[str]) -> set[str]:
+    """vLLM counts how many ranks have said that a request has ended: those of which the last one says so."""
+    said = set()
+    for req_id in req_ids:
+        request, ranks = waiting[req_id]
+        waiting[req_id] = (request, ranks - 1)
+        if ranks == 1:
+            said.add(req_id)
+    return said
