@@ -12,8 +12,10 @@ import psutil
 import pytest
 from support.rig import CHUNK, Rig
 
+from kvstore.policies import base as policies
+
 _WARM = 2_000
-_KEPT_NAMES = 1_000  # of chunks that went, instead of as many as a day brings
+_KEPT_NAMES = 1_000  # of chunks that went, instead of as many as a day of a large pool brings
 
 
 class Taken(NamedTuple):
@@ -30,8 +32,9 @@ class Taken(NamedTuple):
 
 
 @pytest.mark.parametrize("num_stores", [3_000, pytest.param(100_000, marks=pytest.mark.soak)])
-def test_stores_with_a_time_to_live(tmp_path: Path, num_stores: int) -> None:
+def test_stores_with_a_time_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stores: int) -> None:
     """Each ends long after its chunk has made room for others."""
+    monkeypatch.setattr(policies, "MIN_GHOSTS", _KEPT_NAMES)
     rig = Rig()
     mapping = rig.slot_mapping(rig.blocks(CHUNK), CHUNK)
     with rig.open(slots=16, local_disk=tmp_path) as engine:
