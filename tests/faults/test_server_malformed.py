@@ -6,6 +6,7 @@ import json
 import random
 import socket
 import threading
+from contextlib import closing
 from functools import partial
 
 import psutil
@@ -302,13 +303,11 @@ class TestMessages:
 
 class TestHellos:
     def test_fields_without_a_bound_are_refused(self) -> None:
-        with serving_tcp() as server:
-            client = Raw(server)
+        with serving_tcp() as server, closing(Raw(server)) as client:
             with pytest.raises(TierError, match="at most 16384 bytes"):
                 client.hello({f"f{number}": "x" * 1000 for number in range(20)}, messages.Geometry.of(EVEN))
             assert not server.hub.stock.spaces
             client.hello({f"f{number}": "x" * 1000 for number in range(15)}, messages.Geometry.of(EVEN))
-            client.close()
 
     @pytest.mark.parametrize(
         "geometry",
