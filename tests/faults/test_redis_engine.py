@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from support.checks import check_idle
+from support.gate import HANG_GUARD_S, Gate
 from support.redis_server import RedisServer, running
+from support.redis_tiers import values
 from support.returning import check_return
 from support.rig import Rig, tokens_of
 
 from kvstore import assembly
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepResult
+from kvstore.adapters.vllm.worker.worker import StoreWorker
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
-from kvstore.options import RemoteOptions
+from kvstore.keys import Namespace
+from kvstore.options import EngineOptions, RemoteOptions
+from kvstore.paged.binding import bind_paged_kv
+from kvstore.tiers.redis.calls import Calls
+from kvstore.transfer.mover import LoadJob, StoreJob, as_block_ids
 
 TOKENS = tokens_of(1, 40)
 WAIT_S = 30.0
@@ -88,3 +100,67 @@ def test_a_start_without_redis_and_its_return(
     monkeypatch.setattr(assembly, "PROBE_INTERVAL_S", 0.2)
     server.kill()
     check_return(rig, caplog, options_of(server), server.start)
+
+
+@pytest.fixture
+def slow_scan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A Redis with so many keys that a SCAN of all of them does not end before the gate is opened."""
+    gate = Gate()
+    monkeypatch.setattr(Calls, "pages", gate.before(Calls.pages))
+    yield gate
+    gate.open()
+
+
+def test_a_slow_scan_holds_up_no_store(rig: Rig, server: RedisServer, slow_scan: Gate) -> None:
+    with (
+        rig.open(remote=options_of(server, lookup_timeout_s=0.05)) as engine,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        assert rig.store(engine, TOKENS) == 40
+        assert engine.flush(WAIT_S)
+        old = set(values(server))
+        rig.version = 1
+        resetting = beside.submit(engine.reset_cache)
+        assert slow_scan.reached.wait(HANG_GUARD_S)
+        assert rig.store(engine, TOKENS) == 40
+        assert rig.retrieve(engine, TOKENS) == 40
+        assert not resetting.done()
+        assert set(values(server)) == old, "nothing has been deleted yet, and nothing stored before that"
+        slow_scan.open()
+        resetting.result(HANG_GUARD_S)
+        assert engine.flush(WAIT_S)
+        assert len(values(server)) == len(old)
+        assert not old & set(values(server))
+
+
+def test_a_slow_scan_holds_up_no_step(server: RedisServer, slow_scan: Gate) -> None:
+    cache = torch.arange(16 * 8, dtype=torch.int64).reshape(16, 1, 4, 2)
+    paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
+    worker = StoreWorker(paged, Namespace({"model": "one"}), EngineOptions(4 * 4096, remote=options_of(server)))
+    ref = ChunkRef(b"k" * 16, 2)
+    save = ReqMeta("store", stores=[StoreJob(StoreStep(ref, 0, (Place.REMOTE,)), as_block_ids([1, 2]))])
+    load = ReqMeta("load", loads=[LoadJob(LoadStep(ref, 0, Place.MEMORY), as_block_ids([7, 5]), 0)])
+
+    def carry_out(plan: StepPlan) -> StepResult | None:
+        worker.begin_step(plan)
+        worker.load()
+        worker.store()
+        report = worker.take_report()
+        return None if report is None else report.steps.get(plan.number)
+
+    carry_out(StepPlan(1, 0, [save]))
+    assert worker._mover.flush(WAIT_S)
+    old = set(values(server))
+    assert old
+    carry_out(StepPlan(2, 1, [], epoch="new"))
+    assert slow_scan.reached.wait(HANG_GUARD_S)
+    stored, loaded = carry_out(StepPlan(3, 2, [save])), carry_out(StepPlan(4, 3, [load]))
+    assert stored is not None
+    assert loaded is not None
+    assert not stored.failed_stores | loaded.failed_loads
+    assert set(values(server)) == old
+    slow_scan.open()
+    assert worker._mover.flush(WAIT_S)
+    assert len(values(server)) == len(old)
+    assert not old & set(values(server))
+    worker.close()

@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from support.cache_server import ServerThread, serving_ipc, serving_tcp
+from support.gate import Gate
 from support.redis_server import wait_for
 from support.served import WAIT_S, A, Raw, open_tier, settle
 
@@ -28,10 +30,22 @@ from kvstore.testing.harness import EVEN, MINE, make_buffer, make_ref, make_tran
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.tier import DiskTier
 
+SMALL = KVLayout((PAGE_BYTES,), 1, 16, 16)
+
 
 def hold(gate: threading.Event) -> None:
     """Keep a thread busy."""
     gate.wait(WAIT_S)
+
+
+def fill(server: ServerThread) -> None:
+    """4000 chunks of a page each, of one namespace."""
+    space = server.hub.stock.enter(Namespace({"model": "small"}), SMALL)
+    assert space is not None
+    for number in range(4000):
+        chunk = server.hub.stock.reserve(space, make_ref(number, 1), NO_QUOTA)
+        assert chunk is not None
+        server.hub.stock.complete(chunk, is_whole=True)
 
 
 class TestDiskThreads:
@@ -158,6 +172,20 @@ class TestManyNamespaces:
             settle(server)
             assert not [path for path in tmp_path.rglob("*.safetensors") if path.parent.name != ".free"]
 
+    def test_those_that_are_open_share_threads(self, tmp_path: Path) -> None:
+        before = set(threading.enumerate())
+        with serving_ipc(disk=DiskOptions(tmp_path, 16 << 20)) as server:
+            for number in range(5):
+                tier = open_tier(server.url, namespace=Namespace({"model": f"model {number}"}))
+                tier.put([make_transfer(EVEN, A)])
+                tier.close()
+            settle(server)
+            disk = server.hub.core.disk
+            assert disk is not None
+            assert disk._tiers.num_open == 5
+            ours = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvstore-disk-")]
+            assert len(ours) == 10, "for four reads, four writes and two calls that hang"
+
     def check_all(self, server: ServerThread, names: list[Namespace]) -> None:
         for name in names:
             tier = open_tier(server.url, namespace=name)
@@ -182,20 +210,79 @@ class TestManyNamespaces:
             tiers[4].close()
 
 
+class TestClears:
+    def test_a_clear_of_many_chunks_lets_others_have_their_turn(self) -> None:
+        """They are answered before all of them are dropped, and find none of them."""
+        with serving_ipc(pool_bytes=4000 * PAGE_BYTES, policy="LRU") as server:
+            fill(server)
+            client, other = Raw(server), Raw(server)
+            for raw in (client, other):
+                raw.hello({"model": "small"}, messages.Geometry.of(SMALL))
+            seen: list[int] = []
+            lookup, drop = server.hub.stock.lookup, server.hub.stock.drop_cleared
+
+            def slowly() -> None:
+                time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
+                drop()
+
+            def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
+                seen.append(server.hub.stock.num_displaced)
+                return lookup(space, refs)
+
+            server.hub.stock.lookup = watched  # type: ignore[method-assign]
+            server.hub.stock.drop_cleared = slowly  # type: ignore[method-assign, assignment]
+            gate = threading.Event()
+            server.hub._report(partial(hold, gate))
+            client.link.send(messages.Clear(1))
+            refs = messages.pack_refs([make_ref(number, 1) for number in range(4000)])
+            for _ in range(3):
+                other.link.send(messages.Lookup(other.link.new_serial(), refs))
+            gate.set()
+            assert isinstance(client.link.receive(), messages.Done)
+            for _ in range(3):
+                held = other.link.receive()
+                assert isinstance(held, messages.Held)
+                assert not any(held.found)
+            wait_for("all are dropped", lambda: server.hub.stock.num_displaced == 4000)
+            assert max(seen) < 4000
+            assert server.hub.pool.used_bytes == 0
+            client.close()
+            other.close()
+
+    def test_a_read_that_a_clear_overtook_brings_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, get = Gate(), DiskTier.get
+
+        def late(tier: DiskTier, transfers: Sequence[Transfer]) -> list[Outcome]:
+            outcomes = get(tier, transfers)
+            gate()
+            return outcomes
+
+        with serving_ipc(disk=DiskOptions(tmp_path, 4 << 20)) as server:
+            tier = open_tier(server.url)
+            tier.put([make_transfer(EVEN, A)])
+            settle(server)
+            tier.close()
+        with serving_ipc(disk=DiskOptions(tmp_path, 4 << 20)) as server, ThreadPoolExecutor(1) as beside:
+            tier, other = open_tier(server.url), open_tier(server.url)
+            monkeypatch.setattr(DiskTier, "get", late)
+            reading = beside.submit(tier.get, [Transfer(A, make_buffer(EVEN.slot_bytes))])
+            assert gate.reached.wait(WAIT_S)
+            other.clear()
+            gate.open()
+            assert reading.result(WAIT_S) == [Outcome.MISS]
+            tier.close()
+            other.close()
+
+
 class TestGrants:
     def test_a_question_for_many_places_lets_others_have_their_turn(self) -> None:
         """Each place displaces many chunks; another client is answered before all of them are there."""
-        small, large = KVLayout((PAGE_BYTES,), 1, 16, 16), KVLayout((200 * PAGE_BYTES,), 1, 16, 16)
+        large = KVLayout((200 * PAGE_BYTES,), 1, 16, 16)
         with serving_ipc(pool_bytes=4000 * PAGE_BYTES, policy="LRU") as server:
-            space = server.hub.stock.enter(Namespace({"model": "small"}), small)
-            assert space is not None
-            for number in range(4000):
-                chunk = server.hub.stock.reserve(space, make_ref(number, 1), NO_QUOTA)
-                assert chunk is not None
-                server.hub.stock.complete(chunk, is_whole=True)
+            fill(server)
             client, other = Raw(server), Raw(server)
             client.hello({"model": "large"}, messages.Geometry.of(large))
-            other.hello({"model": "small"}, messages.Geometry.of(small))
+            other.hello({"model": "small"}, messages.Geometry.of(SMALL))
             seen: list[int] = []
             lookup, reserve = server.hub.stock.lookup, server.hub.stock.reserve
 

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 
 import psutil
@@ -297,13 +297,11 @@ class TestMessages:
 
 class TestHellos:
     def test_fields_without_a_bound_are_refused(self) -> None:
-        with serving_tcp() as server:
-            client = Raw(server)
+        with serving_tcp() as server, closing(Raw(server)) as client:
             with pytest.raises(TierError, match="at most 16384 bytes"):
                 client.hello({f"f{number}": "x" * 1000 for number in range(20)}, messages.Geometry.of(EVEN))
             assert not server.hub.stock.spaces
             client.hello({f"f{number}": "x" * 1000 for number in range(15)}, messages.Geometry.of(EVEN))
-            client.close()
 
     @pytest.mark.parametrize(
         "geometry",
@@ -322,18 +320,20 @@ class TestHellos:
             assert not server.hub.stock.spaces
             client.close()
 
-    def test_a_report_is_short_whatever_there_is(self) -> None:
+    @pytest.mark.parametrize("field_characters", [1, 4000])
+    def test_a_report_is_short_whatever_there_is(self, field_characters: int) -> None:
         """And names the namespaces that hold most."""
         with serving_tcp() as server:
             server.hub.stop()
             server.close()
             layout = KVLayout((4096,), 1, 16, 16)
             for number in range(1000):
-                fields = {"model": f"model {number}", "more": "x" * 4000}
+                fields = {"model": f"model {number}", "more": "x" * field_characters}
                 space = server.hub.stock.enter(Namespace(fields), layout)
                 assert space is not None
                 space.used_bytes = number
             tree = server.hub._stats()
+            assert 0 < len(tree["namespaces"]) <= 256
             assert len(json.dumps(tree)) < 1 << 20
             assert [space["used_bytes"] for space in tree["namespaces"]] == list(
                 range(999, 999 - len(tree["namespaces"]), -1)

@@ -16,14 +16,18 @@ class Gate:
     def __init__(self) -> None:
         self.reached = threading.Event()
         self._open = threading.Event()
+        self._was_left = False
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self._open.wait(HANG_GUARD_S)
+        if not self._open.wait(HANG_GUARD_S):
+            self._was_left = True
+            raise AssertionError("nobody has opened the gate")
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
+        """Let everybody through, from now on. Fails if somebody waited until the guard: the test waited for them."""
         self._open.set()
+        assert not self._was_left, "the test waited for who waited here"
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, behind the gate."""

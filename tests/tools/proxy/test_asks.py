@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -134,6 +135,24 @@ def test_large_members_are_not_copied() -> None:
         (large,) = (part for part in told if len(part) > 1000)
         assert memoryview(large).obj is memoryview(ask.body["prompt"]).obj
         assert isinstance(large, Raw)
+
+
+def test_megabytes_are_neither_copied_nor_taken_apart() -> None:
+    """6 MiB of token ids: whatever is made of them stops all streams for as long as that takes."""
+    token_ids = b",".join([b"100000"] * 900_000)
+    content = bytearray(b'{"model": "m", "stream": true, "n": 1, "prompt": [' + token_ids + b"]}")
+    del token_ids
+    tracemalloc.start()
+    try:
+        ask = Ask.parse(content)
+        assert not ask.is_batch
+        assert ask.is_one_stream
+        told = [ask.for_prefill(TO, "t"), ask.for_decode(None, counted=True)]
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 64 << 10
+    assert all(sum(map(len, parts)) > 6 << 20 for parts in told)
 
 
 def test_an_object_of_very_many_members_is_refused() -> None:

@@ -14,7 +14,7 @@ from kvstore.server.watch import Watch
 @pytest.fixture
 def pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
+        client = socket.create_connection(listener.getsockname(), timeout=30)
         return client, listener.accept()[0]
 
 

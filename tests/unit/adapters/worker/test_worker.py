@@ -225,9 +225,10 @@ def test_a_step_waits_for_no_removal_and_no_reset(
     tier, gate = FakeTier(), Gate()
     install(monkeypatch, tier)
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
-    worker = StoreWorker(
-        paged, Namespace({"model": "one"}), EngineOptions(4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20)
-    )
+    options = EngineOptions(
+        4 * 4096, local_disk=tmp_path, max_local_disk_bytes=1 << 20, io_timeout_s=2 * HANG_GUARD_S
+    )  # no deadline ends what hangs
+    worker = StoreWorker(paged, Namespace({"model": "one"}), options)
     carry_out(worker, StepPlan(1, 0, [store(REF, 0, [1, 2], write_behind=True)]))
     assert worker._mover.flush(HANG_GUARD_S)
     monkeypatch.setattr(tier, "remove", gate.before(tier.remove))
