@@ -18,6 +18,8 @@ class FakeBlocks:
         self.deferred_frees: list[tuple[int, list[int]]] = []
         self.planned = self.processed = 0  # steps
         self.taken: list[int] = []  # blocks given away since the last step
+        self.copies: list[tuple[int, int]] = []  # that this step begins with: from a block to one that was taken
+        self.cached_at: dict[int, int] = {}  # the step since which a block can be found
 
     def forget_local(self) -> None:
         """Empty vLLM's own prefix cache."""
@@ -39,6 +41,23 @@ class FakeBlocks:
         if block not in self.hash_of and key not in self.hashes:
             self.hashes[key] = block
             self.hash_of[block] = key
+            self.cached_at[block] = self.planned
+
+    def _copy_block(self, request: FakeRequest, number: int) -> None:
+        """Give a request a copy of a block that it shares, if that holds what its hash says.
+
+        Until the step has ended nobody else gets either of them.
+        """
+        source = request.blocks[number]
+        if not self.free or self.cached_at[source] >= self.processed:
+            return
+        block = self.free.popleft()
+        self._uncache(block)
+        self.uses[block] = 1
+        request.blocks[number] = block
+        self.taken.append(block)
+        self.copies.append((source, block))
+        self.deferred_frees.append((self.planned + 1, [source]))
 
     def _uncache(self, block: int) -> None:
         key = self.hash_of.pop(block, None)

@@ -75,6 +75,8 @@ class GroupSetup:
     overwrites_early: bool = False
     retention: float = 1.0  # how often the state at a boundary is kept by vLLM, and offered
     eagerness: float | None = None  # of a device that does its work as late as it may
+    staging_bytes: int = 1 << 14  # of a buffer on the device, at the least
+    copies: bool = False  # some blocks are copied where others would be shared, as by vLLM's model runner V2
     seed: int = 0
 
 
@@ -205,7 +207,9 @@ class GroupRunner(FakeTables):
         planes = [find_planes(name, cache, blocks) for name, cache in layers.items()]
         assert first is None or isinstance(first, DevicePagedKV)
         streams = LateStreams(self.late) if first is None else None
-        return DevicePagedKV(planes, paged.layout, blocks, 1, streams=streams, staging_bytes=1 << 14, beside=first)
+        return DevicePagedKV(
+            planes, paged.layout, blocks, 1, streams=streams, staging_bytes=self.setup.staging_bytes, beside=first
+        )
 
     @property
     def index(self) -> ChunkIndex:
@@ -255,11 +259,11 @@ class GroupRunner(FakeTables):
     def execute(self, step: Step) -> None:
         plans = [copy.deepcopy(step.plan) for _ in self.workers]
         if self.setup.overwrites_early:
-            self._scramble_taken()
+            self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.prepare(plan)
         if not self.setup.overwrites_early:
-            self._scramble_taken()
+            self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             if self.random.random() < 0.3:
                 worker._background._stores.submit(time.sleep, 0.002)  # stores may read blocks as late as that
@@ -296,14 +300,17 @@ class GroupRunner(FakeTables):
         step.failed |= self.failed_loads & step.fetched
         self.failed_loads -= step.failed
 
-    def _scramble_taken(self) -> None:
-        """The step that is carried out may overwrite the blocks that its schedule has given away."""
+    def _overwrite_taken(self) -> None:
+        """The step that is carried out may overwrite the blocks that its schedule has given away, and copy to some."""
         blocks, self.taken = self.taken, []
+        copies, self.copies = self.copies, []
 
         def scramble() -> None:
             for pages in self.pages:
                 for page in pages:
                     page[blocks] = GARBAGE
+                    for source, target in copies:
+                        page[target] = page[source]
 
         if blocks:
             self._launch(scramble)

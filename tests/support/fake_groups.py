@@ -99,6 +99,20 @@ class FakeGroups(GroupRunner):
         self.forget_local()
         self.scheduler.reset_cache()
 
+    def sleep(self) -> None:
+        """Sleep and wake up as vLLM 0.33 does at level 1 and 2: what the device held is gone, its addresses stay."""
+        while self.in_flight:
+            self._process(self.in_flight.popleft())
+        weights = self.weights
+        self.reset()
+        if self.weights == weights:
+            return  # it was refused
+        for worker, pages in zip(self.workers, self.pages, strict=True):
+            assert worker.drain(10)
+            for page in pages:
+                page[1:] = 0x5A
+            worker.restore()
+
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -227,6 +241,8 @@ class FakeGroups(GroupRunner):
         if external and self._missing(request) > len(self.free):
             self._free_request(request)
             return False
+        if self.setup.copies and self.random.random() < 0.5:
+            self._copy_shared(request, self.random.randrange(len(self.groups)))
         known = local[0] + external
         request.num_computed_tokens = request.on_gpu = known
         request.hit = external

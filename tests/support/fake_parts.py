@@ -184,6 +184,9 @@ class Setup:
     eagerness: float | None = None  # of a device that does what the model and the workers launch as late as it may
     overwrites_early: bool = False  # as vLLM's model runner V2: blocks are overwritten before a step is prepared
     hot_slots: int = 0  # copies on the device
+    staging_chunks: int = 2  # that a buffer on the device holds
+    copy_bytes: int = 1  # as of a `DevicePagedKV`
+    copies: bool = False  # some blocks are copied where others would be shared, as by vLLM's model runner V2
 
 
 def remote_of(setup: Setup) -> RemoteOptions | None:

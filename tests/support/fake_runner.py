@@ -147,7 +147,15 @@ class FakeRunner(FakeBlocks):
             return paged
         planes = [find_planes(name, cache, blocks) for name, cache in layers.items()]
         streams = LateStreams(self.late)
-        return DevicePagedKV(planes, paged.layout, blocks, 1, streams=streams, staging_bytes=2 * CHUNK_SLOT_BYTES)
+        return DevicePagedKV(
+            planes,
+            paged.layout,
+            blocks,
+            1,
+            streams=streams,
+            staging_bytes=self.setup.staging_chunks * paged.layout.payload_bytes(paged.layout.blocks_per_chunk),
+            copy_bytes=self.setup.copy_bytes,
+        )
 
     def _launch(self, work: Callable[[], None]) -> None:
         """Have the model do something: at once, or on its stream."""
@@ -202,25 +210,28 @@ class FakeRunner(FakeBlocks):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _scramble_taken(self) -> None:
-        """The step that is carried out may overwrite the blocks that its schedule has given away."""
+    def _overwrite_taken(self) -> None:
+        """The step that is carried out may overwrite the blocks that its schedule has given away, and copy to some."""
         blocks, self.taken = self.taken, []
+        copies, self.copies = self.copies, []
 
         def scramble() -> None:
             for layers in self.caches:
                 for layer in layers:
                     layer[blocks] = GARBAGE
+                    for source, target in copies:
+                        layer[target] = layer[source]
 
         self._launch(scramble)
 
     def _execute(self, step: Step) -> None:
         plans = [copy.deepcopy(step.plan) for _ in self.workers]  # each rank gets its own, as over a wire
         if self.setup.overwrites_early:
-            self._scramble_taken()
+            self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.prepare(plan)
         if not self.setup.overwrites_early:
-            self._scramble_taken()
+            self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             if self.late is not None and self.random.random() < 0.3:
                 worker._background._stores.submit(time.sleep, 0.005)  # or this thread lets the device do all at once

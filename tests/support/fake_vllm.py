@@ -214,6 +214,8 @@ class FakeVllm(FakeRunner):
                 self._free_request(request)
                 self.waiting.appendleft(request)
                 break
+            if local and self.setup.copies and self.random.random() < 0.5:
+                self._copy_block(request, len(local) - 1)
             self.scheduler.allocated(request.request_id, [request.blocks], external)
             split = self.scheduler.hit_split(request.request_id)
             assert sum(split) == external

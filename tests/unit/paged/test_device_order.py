@@ -21,6 +21,7 @@ from kvstore.transfer.mover import as_block_ids
 
 BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
 SMALL_BUFFERS = 4096  # for one chunk, which is rounded up to this
+TWO_LAYERS = 150  # of a chunk have as many bytes, and one has not
 MAX_BLOCKS = 6  # of a launch: three chunks
 
 
@@ -43,7 +44,13 @@ class Slot:
 class Model:
     """A paged cache whose blocks hold one value each, plus 31 a layer, and what they must hold when all is done."""
 
-    def __init__(self, device: LateDevice, staging_bytes: int = SMALL_BUFFERS, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        device: LateDevice,
+        staging_bytes: int = SMALL_BUFFERS,
+        streams: Streams | None = None,
+        copy_bytes: int = 1,
+    ) -> None:
         self.device, self.dice = device, device.dice
         shape = (2, BLOCKS, N, 2, 3)
         self.caches = {f"l{n}": torch.full(shape, 31 * n, dtype=torch.uint8) for n in range(LAYERS)}
@@ -54,6 +61,7 @@ class Model:
             block_tokens=N,
             chunk_tokens=CHUNK_BLOCKS * N,
             staging_bytes=staging_bytes,
+            copy_bytes=copy_bytes,
             streams=streams,
         )
         self.side = self.paged.for_thread()
@@ -101,7 +109,7 @@ class Model:
             slot.values = [self.wanted[block] for block in ids]
             used += ids
             chunks.append(paged.chunk(as_block_ids(ids), slot.payload))
-        self.note(slots, chunks, _by_layer(paged.gather_layer, chunks) if by_layer else paged.gather_chunks(chunks))
+        self.note(slots, chunks, _by_layer(paged, Way.OUT, chunks) if by_layer else paged.gather_chunks(chunks))
         return used
 
     def scatter(self, paged: PagedKV, number: int, *, by_layer: bool) -> None:
@@ -115,7 +123,7 @@ class Model:
             for block, value in zip(ids, slot.values[first:], strict=True):
                 self.wanted[block] = value
             chunks.append(paged.chunk(as_block_ids(ids), slot.payload, len(slot.values), first))
-        self.note(slots, chunks, _by_layer(paged.scatter_layer, chunks) if by_layer else paged.scatter_chunks(chunks))
+        self.note(slots, chunks, _by_layer(paged, Way.IN, chunks) if by_layer else paged.scatter_chunks(chunks))
         for slot in slots:
             if self.dice.random() < 0.5:
                 self.paged.reach(slot.busy[0])
@@ -134,18 +142,21 @@ class Model:
             assert found == [[(value + 31 * layer) % 256] for value in self.wanted]
 
 
-def _by_layer(move, chunks: Sequence[ChunkBlocks]) -> list[Moment]:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _by_layer(paged: PagedKV, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    move = paged.gather_layers if way is Way.OUT else paged.scatter_layers
     last: Moment = None
     for layer in range(LAYERS):
-        last = move(layer, chunks)
+        if paged.layers_with(layer)[-1] == layer:
+            last = move(paged.layers_with(layer), chunks)
     return [last] * len(chunks)
 
 
 @pytest.mark.parametrize("staging_bytes", [SMALL_BUFFERS, 3 * SMALL_BUFFERS])
+@pytest.mark.parametrize("copy_bytes", [1, TWO_LAYERS, 1 << 18])
 @pytest.mark.parametrize("seed", range(12))
-def test_late_work_has_the_same_results(seed: int, staging_bytes: int) -> None:
+def test_late_work_has_the_same_results(seed: int, copy_bytes: int, staging_bytes: int) -> None:
     device = LateDevice(seed, eagerness=device_eagerness(seed))
-    work_at_random(Model(device, staging_bytes))
+    work_at_random(Model(device, staging_bytes, copy_bytes=copy_bytes))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -283,7 +294,8 @@ def test_the_next_layer_waits_for_the_places_that_another_stream_has_sent(first:
     device.stalled = [device.current if first is Way.OUT else streams.copying[Way.IN]]
     for layer, way in enumerate((first, second)):
         with device.on(device.make_stream() if layer else device.current):
-            (model.paged.gather_layer if way is Way.OUT else model.paged.scatter_layer)(layer, chunks)
+            move = model.paged.gather_layers if way is Way.OUT else model.paged.scatter_layers
+            move(range(layer, layer + 1), chunks)
             end = streams.now()
     with pytest.raises(AssertionError, match="wait for each other"):
         streams.reach(end)
@@ -298,7 +310,7 @@ def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
     slot.values = [model.wanted[3], model.wanted[5]]
     chunks = [model.paged.chunk(as_block_ids([3, 5]), slot.payload)]
     for layer in range(LAYERS):
-        slot.busy = [model.paged.gather_layer(layer, chunks)]
+        slot.busy = [model.paged.gather_layers(range(layer, layer + 1), chunks)]
         for block in range(BLOCKS):
             model.paged.gather(as_block_ids([block]), other.payload)
     model.check()
@@ -391,6 +403,19 @@ def test_buffers_that_are_dropped_are_lent_again_when_the_last_copy_is_done(seed
 # Budget
 
 
+def counted_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How long each copy is, from now on, between the host and the device."""
+    copies: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(target: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        copies.append(len(source))
+        return copy(target, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    return copies
+
+
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("way", Way)
 def test_calls_for_each_launch(way: Way, by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,17 +426,10 @@ def test_calls_for_each_launch(way: Way, by_layer: bool, monkeypatch: pytest.Mon
         model.paged.chunk(as_block_ids([2 * n, 2 * n + 1]), slot.payload) for n, slot in enumerate(model.slots[:3])
     ]
     device.counts.clear()
-    copies = []
-    copy = torch.Tensor.copy_
-
-    def counted(target: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
-        copies.append(len(source))
-        return copy(target, source, **options)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    copies = counted_copies(monkeypatch)
     out = way is Way.OUT
     if by_layer:
-        _by_layer(model.paged.gather_layer if out else model.paged.scatter_layer, chunks)
+        _by_layer(model.paged, way, chunks)
     else:
         (model.paged.gather_chunks if out else model.paged.scatter_chunks)(chunks)
     device.run_all()
@@ -420,3 +438,66 @@ def test_calls_for_each_launch(way: Way, by_layer: bool, monkeypatch: pytest.Mon
     assert len(copies) == 1 + 3 * launches  # the places once, and a copy for each slot
     assert device.counts["now"] + device.counts["hold"] <= 3 * launches
     assert device.counts["reach"] == 0
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize(("copy_bytes", "launches"), [(1, 3), (TWO_LAYERS, 2), (1 << 18, 1)])
+def test_small_layers_go_together(way: Way, copy_bytes: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until what a copy brings is worth its beginning: the fewer layers' launches, and copies for each chunk."""
+    device = LateDevice(0)
+    model = Model(device, 3 * SMALL_BUFFERS, copy_bytes=copy_bytes)
+    chunks = [
+        model.paged.chunk(as_block_ids([2 * n, 2 * n + 1]), slot.payload) for n, slot in enumerate(model.slots[:3])
+    ]
+    device.run_all()
+    device.counts.clear()
+    copies = counted_copies(monkeypatch)
+    _by_layer(model.paged, way, chunks)
+    device.run_all()
+    assert (device.counts["run"], device.counts[way.name]) == (launches, launches)
+    layers = [len(group) for group in model.paged.layout.layer_groups(copy_bytes)]
+    assert sorted(copies) == sorted([24, *(3 * [96 * number for number in layers])])  # the first are the places
+
+
+@pytest.mark.parametrize(
+    ("copy_bytes", "num_copies", "num_bytes"),
+    [
+        (1, 6, 6 * 24),  # a block of each plane
+        (25, 1, 6 * 48 - 24),  # to begin a copy is dearer than the block between two
+        (1 << 18, 1, 6 * 48 - 24),
+    ],
+)
+def test_what_is_not_scattered_is_not_copied(
+    copy_bytes: int, num_copies: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice(0)
+    model = Model(device, copy_bytes=copy_bytes)
+    slot = model.slots[0]
+    slot.values = [3, 4]
+    for layer in range(LAYERS):
+        for block, value in enumerate(slot.values):
+            begin, end = model.paged.layout.layer_range(layer, 2)
+            slot.payload[begin:end].reshape(2, 2, -1)[:, block] = (value + 31 * layer) % 256
+    device.run_all()
+    copies = counted_copies(monkeypatch)
+    slot.busy = [model.paged.scatter(as_block_ids([7]), slot.payload, 2, 1)]
+    model.wanted[7] = 4
+    model.check()
+    assert (len(copies), sum(copies)) == (1 + num_copies, 4 + num_bytes)
+
+
+def test_nothing_but_its_blocks_is_written_to_a_payload() -> None:
+    """However dear it is to begin a copy."""
+    device = LateDevice(0)
+    model = Model(device, copy_bytes=1 << 18)
+    slot = model.slots[0]
+    model.spoil(slot)
+    model.compute(7)
+    model.paged.reach(
+        model.paged.gather_layers(range(LAYERS), [model.paged.chunk(as_block_ids([7]), slot.payload, 2, 1)])
+    )
+    for layer in range(LAYERS):
+        begin, end = model.paged.layout.layer_range(layer, 2)
+        pages = slot.payload[begin:end].reshape(2, 2, -1)
+        assert (pages[:, 0] == 0xEE).all()
+        assert (pages[:, 1] == (model.wanted[7] + 31 * layer) % 256).all()

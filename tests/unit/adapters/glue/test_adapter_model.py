@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_parts import BLOCK, GARBAGE, LAYERS, FakeRequest, Setup
@@ -17,6 +18,9 @@ from support.schedules import schedules
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, RequestParams
 from kvstore.errors import TierError
 from kvstore.ops import metrics
+from kvstore.paged import device as device_module
+from kvstore.paged import places as places_module
+from kvstore.transfer import layerwise
 
 HEADER = 4096
 
@@ -58,7 +62,18 @@ LATE_SETUPS = st.builds(
     async_save=st.sampled_from([True, True, False]),
     local_cpu=st.sampled_from([True, True, False]),
     gpu_blocks=st.sampled_from([24, 40]),  # few, so that they are taken away and given to others
+    staging_chunks=st.sampled_from([1, 2, 3]),
+    copy_bytes=st.sampled_from([1, 100, 1 << 18]),
+    copies=st.booleans(),
 )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device is sent of each launch is soon overwritten by the next ones; layers are read one by one."""
+    monkeypatch.setattr(layerwise, "READ_BYTES", 1)
+    monkeypatch.setattr(places_module, "LAUNCHES", 2)
+    monkeypatch.setattr(device_module, "MAX_BLOCKS", 8)
 
 
 class _Client:
@@ -90,7 +105,7 @@ class _Client:
             self.vllm.reset(preempt=self.random.random() < 0.5)
         elif chance < 0.495:
             self.vllm.sleep()
-        elif chance < 0.55 and self.with_faults:
+        elif chance < 0.55 and self.with_faults and self.vllm.setup.folder is not None:
             self.break_a_file()
         elif chance < 0.58 and self.vllm.setup.server is not None:
             self.upset(self.vllm.setup.server)
@@ -100,6 +115,8 @@ class _Client:
             self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
         elif chance < 0.615 and self.vllm.late is not None:
             self.sleep(alive)
+        elif chance < 0.63 and self.vllm.late is not None and self.with_faults:
+            self.vllm.late.become_full(is_under_way=self.random.random() < 0.5)
         else:
             self.vllm.step()
 
@@ -200,6 +217,8 @@ def _play(setup: Setup, *, with_faults: bool, events: int = 60) -> FakeVllm:
         for _ in range(events):
             client.act()
         vllm.scheduler.enabled = True
+        if vllm.late is not None:
+            vllm.late.failures.clear()
         vllm.settle()
         for prompt, salt, tags in client.pinned:
             vllm.ask("unpin", prompt, salt=salt, params=replace(WITHOUT_CACHE, pin=False, tags=tags))
@@ -230,7 +249,9 @@ def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool)
 
 
 @schedules()
-@given(setup=LATE_SETUPS, on_disk=st.booleans())
-def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool) -> None:
+@given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
+@pytest.mark.usefixtures("small_parts")
+def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool, with_faults: bool) -> None:
+    """Writes, preemption, blocks zeroed and copied, saves, loads, by layer, sleep, resets, a full device."""
     with tempfile.TemporaryDirectory() as folder:
-        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=False)
+        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)

@@ -70,7 +70,14 @@ SETUPS = st.builds(
 )
 
 # On a device whose work is done as late as it may be: what nobody puts in order comes out wrong.
-LATE_SETUPS = st.builds(replace, SETUPS, eagerness=st.sampled_from([0.1, 0.4, 0.6]), overwrites_early=st.booleans())
+LATE_SETUPS = st.builds(
+    replace,
+    SETUPS,
+    eagerness=st.sampled_from([0.1, 0.4, 0.6]),
+    overwrites_early=st.booleans(),
+    staging_bytes=st.sampled_from([1 << 12, 1 << 14]),
+    copies=st.booleans(),
+)
 
 
 def broken() -> None:
@@ -110,6 +117,10 @@ class _Client:
             self.vllm.scheduler.enabled = self.random.random() < 0.6
         elif chance < 0.615:
             self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
+        elif chance < 0.625 and self.vllm.late is not None:
+            self.vllm.sleep()
+        elif chance < 0.64 and self.vllm.late is not None and self.with_faults:
+            self.vllm.late.become_full(is_under_way=self.random.random() < 0.5)
         else:
             self.vllm.step()
 
@@ -157,6 +168,8 @@ def _play(setup: GroupSetup, *, with_faults: bool, events: int = 60) -> None:
         for _ in range(events):
             client.act()
         vllm.scheduler.enabled = True
+        if vllm.late is not None:
+            vllm.late.failures.clear()
         vllm.settle()
         vllm.assert_nothing_leaked()
         for prompt in client.prompts:  # all that is stored must still be right
@@ -194,10 +207,11 @@ def test_any_schedule_with_a_remote_tier(setup: GroupSetup, *, with_faults: bool
 
 
 @schedules()
-@given(setup=LATE_SETUPS, on_disk=st.booleans())
-def test_any_schedule_on_a_device(setup: GroupSetup, *, on_disk: bool) -> None:
+@given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
+def test_any_schedule_on_a_device(setup: GroupSetup, *, on_disk: bool, with_faults: bool) -> None:
+    """Writes, preemption, blocks zeroed and copied, saves, loads, sleep, resets, a full device."""
     with tempfile.TemporaryDirectory() as folder:
-        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=False)
+        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)
 
 
 @pytest.mark.parametrize("num_tokens", [61, 63])
