@@ -31,16 +31,16 @@ class Bench:
 
     @classmethod
     @contextmanager
-    def running(cls, copy_bytes: int = 1) -> Iterator[Bench]:
+    def running(cls, copy_bytes: int = 1, device: LateDevice | None = None) -> Iterator[Bench]:
         """One for a test, which ends well whatever the test has held up or broken."""
-        bench = cls(copy_bytes)
+        bench = cls(copy_bytes, device or LateDevice(1, eagerness=0.0))
         yield bench
         bench.device.stalled = []
         bench.device.failures.clear()
         assert bench.mover.close(HANG_GUARD_S)
 
-    def __init__(self, copy_bytes: int) -> None:
-        self.device = LateDevice(1, eagerness=0.0)
+    def __init__(self, copy_bytes: int, device: LateDevice) -> None:
+        self.device = device
         self.rig = Rig()
         self.paged = late_paged(
             self.device, self.rig.caches, num_blocks=self.rig.num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK,

@@ -61,8 +61,9 @@ LATE_SETUPS = st.builds(
     hot_slots=st.sampled_from([0, 2, 8]),
     async_save=st.sampled_from([True, True, False]),
     local_cpu=st.sampled_from([True, True, False]),
-    gpu_blocks=st.sampled_from([24, 40]),  # few, so that they are taken away and given to others
-    staging_chunks=st.sampled_from([1, 2, 3]),
+    gpu_blocks=st.sampled_from([24, 40, 80]),  # few, so that they are taken away and given to others
+    budget=st.sampled_from([32, 100, 200]),  # of chunks enough for a step to use all buffers several times
+    staging_chunks=st.sampled_from([1, 1, 2]),
     copy_bytes=st.sampled_from([1, 100, 1 << 18]),
     copies=st.booleans(),
 )
