@@ -7,7 +7,7 @@ blocks are given away as early as a worker gives them. What blocks must hold is 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class Worker:
         self.slots: OrderedDict[int, int] = OrderedDict()  # of chunks in memory, the oldest first
         self.written: set[int] = set()  # chunks in the tier
         self.taken: set[int] = set()  # slots of moves that have not ended
-        self.held: set[int] = set()  # blocks of such moves
+        self.held: Counter[int] = Counter()  # blocks of such moves, which several may read
         self.saves: deque[Save] = deque()
         self.fetches: list[Fetch] = []
         self.num_stored = self.num_resets = 0
@@ -126,7 +126,7 @@ class Worker:
     def store_by_layer(self) -> None:
         """While the step computes the chunks' blocks, layer by layer."""
         jobs, _ = self._new_chunks()
-        blocks = {int(block) for job in jobs for block in job.block_ids} - self.held
+        blocks = {int(block) for job in jobs for block in job.block_ids} - self.held.keys()
         computed = {block: self.dice.randrange(256) for block in blocks}
         moving = LayerStore(self.mover, jobs)
         for layer in range(LAYERS):
@@ -148,13 +148,12 @@ class Worker:
             self.chunks[job.step.ref.prefix_key[0]] = held
         if self.dice.random() < 0.6:
             self.mover.paged.fence()
-            for block in set(blocks) - self.held:
+            for block in set(blocks) - self.held.keys():
                 self.wanted[block] = self.dice.randrange(256)
                 self.bench.model_writes(block, self.wanted[block] or 0)
             blocks = []
-        own = sorted(set(blocks) - self.held)
-        self.held.update(own)
-        self.saves.append(Save(stores, jobs, own))
+        self.held.update(blocks)
+        self.saves.append(Save(stores, jobs, blocks))
 
     def _new_chunks(self) -> tuple[list[StoreJob], list[Values]]:
         """Stores of some chunks into slots, and what their blocks hold; as many as there are slots for."""
@@ -243,7 +242,7 @@ class Worker:
 
     def _release(self, jobs: Sequence[LoadJob]) -> None:
         self.taken.difference_update(job.step.slot for job in jobs)
-        self.held.difference_update(int(block) for job in jobs for block in job.block_ids)
+        self._give_back([int(block) for job in jobs for block in job.block_ids])
 
     # -- the scheduler ---------------------------------------------------------------------------------------------
 
@@ -252,11 +251,11 @@ class Worker:
         for fetch in [fetch for fetch in self.fetches if self.loader.paged.is_reached(fetch.end)]:
             self.fetches.remove(fetch)
             self.taken.difference_update(fetch.slots)
-            self.held.difference_update(fetch.blocks)
+            self._give_back(fetch.blocks)
         if self.saves:
             save = self.saves.popleft()
             self.taken.difference_update(job.step.slot for job in save.jobs)
-            self.held.difference_update(save.blocks)
+            self._give_back(save.blocks)
             values = [self.chunks.get(job.step.ref.prefix_key[0], []) for job in save.jobs]
             self._note_stores(save.jobs, values, self.storer.finish_store(save.stores))
 
@@ -290,6 +289,9 @@ class Worker:
     def _free_blocks(self, number: int) -> list[int]:
         free = [block for block in range(BLOCKS) if block not in self.held]
         return self.dice.sample(free, min(number, len(free)))
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        self.held = self.held - Counter(blocks)
 
     def _loading(self) -> set[int]:
         return {block for fetch in self.fetches for block in fetch.blocks}
