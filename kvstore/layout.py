@@ -112,6 +112,17 @@ class KVLayout:
         """``layer_range`` of every layer."""
         return [self.layer_range(layer, num_blocks) for layer in range(self.num_layers)]
 
+    def layer_groups(self, least_bytes: int) -> list[range]:
+        """The layers in groups, in order; of a full chunk each group but the last has at least ``least_bytes``."""
+        groups, first = [], 0
+        for layer in range(self.num_layers):
+            end_bytes = self.layer_range(layer, self.blocks_per_chunk)[1]
+            is_enough = end_bytes - self.layer_range(first, self.blocks_per_chunk)[0] >= least_bytes
+            if is_enough or layer + 1 == self.num_layers:
+                groups.append(range(first, layer + 1))
+                first = layer + 1
+        return groups
+
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slab slot: a full chunk, rounded up so that direct I/O can use it."""

@@ -212,15 +212,22 @@ class StepPush:
     def reach(self, layer: int) -> None:
         """Gather all layers that are next in order, now that this one has been computed."""
         self._computed.add(layer)
-        while self._done_layers in self._computed and not self._has_failed:
+        while not self._has_failed and (layers := self._next_layers()):
             try:
-                moment = self._paged.gather_layer(self._done_layers, self._chunks)
+                moment = self._paged.gather_layers(layers, self._chunks)
             except DeviceFullError as error:
                 self._has_failed = True
                 self._fail(error)
                 return
-            self._done_layers += 1
+            self._done_layers = layers.stop
             self._advance(self._done_layers, moment)
+
+    def _next_layers(self) -> range:
+        """The layers that are gathered next, if all of them are computed."""
+        if self._done_layers not in self._computed:
+            return range(0)
+        layers = self._paged.layers_with(self._done_layers)
+        return layers if self._computed.issuperset(layers) else range(0)
 
     def finish(self, *, trusted: bool) -> None:
         """Gather what is left, after the forward pass, if it is to be ``trusted``.

@@ -86,6 +86,9 @@ class PagedKV(Protocol):
     def beside(self, other: PagedKV) -> PagedKV:
         """The same cache for the thread of another one on the same device, with whom it shares streams and buffers."""
 
+    def has_planes_of(self, other: PagedKV) -> bool:
+        """Whether blocks of both are moved alike, from and to the same memory, so that one launch can move both's."""
+
     def with_help(self, copiers: Copiers) -> PagedKV:
         """The same cache, whose blocks several threads copy if the CPU does that."""
 
@@ -128,14 +131,17 @@ class PagedKV(Protocol):
             InvalidCallError: names the first id that is outside the cache.
         """
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """Copy one layer of several chunks' blocks into their payloads, which are valid once ``reach`` returns.
+    def layers_with(self, layer: int) -> range:
+        """The layers that are moved together with this one: alone they would be too small for fast copies."""
+
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """Copy layers of several chunks' blocks into their payloads, which are valid once ``reach`` returns.
 
         The moment is also that of all layers gathered before.
         """
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
-        """Copy one layer of several chunks into their blocks, where kernels launched later see it.
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """Copy layers of several chunks into their blocks, where kernels launched later see them.
 
         The payloads must not change before the moment it returns, which is also that of all layers before.
         """
@@ -305,6 +311,10 @@ class HostPagedKV:
         """See ``PagedKV``."""
         return self.layout.payload_bytes(len(block_ids))
 
+    def has_planes_of(self, other: PagedKV) -> bool:  # noqa: ARG002 - nothing is launched
+        """See ``PagedKV``."""
+        return False
+
     def with_help(self, copiers: Copiers) -> PagedKV:
         """See ``PagedKV``."""
         same = copy(self)
@@ -352,14 +362,18 @@ class HostPagedKV:
         pages = [(rows, part[first_block:last_block]) for rows, part in self._pages(payload, chunk_blocks)]
         return ChunkBlocks(block_ids, payload, chunk_blocks, first_block, pages)
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def layers_with(self, layer: int) -> range:
+        """See ``PagedKV``: each layer goes alone."""
+        return range(layer, layer + 1)
+
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        self._copiers.each(self._copies_of(layer, chunks), self._take)
+        self._copiers.each(self._copies_of(layers, chunks), self._take)
         return None
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        self._copiers.each(self._copies_of(layer, chunks), _put)
+        self._copiers.each(self._copies_of(layers, chunks), _put)
         return None
 
     def reach(self, moment: Moment) -> None:
@@ -397,8 +411,8 @@ class HostPagedKV:
             for number, block in enumerate(block_ids):
                 target[number] = rows[block]
 
-    def _copies_of(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[_Copy]:
-        planes = slice(layer * self._planes_per_layer, (layer + 1) * self._planes_per_layer)
+    def _copies_of(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[_Copy]:
+        planes = slice(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
         return ((rows, chunk.block_ids, part) for chunk in chunks for rows, part in chunk.pages[planes])
 
     def _pages(self, payload: ByteArray, chunk_blocks: int) -> Iterator[Page]:

@@ -7,6 +7,7 @@ blocks, and kernels launched after a scatter see it. Copies to and from the host
 
 What all this needs of the device is taken at start (``device_bytes``): buffers, and rings for the places of blocks.
 Chunks that are smaller than a buffer share one: one launch gathers all of them, and one copy a chunk takes them out.
+By layer small ones go together, until a copy is worth its beginning.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from kvstore.paged.copiers import Copiers
 from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
 from kvstore.paged.kernels import Kernels, Launch, kernels_for
 from kvstore.paged.places import Piece, PlaceRing, Places
+from kvstore.paged.regions import COPY_BYTES, regions_of
 from kvstore.paged.staging import Staging
-from kvstore.paged.streams import Moment, Streams, streams_of
+from kvstore.paged.streams import Moment, Streams, Way, streams_of
 
-_Region = tuple[torch.Tensor, int]
+_Copy = tuple[torch.Tensor, int]
 """Bytes in host memory, and where they begin in a staging buffer."""
-
-_Carry = Callable[[Launch, Sequence[_Region]], Moment]
 
 
 class DevicePagedKV:
@@ -43,6 +43,7 @@ class DevicePagedKV:
         reserved_blocks: as of ``bind_paged_kv``.
         streams: how work is put in order on the device; None for the device's own.
         staging_bytes: of each buffer, at least a chunk's.
+        copy_bytes: to begin a copy takes about as long as to copy so many bytes.
         beside: a cache whose streams and buffers are used, instead of those that the two arguments before describe.
     """
 
@@ -57,6 +58,7 @@ class DevicePagedKV:
         *,
         streams: Streams | None = None,
         staging_bytes: int = STAGING_BYTES,
+        copy_bytes: int = COPY_BYTES,
         beside: DevicePagedKV | None = None,
     ) -> None:
         self.layout = layout
@@ -66,7 +68,11 @@ class DevicePagedKV:
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
         rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
         self._all_planes = range(len(rows))
+        self._planes = [(plane.data_ptr(), plane.stride(0), plane.shape[1], word) for plane in rows]
         self._planes_per_layer = len(layers[0])
+        self._all_layers = range(layout.num_layers)
+        self._copy_bytes = copy_bytes
+        self._together = [group for group in layout.layer_groups(copy_bytes) for _ in group]
         self.device = rows[0].device
         self._gathered: dict[Streams, Moment] = {}  # the end of the last gather of every thread's
         if beside is None:
@@ -105,6 +111,10 @@ class DevicePagedKV:
         same = copy(self)
         same._settle_beside(other)  # noqa: SLF001 - its own
         return same
+
+    def has_planes_of(self, other: PagedKV) -> bool:
+        """See ``PagedKV``."""
+        return isinstance(other, DevicePagedKV) and self._planes == other._planes  # noqa: SLF001 - its own
 
     def bytes_of(self, block_ids: BlockIds) -> int:
         """See ``PagedKV``."""
@@ -165,19 +175,23 @@ class DevicePagedKV:
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
-        return self._each_whole(chunks, self._carry_out)
+        return self._carry_whole(Way.OUT, chunks)
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
-        return self._each_whole(chunks, self._carry_in)
+        return self._carry_whole(Way.IN, chunks)
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def layers_with(self, layer: int) -> range:
         """See ``PagedKV``."""
-        return self._each_of_layer(layer, chunks, self._carry_out)
+        return self._together[layer]
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
-        return self._each_of_layer(layer, chunks, self._carry_in)
+        return self._carry_layers(Way.OUT, layers, chunks)
+
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """See ``PagedKV``."""
+        return self._carry_layers(Way.IN, layers, chunks)
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
@@ -202,21 +216,15 @@ class DevicePagedKV:
         finally:
             places.last_use = self.streams.now()
 
-    def _each_whole(self, chunks: Sequence[ChunkBlocks], carry: _Carry) -> list[Moment]:
+    def _carry_whole(self, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """Carry whole chunks, as many at once as fit into a buffer. A moment for each."""
         for chunk in chunks:
             check_block_ids(chunk.block_ids, self._allowed)  # before anything is copied
             self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
         moments: list[Moment] = []
-        pieces = [Piece(chunk.block_ids, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
-        for group in _groups(pieces, self._max_blocks(self.layout.block_bytes)):
-            regions, begin = [], 0
-            for chunk in chunks[group.start : group.stop]:
-                size_bytes = self.layout.payload_bytes(chunk.chunk_blocks)
-                regions.append((torch.from_numpy(chunk.payload)[:size_bytes], begin))
-                begin += size_bytes
-            places = self._ring.write(pieces[group.start : group.stop])
-            moments += [carry(Launch(self._all_planes, places), regions)] * len(group)
+        for some in self._parts(self._all_layers, chunks):
+            places = self._ring.write(_pieces(some))
+            moments += [self._carry(way, self._all_layers, some, places)] * len(some)
         return moments
 
     def _check_fits(self, size_bytes: int) -> None:
@@ -227,43 +235,55 @@ class DevicePagedKV:
                 "moved in smaller chunks"
             )
 
-    def _each_of_layer(self, layer: int, chunks: Sequence[ChunkBlocks], carry: _Carry) -> Moment:
-        """Carry one layer of some chunks' blocks. Returns the last moment: copies leave one after the other."""
-        planes = range(layer * self._planes_per_layer, (layer + 1) * self._planes_per_layer)
-        pieces = [Piece(chunk.block_ids, len(chunk.block_ids), 0) for chunk in chunks]
+    def _carry_layers(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """Carry layers of some chunks' blocks. Returns the last moment: copies leave one after the other."""
         last: Moment = None
-        for group in _groups(pieces, self._max_blocks(len(planes) * self.layout.page_bytes[layer])):
-            places, self._by_layer = self._places_of_layer(pieces[group.start : group.stop]), None
-            regions = list(self._layer_regions(layer, chunks[group.start : group.stop]))
-            last = carry(Launch(planes, places), regions)
+        for some in self._parts(layers, chunks):
+            places, self._by_layer = self._places_of_layers(_pieces(some)), None
+            last = self._carry(way, layers, some, places)
             self._by_layer = places
         return last
 
-    def _max_blocks(self, block_bytes: int) -> int:
-        return min(self._staging.size_bytes // block_bytes, self._ring.max_blocks)
+    def _parts(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[Sequence[ChunkBlocks]]:
+        """Consecutive chunks, as many as one buffer and one launch hold of these layers; one at the least."""
+        max_blocks = min(self._staging.size_bytes // self._block_bytes(layers), self._ring.max_blocks)
+        begin = blocks = 0
+        for number, chunk in enumerate(chunks):
+            if number > begin and blocks + chunk.chunk_blocks > max_blocks:
+                yield chunks[begin:number]
+                begin, blocks = number, 0
+            blocks += chunk.chunk_blocks
+        if begin < len(chunks):
+            yield chunks[begin:]
 
-    def _places_of_layer(self, pieces: Sequence[Piece]) -> Places:
-        """Those of the last layer, if its blocks were the same: they are on the device."""
+    def _block_bytes(self, layers: range) -> int:
+        return self.layout.layer_range(layers[-1], 1)[1] - self.layout.layer_range(layers[0], 1)[0]
+
+    def _places_of_layers(self, pieces: Sequence[Piece]) -> Places:
+        """Those of the layers before, if their blocks were the same: they are on the device."""
         known = self._by_layer
         if known is None or not known.is_valid or len(known.pieces) != len(pieces):
             return self._ring.write(pieces)
-        is_same = all(one.block_ids is other.block_ids for one, other in zip(known.pieces, pieces, strict=True))
+        is_same = all(
+            one.block_ids is other.block_ids and one[1:] == other[1:]
+            for one, other in zip(known.pieces, pieces, strict=True)
+        )
         return known if is_same else self._ring.write(pieces)
 
-    def _layer_regions(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Iterator[_Region]:
-        """A layer of each chunk: its blocks, which lie side by side in each plane, and its planes if it is whole."""
-        page_bytes, staged = self.layout.page_bytes[layer], 0
-        for block_ids, payload, chunk_blocks, first_block, _ in chunks:
-            parts, size_bytes = self._planes_per_layer, len(block_ids) * page_bytes
-            if len(block_ids) == chunk_blocks:
-                parts, size_bytes = 1, parts * size_bytes
-            for part in range(parts):
-                begin = self.layout.layer_range(layer, chunk_blocks)[0]
-                begin += (part * chunk_blocks + first_block) * page_bytes
-                yield torch.from_numpy(payload)[begin : begin + size_bytes], staged
-                staged += size_bytes
+    def _carry(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks], places: Places) -> Moment:
+        """Carry what fits into one buffer. On the way out nothing but the blocks is written to payloads."""
+        block_bytes, begin = self._block_bytes(layers), 0
+        copies: list[_Copy] = []
+        for chunk in chunks:
+            payload = torch.from_numpy(chunk.payload)
+            regions = regions_of(chunk, layers, self.layout, self._copy_bytes, exactly=way is Way.OUT)
+            copies += [(payload[region.begin : region.end], begin + region.staged) for region in regions]
+            begin += chunk.chunk_blocks * block_bytes
+        planes = range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
+        carry = self._carry_out if way is Way.OUT else self._carry_in
+        return carry(Launch(planes, places), copies)
 
-    def _carry_out(self, launch: Launch, regions: Sequence[_Region]) -> Moment:
+    def _carry_out(self, launch: Launch, copies: Sequence[_Copy]) -> Moment:
         places = launch.places
         has_to_be_sent, places.is_sent = not places.is_sent, True
 
@@ -273,7 +293,7 @@ class DevicePagedKV:
             self._kernels.gather(launch, staged)
 
         def copy_out(staged: torch.Tensor) -> None:
-            for payload, begin in regions:
+            for payload, begin in copies:
                 payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
 
         self.streams.hold(places.last_use)
@@ -282,14 +302,14 @@ class DevicePagedKV:
         finally:
             self._gathered[self.streams] = places.last_use = self._staging.last_use
 
-    def _carry_in(self, launch: Launch, regions: Sequence[_Region]) -> Moment:
+    def _carry_in(self, launch: Launch, copies: Sequence[_Copy]) -> Moment:
         places = launch.places
         has_to_be_sent, places.is_sent = not places.is_sent, True
 
         def copy_in(staged: torch.Tensor) -> None:
             if has_to_be_sent:
                 self._ring.send(places)
-            for payload, begin in regions:
+            for payload, begin in copies:
                 staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
 
         self.streams.hold(places.last_use)
@@ -299,13 +319,5 @@ class DevicePagedKV:
             places.last_use = self._staging.last_use
 
 
-def _groups(pieces: Sequence[Piece], max_blocks: int) -> Iterator[range]:
-    """Consecutive pieces that have at most ``max_blocks`` together; one at the least."""
-    begin = blocks = 0
-    for number, piece in enumerate(pieces):
-        if number > begin and blocks + piece.chunk_blocks > max_blocks:
-            yield range(begin, number)
-            begin, blocks = number, 0
-        blocks += piece.chunk_blocks
-    if begin < len(pieces):
-        yield range(begin, len(pieces))
+def _pieces(chunks: Sequence[ChunkBlocks]) -> list[Piece]:
+    return [Piece(chunk.block_ids, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]

@@ -64,11 +64,16 @@ class GroupedPagedKV:
         self.layout = layout
         self._groups = tuple(groups)
         self._bound = tuple(group for group in groups if group is not None)
+        self._movers = [None if group is None else self._mover_of(group) for group in groups]
         self._first = self._bound[0]
         self._block_bytes = np.array([0 if group is None else group.layout.block_bytes for group in groups])
         self.num_blocks = self._first.num_blocks
         self.device = self._first.device
         self.streams = self._first.streams
+
+    def _mover_of(self, group: PagedKV) -> PagedKV:
+        """What moves a group's blocks: the first that has the same, so that one launch moves those of both."""
+        return next((first for first in self._bound if group.has_planes_of(first)), group)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -136,30 +141,42 @@ class GroupedPagedKV:
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``; nothing behind the rows is written."""
-        check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))  # a null block is no source
-        moment: Moment = self.moment()
-        for paged, _, chunk in self._segments(block_ids, payload):
-            moment = paged.gather(chunk.block_ids, chunk.payload)
-        return moment
+        return self._gather([ChunkBlocks(block_ids, payload, len(block_ids), 0)])[0]
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
         """See ``PagedKV``; the rows are all that the payload has."""
-        moment: Moment = self.moment()
-        for paged, _, (ids, part, rows, first, _) in self._segments(block_ids, payload):
-            if len(ids):
-                moment = paged.scatter(ids, part, rows, first)
-        return moment
+        return self.scatter_chunks([ChunkBlocks(block_ids, payload, chunk_blocks, first_block)])[0]
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``; the rest of a part's last block becomes zeros."""
         for chunk in chunks:
             end = int(self._block_bytes[chunk.block_ids >> _GROUP_SHIFT].sum())
             chunk.payload[end : self.layout.payload_bytes(chunk.chunk_blocks)] = 0
-        return [self.gather(chunk.block_ids, chunk.payload) for chunk in chunks]
+        return self._gather(chunks)
+
+    def _gather(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+        for chunk in chunks:  # a null block is no source
+            check_block_ids(chunk.block_ids & _BLOCK_MASK, range(1, self.num_blocks))
+        return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts))
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
-        return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, 0) for chunk in chunks]
+        return self._move(chunks, lambda paged, parts: paged.scatter_chunks(parts))
+
+    def _move(
+        self, chunks: Sequence[ChunkBlocks], move: Callable[[PagedKV, Sequence[ChunkBlocks]], list[Moment]]
+    ) -> list[Moment]:
+        """Move what several chunks have of a group at once. Copies end in order: a chunk's last is its end."""
+        parts: dict[PagedKV, list[tuple[int, ChunkBlocks]]] = {}  # by what moves them, each with its chunk's number
+        for number, chunk in enumerate(chunks):
+            for paged, _, part in self._segments(chunk.block_ids, chunk.payload):
+                if len(part.block_ids):
+                    parts.setdefault(paged, []).append((number, part))
+        moments = [self.moment()] * len(chunks)
+        for paged, own in parts.items():
+            for (number, _), moment in zip(own, move(paged, [part for _, part in own]), strict=True):
+                moments[number] = moment
+        return moments
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -167,11 +184,19 @@ class GroupedPagedKV:
         """See ``PagedKV``; to be moved whole."""
         return ChunkBlocks(block_ids, payload, chunk_blocks or len(block_ids), first_block)
 
-    def gather_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def has_planes_of(self, other: PagedKV) -> bool:
+        """See ``PagedKV``."""
+        return False
+
+    def layers_with(self, layer: int) -> range:
         """See ``PagedKV``."""
         raise _not_by_layer()
 
-    def scatter_layer(self, layer: int, chunks: Sequence[ChunkBlocks]) -> Moment:
+    def gather_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
+        """See ``PagedKV``."""
+        raise _not_by_layer()
+
+    def scatter_layers(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """See ``PagedKV``."""
         raise _not_by_layer()
 
@@ -194,15 +219,15 @@ class GroupedPagedKV:
         edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(blocks)] if len(blocks) else []
         begin = 0
         for start, stop in pairwise(edges):
-            group = self._groups[numbers[start]]
-            if group is None:
+            paged = self._movers[numbers[start]]
+            if paged is None:
                 continue
-            place = slice(begin, begin + group.layout.payload_bytes(stop - start))
+            place = slice(begin, begin + paged.layout.payload_bytes(stop - start))
             begin = place.stop
             wanted = np.flatnonzero(blocks[start:stop])
             first, last = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
             ids = np.ascontiguousarray(blocks[start + first : start + last])
-            yield _Segment(group, place, ChunkBlocks(ids, payload[place], stop - start, first))
+            yield _Segment(paged, place, ChunkBlocks(ids, payload[place], stop - start, first))
 
 
 _NO_BYTES: Final = np.empty(0, np.uint8)

@@ -77,31 +77,33 @@ class LayerLoad:
         From the layer on at which a chunk fails, its blocks are left as they were.
         """
         begin_s = time.perf_counter()
-        self._read_ahead(layer)
-        if self._next_layer is None or self._next_layer.cancel():  # it may wait long, for another load's layer
-            self._bring(layer)
-        else:
-            self._next_layer.result()
-        self._next_layer = None
+        layers = self._mover.paged.layers_with(layer)
+        if layer == layers.start:
+            self._read_ahead(layers[-1])
+            if self._next_layer is None or self._next_layer.cancel():  # it may wait long, for another load's layer
+                self._bring(layers)
+            else:
+                self._next_layer.result()
+            self._next_layer = None
         computed_s, took_s = begin_s - self._returned_s, time.perf_counter() - begin_s
         # Where nothing is computed in between, waking the thread costs more than it saves.
         if self._uses_thread and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
             self._read_ahead(layer + 1)
-            self._next_layer = self._mover.in_background(lambda: self._bring(layer + 1))
+            self._next_layer = self._mover.in_background(lambda: self._bring(range(layer + 1, layer + 2)))
         self._done_layers = layer + 1
         self._returned_s = time.perf_counter()
 
-    def _bring(self, layer: int) -> None:
-        """Wait for a layer and scatter it. On any thread: it uses only this load's own state."""
+    def _bring(self, layers: range) -> None:
+        """Wait for layers and scatter them. On any thread: it uses only this load's own state."""
         arrived = {}
         for number, job in enumerate(self._jobs):
             key = job.step.ref.prefix_key
             if key in self._result.failed:
                 continue
-            source = self._source(job.step, layer)
+            source = self._source(job.step, layers[-1])
             if source is None or not len(job.block_ids):
                 continue
-            if layer == 0:
+            if layers.start == 0:
                 self._fillings[number] = self._mover.cpu.filling(job.step.slot, job.step.ref)
                 if self._mover.scatter_hot(job, self._fillings[number]):
                     self._hot.add(key)
@@ -109,14 +111,14 @@ class LayerLoad:
                 arrived[number] = self._blocks_of(number, source)
         with self._scattering:
             if not self._is_halted:
-                self._scatter(layer, arrived)
+                self._scatter(layers, arrived)
 
-    def _scatter(self, layer: int, arrived: dict[int, ChunkBlocks]) -> None:
-        """Copy one layer of chunks, by the numbers of their jobs."""
+    def _scatter(self, layers: range, arrived: dict[int, ChunkBlocks]) -> None:
+        """Copy layers of chunks, by the numbers of their jobs."""
         steps = [self._jobs[number].step for number in arrived]
 
         def scatter() -> None:
-            self._moment = self._mover.paged.scatter_layer(layer, list(arrived.values()))
+            self._moment = self._mover.paged.scatter_layers(layers, list(arrived.values()))
 
         if not self._mover.launcher.attempt([step.slot for step in steps], Way.IN, scatter):
             self._result.failed.update(step.ref.prefix_key for step in steps)
@@ -246,7 +248,7 @@ class LayerStore:
         self._moment: Moment = None  # when the layers so far are in memory
 
     def move(self, layer: int) -> None:
-        """Gather one layer of all chunks, the layers in order."""
+        """Gather one layer of all chunks, the layers in order. Small ones wait for those that go with them."""
         if layer == 0:
             self._chunks = {
                 job.step.slot: self._mover.paged.chunk(job.block_ids, self._mover.launcher.claim(job.step.slot))
@@ -254,11 +256,15 @@ class LayerStore:
                 if job.step.gather and job.step.slot not in self._stuck
             }
 
-        def gather() -> None:
-            self._moment = self._mover.paged.gather_layer(layer, list(self._chunks.values()))
+        layers = self._mover.paged.layers_with(layer)
+        if layer != layers[-1] or layers.start != self._done_layers:
+            return
 
-        if layer == self._done_layers and self._mover.launcher.attempt(list(self._chunks), Way.OUT, gather):
-            self._done_layers = layer + 1
+        def gather() -> None:
+            self._moment = self._mover.paged.gather_layers(layers, list(self._chunks.values()))
+
+        if self._mover.launcher.attempt(list(self._chunks), Way.OUT, gather):
+            self._done_layers = layers.stop
 
     def finish(self, *, trusted: bool = True) -> set[PrefixKey]:
         """Let the chunks be read, and start their writes. Returns the keys of those that failed.
@@ -322,12 +328,4 @@ def by_layer(
 
 def layer_groups(layout: KVLayout) -> list[range]:
     """The layers in groups; of a full chunk each group but the last is large enough for a fast read."""
-    blocks = layout.blocks_per_chunk
-    least_bytes = max(READ_BYTES, layout.payload_bytes(blocks) // MAX_GROUPS)
-    groups, first = [], 0
-    for layer in range(layout.num_layers):
-        end_bytes = layout.layer_range(layer, blocks)[1]
-        if end_bytes - layout.layer_range(first, blocks)[0] >= least_bytes or layer + 1 == layout.num_layers:
-            groups.append(range(first, layer + 1))
-            first = layer + 1
-    return groups
+    return layout.layer_groups(max(READ_BYTES, layout.payload_bytes(layout.blocks_per_chunk) // MAX_GROUPS))

@@ -164,7 +164,7 @@ def test_layer_by_layer_out_with_each_layer_overwritten_at_once(gpu: Gpu) -> Non
         gpu.hold_up()
         for ids, value, _ in chunks_of(gpu):
             gpu.fill(ids, value + 20 * layer, range(layer, layer + 1))
-        moment = gpu.paged.gather_layer(layer, chunks)
+        moment = gpu.paged.gather_layers(range(layer, layer + 1), chunks)
         for ids in IDS:
             gpu.fill(ids, LATER, range(layer, layer + 1))
     gpu.paged.reach(moment)
@@ -180,7 +180,7 @@ def test_layer_by_layer_in_is_seen_by_the_kernels_behind_each(gpu: Gpu) -> None:
     seen = []
     for layer in range(LAYERS):
         gpu.hold_up()
-        gpu.paged.scatter_layer(layer, chunks)
+        gpu.paged.scatter_layers(range(layer, layer + 1), chunks)
         only = range(layer, layer + 1)
         seen += [(value + 20 * layer, gpu.read(ids, only)) for ids, value, _ in chunks_of(gpu)]
         for ids in IDS:
@@ -195,8 +195,8 @@ def test_the_host_waits_for_nothing_that_it_launches(gpu: Gpu) -> None:
         gpu.hold_up()
     gpu.paged.gather(ids, slot)
     gpu.paged.scatter(ids, gpu.slots()[1], CHUNK_BLOCKS, 0)
-    gpu.paged.gather_layer(0, [gpu.paged.chunk(ids, slot)])
-    gpu.paged.scatter_layer(0, [gpu.paged.chunk(ids, slot)])
+    gpu.paged.gather_layers(range(1), [gpu.paged.chunk(ids, slot)])
+    gpu.paged.scatter_layers(range(1), [gpu.paged.chunk(ids, slot)])
     assert gpu.is_behind, "the host waited for the device"
     gpu.wait()
 

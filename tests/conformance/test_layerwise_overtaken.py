@@ -156,7 +156,7 @@ def test_copies_that_raise(
         storing = engine.store_layer(TOKENS, slot_mapping=rig.compute(TOKENS, rig.blocks(len(TOKENS))))
         next(storing)
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "gather_layer", lambda *_: 1 / 0)
+            patch.setattr(engine._mover.paged, "gather_layers", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 next(storing)
         end_abandoned(engine)
@@ -165,7 +165,7 @@ def test_copies_that_raise(
         check_idle(engine)
         load = Load(rig, engine, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.paged, "scatter_layer", lambda layer, _: layer < 2 or 1 / 0)
+            patch.setattr(engine._mover.paged, "scatter_layers", lambda layers, _: layers.start < 2 or 1 / 0)
             next(load.loading)
             next(load.loading)
             with pytest.raises(ZeroDivisionError):

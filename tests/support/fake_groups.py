@@ -44,6 +44,7 @@ class GroupSetup(CommonSetup):
     gpu_blocks: int = 128
     slots: int = 64
     interval: int = 0
+    staging_bytes: int = 1 << 14  # of a buffer on the device, at the least
     retention: float = 1.0  # how often the state at a boundary is kept by vLLM, and offered
 
 
@@ -107,7 +108,7 @@ class FakeGroups(FakeScheduler):
             f"{number}.{at}": cache[:, : self.words[number]] for at, cache in enumerate(self.caches[rank][:count])
         }
         block_tokens, chunk_tokens = self.groups[number].block, self.setup.chunk
-        return self._bind(caches, block_tokens, chunk_tokens, staging_bytes=1 << 14, beside=first)
+        return self._bind(caches, block_tokens, chunk_tokens, staging_bytes=self.setup.staging_bytes, beside=first)
 
     # -- carrying out -----------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.base import PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.device import COPY_BYTES, DevicePagedKV
 from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
 from support.fake_tables import FakeGroup, FakeTables
 from support.idle import are_loads_idle, are_saves_idle
@@ -146,6 +146,7 @@ class FakeHost(FakeTables):
         chunk_tokens: int,
         *,
         staging_bytes: int,
+        copy_bytes: int = COPY_BYTES,
         beside: PagedKV | None = None,
     ) -> PagedKV:
         """A rank's layers of one group, on the device of those of another."""
@@ -160,7 +161,14 @@ class FakeHost(FakeTables):
         assert beside is None or isinstance(beside, DevicePagedKV)
         streams = LateStreams(self.late) if beside is None else None
         return DevicePagedKV(
-            planes, paged.layout, blocks, 1, streams=streams, staging_bytes=staging_bytes, beside=beside
+            planes,
+            paged.layout,
+            blocks,
+            1,
+            streams=streams,
+            staging_bytes=staging_bytes,
+            copy_bytes=copy_bytes,
+            beside=beside,
         )
 
     # -- carrying out -----------------------------------------------------------------------------------------------
@@ -191,24 +199,27 @@ class FakeHost(FakeTables):
         """Give each rank its own plan, as over a wire; what becomes of blocks that were taken, before or after."""
         plans = [copy.deepcopy(step.plan) for _ in self.workers]
         if self.setup.overwrites_early:
-            self._scramble_taken()
+            self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
             worker.prepare(plan)
         if not self.setup.overwrites_early:
-            self._scramble_taken()
+            self._overwrite_taken()
         return plans
 
-    def _scramble_taken(self) -> None:
-        """The step that is carried out may overwrite the blocks that its schedule has given away."""
+    def _overwrite_taken(self) -> None:
+        """The step that is carried out may overwrite the blocks that its schedule has given away, and copy to some."""
         blocks, self.taken = self.taken, []
+        copies, self.copies = self.copies, []
 
-        def scramble() -> None:
+        def overwrite() -> None:
             for layers in self.caches:
                 for layer in layers:
                     layer[blocks] = GARBAGE
+                    for source, target in copies:
+                        layer[target] = layer[source]
 
         if blocks:
-            self._launch(scramble)
+            self._launch(overwrite)
 
     def _compute(self, step: Step, part: Scheduled) -> None:
         request, tokens = part.request, list(part.request.all_token_ids)

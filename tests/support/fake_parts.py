@@ -173,6 +173,7 @@ class CommonSetup:
     async_save: bool = False
     eagerness: float | None = None  # of a device that does what the model and the workers launch as late as it may
     overwrites_early: bool = False  # as vLLM's model runner V2: blocks are overwritten before a step is prepared
+    copies: bool = False  # some blocks are copied where others would be shared, as by vLLM's model runner V2
     seed: int = 0
 
 
@@ -200,6 +201,8 @@ class Setup(CommonSetup):
     lookup_timeout_s: float = 5.0
     hold_s: float | None = None  # how long answers of the remote tier count, if not for long
     hot_slots: int = 0  # copies on the device
+    staging_chunks: int = 2  # that a buffer on the device holds
+    copy_bytes: int = 1  # as of a `DevicePagedKV`
 
 
 def remote_of(setup: Setup) -> RemoteOptions | None:

@@ -136,6 +136,20 @@ class FakeScheduler(FakeHost):
         self.scheduler.reset_cache()
         self.epochs[self.weights] = self.scheduler._epoch
 
+    def sleep(self) -> None:
+        """Sleep and wake up as vLLM 0.33 does at level 1 and 2: what the device held is gone, its addresses stay."""
+        while self.in_flight:
+            self._process(self.in_flight.popleft())
+        weights = self.weights
+        self.reset()
+        if self.weights == weights:
+            return  # it was refused
+        for worker, layers in zip(self.workers, self.caches, strict=True):
+            assert worker.drain(10)
+            for layer in layers:
+                layer[1:] = 0x5A
+            worker.restore()
+
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -255,6 +269,8 @@ class FakeScheduler(FakeHost):
                     request.num_computed_tokens = 0
                 self.waiting.appendleft(request)
                 break
+            if is_new:
+                self._copy_some(request)
             within = request.hit if is_new else 0
             self._allocated(request, within)
             has_loads |= within > 0
@@ -289,11 +305,17 @@ class FakeScheduler(FakeHost):
         request.num_computed_tokens = request.on_gpu = known
         self.loaded_tokens[request.request_id] = request.hit = external
         if async_load:
+            self._copy_some(request)
             self._allocated(request, external)
             request.state, request.loaded = "loading", False
             self.loading[request.request_id] = (request, len(self.workers))
             self.loads += 1
         return True
+
+    def _copy_some(self, request: FakeRequest) -> None:
+        """Let a request have a copy of a block, where it would share it."""
+        if self.setup.copies and self.random.random() < 0.5:
+            self._copy_shared(request, self.random.randrange(len(self.groups)))
 
     def _allocated(self, request: FakeRequest, external: int) -> None:
         self.scheduler.allocated(request.request_id, request.tables, external)

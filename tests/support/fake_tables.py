@@ -57,6 +57,8 @@ class FakeTables:
         self.deferred_frees: list[tuple[int, list[int]]] = []
         self.planned = self.processed = 0  # steps
         self.taken: list[int] = []  # blocks given away since the last step
+        self.copies: list[tuple[int, int]] = []  # that this step begins with: from a block to one that was taken
+        self.cached_at: dict[int, int] = {}  # the step since which a block can be found
         self.offers: dict[str, list[tuple[int, int, int]]] = {}  # states: group, block, token
 
     def retains(self) -> bool:
@@ -97,6 +99,7 @@ class FakeTables:
                 if block not in self.hash_of and key not in self.hashes:
                     self.hashes[key] = block
                     self.hash_of[block] = key
+                    self.cached_at[block] = self.planned
                 if is_state:
                     self.offers.setdefault(request.request_id, []).append((number, block, (at + 1) * group.block))
             request.offered[number] = max(request.offered[number], end_tokens // group.block)
@@ -143,6 +146,18 @@ class FakeTables:
                 table.extend([NULL] * (-(-end_tokens // group.block) - 1 - len(table)))
             table.extend(self._take() for _ in range(count))
         return True
+
+    def _copy_shared(self, request: FakeRequest, number: int) -> None:
+        """Give a request a copy of a group's last shared block, if that holds what its hash says.
+
+        Until the step has ended nobody else gets either of them.
+        """
+        table, at = request.tables[number], request.local // self.groups[number].block - 1
+        if at < 0 or table[at] == NULL or not self.free or self.cached_at[table[at]] >= self.processed:
+            return
+        source, table[at] = table[at], self._take()
+        self.copies.append((source, table[at]))
+        self.deferred_frees.append((self.planned + 1, [source]))
 
     def _leave_windows(self, request: FakeRequest) -> None:
         """Take blocks that no later token needs; those behind which a step is under way stay."""

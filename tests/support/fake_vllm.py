@@ -79,7 +79,10 @@ class FakeVllm(FakeScheduler):
     def _worker(self, rank: int) -> StoreWorker:
         setup = self.setup
         caches = {f"layer.{number}": cache for number, cache in enumerate(self.caches[rank])}
-        paged = self._bind(caches, BLOCK, CHUNK, staging_bytes=2 * CHUNK_SLOT_BYTES)
+        chunk_bytes = len(caches) * CHUNK * caches["layer.0"].itemsize
+        paged = self._bind(
+            caches, BLOCK, CHUNK, staging_bytes=setup.staging_chunks * chunk_bytes, copy_bytes=setup.copy_bytes
+        )
         disk_bytes = setup.disk_chunks * CHUNK_FILE_BYTES
         options = self._engine_options(rank, CHUNK_SLOT_BYTES, disk_bytes, self._remote_at(rank))
         options = replace(options, max_local_gpu_bytes=setup.hot_slots * CHUNK_SLOT_BYTES)
@@ -116,19 +119,6 @@ class FakeVllm(FakeScheduler):
         if not params.tags:
             self._shareable.append(request)
         return request
-
-    def sleep(self) -> None:
-        """Sleep and wake up as vLLM 0.33 does at level 1 and 2: what the device held is gone, its addresses stay."""
-        while self.in_flight:
-            self._process(self.in_flight.popleft())
-        if self.loading or any(request.holds_blocks for request in self.waiting):
-            return  # a reset would be refused
-        self.reset(preempt=True)
-        for worker, layers in zip(self.workers, self.caches, strict=True):
-            assert worker.drain(10)
-            for layer in layers:
-                layer[:] = 0x5A
-            worker.restore()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

@@ -94,8 +94,8 @@ class CudaGpu(Gpu):
         self.fill(ids, 1)
         self.paged.gather(ids, slots[0])
         self.paged.scatter(ids[:2], slots[0], CHUNK_BLOCKS, 1)
-        self.paged.gather_layer(0, [self.paged.chunk(ids, slots[0])])
-        self.paged.scatter_layer(0, [self.paged.chunk(ids, slots[0])])
+        self.paged.gather_layers(range(1), [self.paged.chunk(ids, slots[0])])
+        self.paged.scatter_layers(range(1), [self.paged.chunk(ids, slots[0])])
         self.read(ids)()
         self.wait()
 

@@ -74,9 +74,9 @@ def moved(bound: DevicePagedKV, paged: Paged, seed: int) -> list[bytes]:
         bound.chunk(as_block_ids([3, 4, 0]), payloads[3], 3, 0),
     ]
     bound.scatter_chunks(targets)
-    for layer in range(bound.layout.num_layers):
-        bound.gather_layer(layer, [bound.chunk(as_block_ids([6, 2]), payloads[0], 3, 1), *chunks[:2]])
-        bound.scatter_layer(layer, [bound.chunk(as_block_ids([7, 9]), payloads[0], 3, 1), targets[1]])
+    for layers in bound.layout.layer_groups(seed % 3 * chunks[0].payload.nbytes // 3):
+        bound.gather_layers(layers, [bound.chunk(as_block_ids([6, 2]), payloads[0], 3, 1), *chunks[:2]])
+        bound.scatter_layers(layers, [bound.chunk(as_block_ids([7, 9]), payloads[0], 3, 1), targets[1]])
     on_device = torch.zeros(bound.layout.slot_bytes, dtype=torch.uint8)
     bound.gather_on_device(as_block_ids([2, 11]), on_device)
     bound.scatter_on_device(as_block_ids([10]), on_device, 2, 1)

@@ -18,7 +18,8 @@ from kvstore.transfer.lane import Lane
 from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
 from support.gate import HANG_GUARD_S
 from support.late_device import LateDevice, late_paged
-from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, SLOT_BYTES, FakeTier, Rig
+from support.layer_calls import PartTier
+from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, SLOT_BYTES, Rig
 
 TARGET = 60  # chunks are loaded to the blocks from here on downwards
 LAYERS = 2
@@ -30,23 +31,23 @@ class Bench:
 
     @classmethod
     @contextmanager
-    def running(cls) -> Iterator[Bench]:
+    def running(cls, copy_bytes: int = 1, device: LateDevice | None = None) -> Iterator[Bench]:
         """One for a test, which ends well whatever the test has held up or broken."""
-        bench = cls()
+        bench = cls(copy_bytes, device or LateDevice(1, eagerness=0.0))
         yield bench
         bench.device.stalled = []
         bench.device.failures.clear()
         assert bench.mover.close(HANG_GUARD_S)
 
-    def __init__(self) -> None:
-        self.device = LateDevice(1, eagerness=0.0)
+    def __init__(self, copy_bytes: int, device: LateDevice) -> None:
+        self.device = device
         self.rig = Rig()
         self.paged = late_paged(
             self.device, self.rig.caches, num_blocks=self.rig.num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK,
-            staging_bytes=SLOT_BYTES,
+            staging_bytes=SLOT_BYTES, copy_bytes=copy_bytes,
         )  # fmt: skip
         self.cpu = LabelledPool(SlabPool(8, SLOT_BYTES), self.paged.streams)
-        self.tier = FakeTier()
+        self.tier = PartTier(self.rig.layout)
         self.written: list[tuple[ChunkRef, bool]] = []
         lanes = {Place.DISK: Lane(self.cpu, self.tier, lambda *written: self.written.append(written))}
         self.hot = HotChunks(self.paged, 4 * SLOT_BYTES)
@@ -66,8 +67,12 @@ class Bench:
 
     def model_writes(self, block: int, value: int) -> None:
         """A kernel of the model."""
-        for cache in self.rig.caches.values():
-            self.device.current.launch(partial(cache[block].fill_, value))
+        for layer in range(LAYERS):
+            self.model_computes(layer, block, value)
+
+    def model_computes(self, layer: int, block: int, value: int) -> None:
+        """A kernel of the model that writes one layer."""
+        self.device.current.launch(partial(self.rig.caches[f"layer.{layer}"][block].fill_, value))
 
     def overwrite(self, number: int) -> None:
         """The model's next kernels write other tokens to the blocks of chunk ``number``."""

@@ -164,6 +164,11 @@ class LateDevice:
         if self.is_capturing:
             raise RuntimeError(CAPTURE_ERROR)
 
+    def become_full(self, *, is_under_way: bool) -> None:
+        """Let the next launch of its LateStreams find no memory, if no other failure is due."""
+        if not self.failures:
+            self.failures.append(Failure(torch.OutOfMemoryError("CUDA out of memory"), is_under_way))
+
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         """Work, in the order that the dice say, as far as the host waits for."""
         while True:
@@ -344,11 +349,20 @@ def late_paged(
     block_tokens: int,
     chunk_tokens: int,
     staging_bytes: int = 0,
+    copy_bytes: int = 1,
     streams: Streams | None = None,
 ) -> DevicePagedKV:
-    """A paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``."""
+    """A paged cache on a late device, with staging for one chunk. The model writes by ``device.current.launch``.
+
+    Nothing is copied together that need not be, unless ``copy_bytes`` says so.
+    """
     bound = bind_paged_kv(caches, num_blocks=num_blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
     planes = [find_planes(name, cache, num_blocks) for name, cache in caches.items()]
     return DevicePagedKV(
-        planes, bound.layout, num_blocks, streams=streams or LateStreams(device), staging_bytes=staging_bytes
+        planes,
+        bound.layout,
+        num_blocks,
+        streams=streams or LateStreams(device),
+        staging_bytes=staging_bytes,
+        copy_bytes=copy_bytes,
     )

@@ -34,6 +34,8 @@ class RandomClient:
         for _ in range(events):
             self.act()
         self.vllm.scheduler.enabled = True
+        if self.vllm.late is not None:
+            self.vllm.late.failures.clear()
         self.vllm.settle()
         for prompt, salt, tags in self.pinned:
             self.vllm.ask("unpin", prompt, salt=salt, params=replace(WITHOUT_CACHE, pin=False, tags=tags))
@@ -67,6 +69,10 @@ class RandomClient:
             self.vllm.scheduler.enabled = self.random.random() < 0.6
         elif chance < 0.605:
             self.vllm.scheduler.call_soon(self.vllm.scheduler.clear)
+        elif chance < 0.615 and self.vllm.late is not None:
+            self.vllm.sleep()
+        elif chance < 0.63 and self.vllm.late is not None and self.with_faults:
+            self.vllm.late.become_full(is_under_way=self.random.random() < 0.5)
         else:
             self.vllm.step()
 

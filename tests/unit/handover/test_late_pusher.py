@@ -74,6 +74,25 @@ def test_a_step_that_hands_over_waits_for_nothing(bench: Bench) -> None:
     pusher.close(HANG_GUARD_S)
 
 
+def test_small_layers_are_handed_over_together_when_all_of_them_are_computed() -> None:
+    with Bench.running(copy_bytes=1 << 18) as bench:
+        inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)
+        inbox.may_go.set()
+        pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: inbox, PushCounters())
+        step = pusher.begin([(Receiver("there", 1), [push_job(1)])])
+        bench.device.counts.clear()
+        for layer in range(LAYERS):
+            for block in blocks_of(1):
+                bench.model_computes(layer, block, 77)
+            step.reach(layer)
+        assert bench.device.counts["run"] == 1
+        step.finish(trusted=True)
+        assert pusher.flush(HANG_GUARD_S)
+        assert pusher.counters.sent == 1
+        assert set(b"".join(inbox.found)) == {77}
+        pusher.close(HANG_GUARD_S)
+
+
 @pytest.mark.parametrize("full_at", range(LAYERS))
 def test_a_full_device_hands_over_nothing(bench: Bench, full_at: int) -> None:
     inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)

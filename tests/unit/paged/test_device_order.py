@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from support.late_cuda import late_cuda
-from support.late_device import Failure, LateDevice, LateStreams, late_paged
+from support.late_device import Failure, LateDevice, LateStreams
+from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot
 
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
-from kvstore.paged.base import ChunkBlocks, PagedKV
-from kvstore.paged.streams import Moment, Streams, Way
+from kvstore.paged.streams import Moment, Way
 from kvstore.transfer.mover import as_block_ids
 
-BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
-SMALL_BUFFERS = 4096  # for one chunk, which is rounded up to this
 MAX_BLOCKS = 6  # of a launch: three chunks
 
 
@@ -31,121 +27,12 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "MAX_BLOCKS", MAX_BLOCKS)
 
 
-class Slot:
-    """Host memory for a chunk, and the value that each of its blocks must have."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.payload = np.zeros(size_bytes, np.uint8)
-        self.values: list[int] = []
-        self.busy: list[Moment] = []  # until then the device writes or reads it
-
-
-class Model:
-    """A paged cache whose blocks hold one value each, plus 31 a layer, and what they must hold when all is done."""
-
-    def __init__(self, device: LateDevice, staging_bytes: int = SMALL_BUFFERS, streams: Streams | None = None) -> None:
-        self.device, self.dice = device, device.dice
-        shape = (2, BLOCKS, N, 2, 3)
-        self.caches = {f"l{n}": torch.full(shape, 31 * n, dtype=torch.uint8) for n in range(LAYERS)}
-        self.paged = late_paged(
-            device,
-            self.caches,
-            num_blocks=BLOCKS,
-            block_tokens=N,
-            chunk_tokens=CHUNK_BLOCKS * N,
-            staging_bytes=staging_bytes,
-            streams=streams,
-        )
-        self.side = self.paged.for_thread()
-        self.wanted = [0] * BLOCKS
-        self.slots = [Slot(self.paged.layout.slot_bytes) for _ in range(SLOTS)]
-
-    def compute(self, block: int) -> None:
-        """Launch kernels that write a block, one for each layer."""
-        self.wanted[block] = self.dice.randrange(256)
-        for layer, cache in enumerate(self.caches.values()):
-            self.device.current.launch(partial(cache[:, block].fill_, (self.wanted[block] + 31 * layer) % 256))
-
-    def take_slots(self, number: int) -> list[Slot]:
-        """Slots that the device uses no more."""
-        slots = self.dice.sample(self.slots, number)
-        for slot in slots:
-            self.reach(slot)
-        return slots
-
-    def reach(self, slot: Slot) -> None:
-        for moment in slot.busy:
-            self.paged.reach(moment)
-        slot.busy = []
-        blocks = len(slot.values)
-        begin = 0
-        for layer in range(LAYERS if blocks else 0):
-            begin, end = self.paged.layout.layer_range(layer, blocks)
-            pages = slot.payload[begin:end].reshape(2, blocks, -1)
-            found = [sorted({int(byte) for byte in pages[:, n].flatten()}) for n in range(blocks)]
-            assert found == [[(value + 31 * layer) % 256] for value in slot.values]
-
-    def spoil(self, slot: Slot) -> None:
-        """The host writes to it: whatever still reads it reads this."""
-        slot.values = []
-        slot.payload[:] = 0xEE
-
-    def gather(self, paged: PagedKV, number: int, *, by_layer: bool) -> list[int]:
-        """Gather chunks of different lengths. Returns their blocks."""
-        slots, used = self.take_slots(number), []
-        free = self.dice.sample(range(BLOCKS), BLOCKS)
-        chunks = []
-        for slot in slots:
-            ids = [free.pop() for _ in range(self.dice.randint(1, CHUNK_BLOCKS))]
-            self.spoil(slot)
-            slot.values = [self.wanted[block] for block in ids]
-            used += ids
-            chunks.append(paged.chunk(as_block_ids(ids), slot.payload))
-        self.note(slots, chunks, _by_layer(paged.gather_layer, chunks) if by_layer else paged.gather_chunks(chunks))
-        return used
-
-    def scatter(self, paged: PagedKV, number: int, *, by_layer: bool) -> None:
-        """Scatter chunks, or their ends, to other blocks."""
-        slots = [slot for slot in self.take_slots(number) if slot.values]
-        free = self.dice.sample(range(BLOCKS), BLOCKS)
-        chunks = []
-        for slot in slots:
-            first = self.dice.randrange(len(slot.values))
-            ids = [free.pop() for _ in slot.values[first:]]
-            for block, value in zip(ids, slot.values[first:], strict=True):
-                self.wanted[block] = value
-            chunks.append(paged.chunk(as_block_ids(ids), slot.payload, len(slot.values), first))
-        self.note(slots, chunks, _by_layer(paged.scatter_layer, chunks) if by_layer else paged.scatter_chunks(chunks))
-        for slot in slots:
-            if self.dice.random() < 0.5:
-                self.paged.reach(slot.busy[0])
-                self.spoil(slot)
-
-    def note(self, slots: Sequence[Slot], chunks: Sequence[ChunkBlocks], moments: Sequence[Moment]) -> None:
-        for slot, _, moment in zip(slots, chunks, moments, strict=True):
-            slot.busy.append(moment)
-
-    def check(self) -> None:
-        self.device.run_all()
-        for slot in self.slots:
-            self.reach(slot)
-        for layer, cache in enumerate(self.caches.values()):
-            found = [sorted({int(byte) for byte in cache[:, block].flatten()}) for block in range(BLOCKS)]
-            assert found == [[(value + 31 * layer) % 256] for value in self.wanted]
-
-
-def _by_layer(move, chunks: Sequence[ChunkBlocks]) -> list[Moment]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    last: Moment = None
-    for layer in range(LAYERS):
-        last = move(layer, chunks)
-    return [last] * len(chunks)
-
-
 @pytest.mark.parametrize("staging_bytes", [SMALL_BUFFERS, 3 * SMALL_BUFFERS])
+@pytest.mark.parametrize("copy_bytes", [1, TWO_LAYERS, 1 << 18])
 @pytest.mark.parametrize("seed", range(12))
-def test_late_work_has_the_same_results(seed: int, staging_bytes: int) -> None:
+def test_late_work_has_the_same_results(seed: int, copy_bytes: int, staging_bytes: int) -> None:
     device = LateDevice(seed, eagerness=device_eagerness(seed))
-    work_at_random(Model(device, staging_bytes))
+    work_at_random(Model(device, staging_bytes, copy_bytes=copy_bytes))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -157,24 +44,24 @@ def test_cuda_streams_put_it_in_the_same_order(seed: int, monkeypatch: pytest.Mo
 def work_at_random(model: Model) -> None:
     dice = model.dice
     for _ in range(60):
-        number, by_layer = dice.randint(1, 4), dice.random() < 0.4
+        number, layered = dice.randint(1, 4), dice.random() < 0.4
         match dice.randrange(6):
             case 0 | 1:
                 for block in dice.sample(range(BLOCKS), 4):
                     model.compute(block)
             case 2:
-                model.gather(model.paged, number, by_layer=by_layer)
+                model.gather(model.paged, number, layered=layered)
             case 3:
-                model.scatter(model.paged, number, by_layer=by_layer)
+                model.scatter(model.paged, number, layered=layered)
             case 4:  # beside the model, which writes the same blocks at once
                 model.side.after(model.paged.moment())
-                used = model.gather(model.side, number, by_layer=by_layer)
+                used = model.gather(model.side, number, layered=layered)
                 model.paged.fence()
                 for block in used:
                     model.compute(block)
             case _:
                 model.side.after(model.paged.moment())
-                model.scatter(model.side, number, by_layer=by_layer)
+                model.scatter(model.side, number, layered=layered)
                 model.paged.after(model.side.moment())
     model.check()
 
@@ -195,8 +82,8 @@ def test_streams_that_change_between_calls(seed: int) -> None:
         with device.on(device.dice.choice(streams)):
             model.paged.after(moment)
             model.compute(device.dice.randrange(BLOCKS))
-            model.gather(model.paged, 2, by_layer=device.dice.random() < 0.5)
-            model.scatter(model.paged, 2, by_layer=device.dice.random() < 0.5)
+            model.gather(model.paged, 2, layered=device.dice.random() < 0.5)
+            model.scatter(model.paged, 2, layered=device.dice.random() < 0.5)
             moment = model.paged.moment()
         model.paged.after(moment)
     model.check()
@@ -213,7 +100,7 @@ def test_another_thread_saves_while_the_model_computes(seed: int) -> None:
 
         def save(moment: Moment = moment) -> None:
             model.side.after(moment)
-            model.gather(model.side, 3, by_layer=False)
+            model.gather(model.side, 3, layered=False)
 
         thread = threading.Thread(target=save)
         thread.start()
@@ -228,8 +115,8 @@ def test_a_thread_of_its_own_does_not_wait_for_the_model(on_cuda: bool, monkeypa
     model = Model(device, SMALL_BUFFERS, late_cuda(device, monkeypatch) if on_cuda else None)
     model.compute(3)
     device.stalled = [device.current]
-    for by_layer in (False, True):
-        model.gather(model.side, 2, by_layer=by_layer)
+    for layered in (False, True):
+        model.gather(model.side, 2, layered=layered)
         for slot in model.slots:
             for moment in slot.busy:
                 model.side.reach(moment)
@@ -283,7 +170,8 @@ def test_the_next_layer_waits_for_the_places_that_another_stream_has_sent(first:
     device.stalled = [device.current if first is Way.OUT else streams.copying[Way.IN]]
     for layer, way in enumerate((first, second)):
         with device.on(device.make_stream() if layer else device.current):
-            (model.paged.gather_layer if way is Way.OUT else model.paged.scatter_layer)(layer, chunks)
+            move = model.paged.gather_layers if way is Way.OUT else model.paged.scatter_layers
+            move(range(layer, layer + 1), chunks)
             end = streams.now()
     with pytest.raises(AssertionError, match="wait for each other"):
         streams.reach(end)
@@ -298,7 +186,7 @@ def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
     slot.values = [model.wanted[3], model.wanted[5]]
     chunks = [model.paged.chunk(as_block_ids([3, 5]), slot.payload)]
     for layer in range(LAYERS):
-        slot.busy = [model.paged.gather_layer(layer, chunks)]
+        slot.busy = [model.paged.gather_layers(range(layer, layer + 1), chunks)]
         for block in range(BLOCKS):
             model.paged.gather(as_block_ids([block]), other.payload)
     model.check()
@@ -317,10 +205,10 @@ def test_what_is_taken_at_start_is_what_is_taken() -> None:
     model = Model(device)
     taken = (1 << 24) - device.memory.free_bytes
     assert taken == model.paged.device_bytes + model.side.device_bytes
-    for by_layer in (False, True):
+    for layered in (False, True):
         for paged in (model.paged, model.side):
-            model.gather(paged, 3, by_layer=by_layer)
-            model.scatter(paged, 3, by_layer=by_layer)
+            model.gather(paged, 3, layered=layered)
+            model.scatter(paged, 3, layered=layered)
     assert taken == (1 << 24) - device.memory.free_bytes
 
 
@@ -340,8 +228,8 @@ def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launche
             (model.paged.gather_chunks if way is Way.OUT else model.paged.scatter_chunks)(chunks)
         model.compute(0)  # blocks of a failed load hold garbage
         model.compute(1)
-        model.gather(model.paged, 2, by_layer=device.dice.random() < 0.5)
-        model.scatter(model.paged, 2, by_layer=device.dice.random() < 0.5)
+        model.gather(model.paged, 2, layered=device.dice.random() < 0.5)
+        model.scatter(model.paged, 2, layered=device.dice.random() < 0.5)
     model.check()
 
 
@@ -386,37 +274,3 @@ def test_buffers_that_are_dropped_are_lent_again_when_the_last_copy_is_done(seed
         other = streams.allocate(SMALL_BUFFERS)
         streams.run(partial(other.fill_, 0xAA))
     model.check()
-
-
-# Budget
-
-
-@pytest.mark.parametrize("by_layer", [False, True])
-@pytest.mark.parametrize("way", Way)
-def test_calls_for_each_launch(way: Way, by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel for three chunks or, by layer, for all planes of a layer; a copy for each slot; a few moments."""
-    device = LateDevice(0)
-    model = Model(device, 3 * SMALL_BUFFERS)
-    chunks = [
-        model.paged.chunk(as_block_ids([2 * n, 2 * n + 1]), slot.payload) for n, slot in enumerate(model.slots[:3])
-    ]
-    device.counts.clear()
-    copies = []
-    copy = torch.Tensor.copy_
-
-    def counted(target: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
-        copies.append(len(source))
-        return copy(target, source, **options)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", counted)
-    out = way is Way.OUT
-    if by_layer:
-        _by_layer(model.paged.gather_layer if out else model.paged.scatter_layer, chunks)
-    else:
-        (model.paged.gather_chunks if out else model.paged.scatter_chunks)(chunks)
-    device.run_all()
-    launches = LAYERS if by_layer else 1
-    assert (device.counts["run"], device.counts[way.name]) == (launches, launches)
-    assert len(copies) == 1 + 3 * launches  # the places once, and a copy for each slot
-    assert device.counts["now"] + device.counts["hold"] <= 3 * launches
-    assert device.counts["reach"] == 0

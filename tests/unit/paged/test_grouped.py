@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.late_device import LateDevice, LateStreams
 
 from kvstore.chunks import ByteArray
 from kvstore.errors import InvalidCallError, LayoutError
-from kvstore.paged.base import BlockIds, ChunkBlocks
+from kvstore.paged.base import BlockIds, ChunkBlocks, find_planes
 from kvstore.paged.binding import bind_groups, bind_paged_kv
+from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.grouped import GroupedPagedKV, row_of, rows_of
 
 NUM_BLOCKS = 10
@@ -159,4 +161,71 @@ def test_other_groups_make_another_fingerprint() -> None:
 
 def test_layers_are_not_moved_one_by_one() -> None:
     with pytest.raises(InvalidCallError, match="layer by layer"):
-        grouped(caches()).gather_layer(0, [])
+        grouped(caches()).gather_layers(range(1), [])
+
+
+# On a device
+
+
+def on_device(device: LateDevice, layers: list[dict[str, torch.Tensor]]) -> GroupedPagedKV:
+    """As vLLM has them, layers of the first two groups lie in the same memory; the third's are others."""
+    bound: list[DevicePagedKV] = []
+    for tensors in (layers[0], layers[0], layers[2]):
+        planes = [find_planes(name, tensor, NUM_BLOCKS) for name, tensor in tensors.items()]
+        layout = bind_paged_kv(tensors, num_blocks=NUM_BLOCKS, block_tokens=16, chunk_tokens=CHUNK_TOKENS).layout
+        streams, first = (None, bound[0]) if bound else (LateStreams(device), None)
+        bound.append(DevicePagedKV(planes, layout, NUM_BLOCKS, 1, streams=streams, staging_bytes=4096, beside=first))
+    return bind_groups(bound, [0], block_tokens=16, chunk_tokens=CHUNK_TOKENS)
+
+
+def test_groups_in_the_same_memory_share_a_launch_and_so_do_chunks() -> None:
+    device, layers = LateDevice(0), caches()
+    paged = on_device(device, layers)
+    chunks = [
+        ChunkBlocks(ids((0, 3), (0, 7), (1, 5), (2, 2)), np.zeros(4096, np.uint8), 4, 0),
+        ChunkBlocks(ids((1, 1), (1, 6), (2, 4)), np.zeros(4096, np.uint8), 4, 0),
+        ChunkBlocks(ids((0, 9)), np.zeros(4096, np.uint8), 1, 0),
+    ]
+    device.counts.clear()
+    moments = paged.gather_chunks(chunks)
+    assert (device.counts["run"], device.counts["OUT"], device.counts["reach"]) == (2, 2, 0)
+    for chunk, moment, runs in zip(
+        chunks, moments, ([(0, [3, 7]), (0, [5]), (2, [2])], [(0, [1, 6]), (2, [4])], [(0, [9])]), strict=True
+    ):
+        paged.reach(moment)
+        content = expected(layers, *runs)
+        assert chunk.payload[: len(content)].tobytes() == content
+
+    fresh = caches()
+    for tensors in fresh:
+        for tensor in tensors.values():
+            tensor.zero_()
+    target = on_device(device, fresh)
+    device.run_all()
+    device.counts.clear()
+    target.scatter_chunks(
+        [
+            chunks[0]._replace(block_ids=ids((0, 0), (0, 8), (1, 4), (2, 1))),
+            chunks[1]._replace(block_ids=ids((1, 2), (1, 3), (2, 0))),
+            chunks[2]._replace(block_ids=ids((0, 0))),
+        ]
+    )
+    assert (device.counts["run"], device.counts["IN"], device.counts["reach"]) == (2, 2, 0)
+    device.run_all()
+    for group, moves in ((0, {8: 7, 4: 5, 2: 1, 3: 6}), (2, {1: 2})):
+        for name, tensor in fresh[group].items():
+            for to, origin in moves.items():
+                assert torch.equal(tensor[to], layers[group][name][origin])
+                tensor[to] = 0
+            assert not tensor.any(), "no other block is written"
+
+
+def test_a_chunk_is_there_when_the_last_of_its_groups_is() -> None:
+    device, layers = LateDevice(0, eagerness=0.0), caches()
+    paged = on_device(device, layers)
+    device.run_all()
+    chunk = ChunkBlocks(ids((2, 2), (0, 3)), np.zeros(4096, np.uint8), 2, 0)
+    (moment,) = paged.gather_chunks([chunk])
+    paged.reach(moment)
+    content = expected(layers, (2, [2]), (0, [3]))
+    assert chunk.payload[: len(content)].tobytes() == content

@@ -218,17 +218,17 @@ def check_layers(
         chunks = [paged.chunk(ids, slot) for ids, slot in zip(sources, parts, strict=True)]
         targets = [again.chunk(as_block_ids([1, 6]), parts[0], 4, 1), again.chunk(as_block_ids([4]), parts[1], 2, 1)]
         for layer in range(paged.layout.num_layers):
-            paged.gather_layer(layer, chunks)
+            paged.gather_layers(range(layer, layer + 1), chunks)
             paged.wait()
-            again.scatter_layer(layer, targets)
+            again.scatter_layers(range(layer, layer + 1), targets)
         again.wait()
         assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
         moved, wanted = slot_for(paged), slot_for(paged)
         gather(again, as_block_ids([1, 6, 4, 0]), moved)
         gather(paged, as_block_ids([0, 8, 2, 0]), wanted)
         assert np.array_equal(moved, wanted)
-        paged.gather_layer(0, [])
-        again.scatter_layer(0, [])
+        paged.gather_layers(range(1), [])
+        again.scatter_layers(range(1), [])
 
 
 @pytest.mark.parametrize("paged_of", [bind, on_device])

@@ -77,7 +77,7 @@ def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
     wanted = [expected(layers, planes, chunk) for chunk in sources]
     moments = paged.gather_chunks(sources[:2])
     for number, cache in enumerate(layers.values()):
-        by_layer = paged.gather_layer(number, sources[2:])
+        by_layer = paged.gather_layers(range(number, number + 1), sources[2:])
         overwrite(device, cache)
     for chunk, moment, payload in zip(sources, [*moments, *[by_layer] * 3], wanted, strict=True):
         paged.reach(moment)
@@ -86,7 +86,7 @@ def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
     places = [place._replace(payload=chunk.payload) for place, chunk in zip(ids, sources, strict=True)]
     target.scatter_chunks(places[:3])
     for number in range(LAYERS):
-        target.scatter_layer(number, places[3:])
+        target.scatter_layers(range(number, number + 1), places[3:])
     other.run_all()
     assert [expected(empty, planes, place) for place in places] == wanted
 
@@ -141,11 +141,11 @@ def test_places_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(PlaceRing, "write", noted)
     chunks = chunks_of(paged, np.arange(BLOCKS))
     for layer in range(LAYERS):
-        paged.gather_layer(layer, [chunk._replace() for chunk in chunks[:3]])
+        paged.gather_layers(range(layer, layer + 1), [chunk._replace() for chunk in chunks[:3]])
     assert sent == [12]
-    paged.gather_layer(0, chunks[1:3])
+    paged.gather_layers(range(1), chunks[1:3])
     assert sent == [12, 8]
-    paged.gather_layer(1, chunks[2:3])
+    paged.gather_layers(range(1, 2), chunks[2:3])
     assert sent == [12, 8, 4]
 
 

@@ -9,8 +9,11 @@ import torch
 from support.gate import HANG_GUARD_S
 from support.late_bench import FULL, LAYERS, Bench, blocks_of, load_job, ref_of, store_job
 from support.late_device import Failure
+from support.rig import BLOCKS_PER_CHUNK
 
 from kvstore.catalog.plans import LoadStep, Place
+from kvstore.chunks import Outcome
+from kvstore.transfer import layerwise
 from kvstore.transfer.layerwise import LayerLoad, LayerStore
 from kvstore.transfer.mover import LoadJob, as_block_ids
 from kvstore.transfer.stopwatch import Stopwatch
@@ -105,6 +108,47 @@ def test_a_store_by_layer_that_is_given_up_waits_for_nothing(bench: Bench) -> No
     assert bench.host_waits == 0
     assert not bench.cpu.is_settled  # its slot is filled again when the copy has ended
     assert bench.cpu.read(1, ref_of(1)) is None
+
+
+def test_small_layers_are_stored_together_when_all_of_them_are_computed() -> None:
+    with Bench.running(copy_bytes=1 << 18) as bench:
+        store = LayerStore(bench.mover, [store_job(1, 1)])
+        bench.device.counts.clear()
+        for layer in range(LAYERS):
+            for block in blocks_of(1):
+                bench.model_computes(layer, block, 77)
+            store.move(layer)
+        assert bench.device.counts["run"] == 1
+        assert store.finish() == set()
+        bench.overwrite(1)
+        assert not bench.mover.load([load_job(1, 1)]).failed
+        assert bench.held() == [77] * BLOCKS_PER_CHUNK
+
+
+def test_small_layers_are_loaded_together_when_all_of_them_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "READ_BYTES", 1)
+    with Bench.running(copy_bytes=1 << 18) as bench:
+        bench.mover.store([store_job(1, 1, write=True)])
+        assert bench.mover.flush(HANG_GUARD_S)
+        bench.device.counts.clear()
+        load = LayerLoad(bench.mover, [load_job(1, 2, Place.DISK)])
+        for layer in range(LAYERS):
+            load.move(layer)
+        assert not load.finish().failed
+        assert bench.device.counts["run"] == 1
+        assert bench.held() == blocks_of(1)
+
+        former, get = bench.held(), bench.tier.get_layers
+        lost = [Outcome.MISS]
+        monkeypatch.setattr(
+            bench.tier, "get_layers", lambda chunks, layers: lost if 1 in layers else get(chunks, layers)
+        )
+        bench.tier.chunks[ref_of(2)] = bytes(len(bench.tier.chunks[ref_of(1)]))
+        load = LayerLoad(bench.mover, [load_job(2, 3, Place.DISK)])
+        for layer in range(LAYERS):
+            load.move(layer)
+        assert load.finish().failed == {ref_of(2).prefix_key}
+        assert bench.held() == former, "not even of the layers that have come"
 
 
 def test_what_a_load_takes_is_told_without_the_step_before(bench: Bench) -> None:

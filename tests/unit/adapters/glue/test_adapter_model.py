@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_parts import BLOCK, GARBAGE, Setup
@@ -17,6 +18,9 @@ from support.schedules import schedules
 
 from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.ops import metrics
+from kvstore.paged import device as device_module
+from kvstore.paged import places as places_module
+from kvstore.transfer import layerwise
 
 SETUPS = st.builds(
     Setup,
@@ -55,8 +59,20 @@ LATE_SETUPS = st.builds(
     hot_slots=st.sampled_from([0, 2, 8]),
     async_save=st.sampled_from([True, True, False]),
     local_cpu=st.sampled_from([True, True, False]),
-    gpu_blocks=st.sampled_from([24, 40]),  # few, so that they are taken away and given to others
+    gpu_blocks=st.sampled_from([24, 40, 80]),  # few, so that they are taken away and given to others
+    budget=st.sampled_from([32, 100, 200]),  # of chunks enough for a step to use all buffers several times
+    staging_chunks=st.sampled_from([1, 1, 2]),
+    copy_bytes=st.sampled_from([1, 100, 1 << 18]),
+    copies=st.booleans(),
 )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device is sent of each launch is soon overwritten by the next ones; layers are read one by one."""
+    monkeypatch.setattr(layerwise, "READ_BYTES", 1)
+    monkeypatch.setattr(places_module, "LAUNCHES", 2)
+    monkeypatch.setattr(device_module, "MAX_BLOCKS", 8)
 
 
 class _Client(RandomClient):
@@ -135,7 +151,9 @@ def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool)
 
 
 @schedules()
-@given(setup=LATE_SETUPS, on_disk=st.booleans())
-def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool) -> None:
+@given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
+@pytest.mark.usefixtures("small_parts")
+def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool, with_faults: bool) -> None:
+    """Writes, preemption, blocks zeroed and copied, saves, loads, by layer, sleep, resets, a full device."""
     with tempfile.TemporaryDirectory() as folder:
-        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=False)
+        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)

@@ -67,7 +67,14 @@ SETUPS = st.builds(
 )
 
 # On a device whose work is done as late as it may be: what nobody puts in order comes out wrong.
-LATE_SETUPS = st.builds(replace, SETUPS, eagerness=st.sampled_from([0.1, 0.4, 0.6]), overwrites_early=st.booleans())
+LATE_SETUPS = st.builds(
+    replace,
+    SETUPS,
+    eagerness=st.sampled_from([0.1, 0.4, 0.6]),
+    overwrites_early=st.booleans(),
+    staging_bytes=st.sampled_from([1 << 12, 1 << 14]),
+    copies=st.booleans(),
+)
 
 
 def _play(setup: GroupSetup, *, with_faults: bool) -> None:
@@ -103,10 +110,11 @@ def test_any_schedule_with_a_remote_tier(setup: GroupSetup, *, with_faults: bool
 
 
 @schedules()
-@given(setup=LATE_SETUPS, on_disk=st.booleans())
-def test_any_schedule_on_a_device(setup: GroupSetup, *, on_disk: bool) -> None:
+@given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
+def test_any_schedule_on_a_device(setup: GroupSetup, *, on_disk: bool, with_faults: bool) -> None:
+    """Writes, preemption, blocks zeroed and copied, saves, loads, sleep, resets, a full device."""
     with tempfile.TemporaryDirectory() as folder:
-        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=False)
+        _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)
 
 
 @pytest.mark.parametrize("num_tokens", [61, 63])

@@ -294,6 +294,8 @@ SETUPS = st.builds(
     push_slots=st.sampled_from([1, 3, 30]),
     seed=st.integers(0, 2**32),
     eagerness=st.sampled_from([None, 0.2, 0.5]),
+    staging_chunks=st.sampled_from([1, 2]),
+    copy_bytes=st.sampled_from([1, 1 << 18]),
 )
 
 

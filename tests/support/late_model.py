@@ -1,0 +1,137 @@
+"""A paged cache on a late device, and what its blocks and slots must hold when all is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvstore.paged.base import ChunkBlocks, PagedKV
+from kvstore.paged.streams import Moment, Streams, Way
+from kvstore.transfer.mover import as_block_ids
+from support.late_device import LateDevice, late_paged
+
+BLOCKS, N, CHUNK_BLOCKS, SLOTS, LAYERS = 12, 4, 2, 5, 3
+SMALL_BUFFERS = 4096  # for one chunk, which is rounded up to this
+TWO_LAYERS = 150  # of a chunk have as many bytes, and one has not
+
+
+class Slot:
+    """Host memory for a chunk, and the value that each of its blocks must have."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.payload = np.zeros(size_bytes, np.uint8)
+        self.values: list[int] = []
+        self.busy: list[Moment] = []  # until then the device writes or reads it
+
+
+class Model:
+    """A paged cache whose blocks hold one value each, plus 31 a layer, and what they must hold when all is done."""
+
+    def __init__(
+        self,
+        device: LateDevice,
+        staging_bytes: int = SMALL_BUFFERS,
+        streams: Streams | None = None,
+        copy_bytes: int = 1,
+    ) -> None:
+        self.device, self.dice = device, device.dice
+        shape = (2, BLOCKS, N, 2, 3)
+        self.caches = {f"l{n}": torch.full(shape, 31 * n, dtype=torch.uint8) for n in range(LAYERS)}
+        self.paged = late_paged(
+            device,
+            self.caches,
+            num_blocks=BLOCKS,
+            block_tokens=N,
+            chunk_tokens=CHUNK_BLOCKS * N,
+            staging_bytes=staging_bytes,
+            copy_bytes=copy_bytes,
+            streams=streams,
+        )
+        self.side = self.paged.for_thread()
+        self.wanted = [0] * BLOCKS
+        self.slots = [Slot(self.paged.layout.slot_bytes) for _ in range(SLOTS)]
+
+    def compute(self, block: int) -> None:
+        """Launch kernels that write a block, one for each layer."""
+        self.wanted[block] = self.dice.randrange(256)
+        for layer, cache in enumerate(self.caches.values()):
+            self.device.current.launch(partial(cache[:, block].fill_, (self.wanted[block] + 31 * layer) % 256))
+
+    def take_slots(self, number: int) -> list[Slot]:
+        """Slots that the device uses no more."""
+        slots = self.dice.sample(self.slots, number)
+        for slot in slots:
+            self.reach(slot)
+        return slots
+
+    def reach(self, slot: Slot) -> None:
+        for moment in slot.busy:
+            self.paged.reach(moment)
+        slot.busy = []
+        blocks = len(slot.values)
+        begin = 0
+        for layer in range(LAYERS if blocks else 0):
+            begin, end = self.paged.layout.layer_range(layer, blocks)
+            pages = slot.payload[begin:end].reshape(2, blocks, -1)
+            found = [sorted({int(byte) for byte in pages[:, n].flatten()}) for n in range(blocks)]
+            assert found == [[(value + 31 * layer) % 256] for value in slot.values]
+
+    def spoil(self, slot: Slot) -> None:
+        """The host writes to it: whatever still reads it reads this."""
+        slot.values = []
+        slot.payload[:] = 0xEE
+
+    def gather(self, paged: PagedKV, number: int, *, layered: bool) -> list[int]:
+        """Gather chunks of different lengths. Returns their blocks."""
+        slots, used = self.take_slots(number), []
+        free = self.dice.sample(range(BLOCKS), BLOCKS)
+        chunks = []
+        for slot in slots:
+            ids = [free.pop() for _ in range(self.dice.randint(1, CHUNK_BLOCKS))]
+            self.spoil(slot)
+            slot.values = [self.wanted[block] for block in ids]
+            used += ids
+            chunks.append(paged.chunk(as_block_ids(ids), slot.payload))
+        self.note(slots, chunks, by_layer(paged, Way.OUT, chunks) if layered else paged.gather_chunks(chunks))
+        return used
+
+    def scatter(self, paged: PagedKV, number: int, *, layered: bool) -> None:
+        """Scatter chunks, or their ends, to other blocks."""
+        slots = [slot for slot in self.take_slots(number) if slot.values]
+        free = self.dice.sample(range(BLOCKS), BLOCKS)
+        chunks = []
+        for slot in slots:
+            first = self.dice.randrange(len(slot.values))
+            ids = [free.pop() for _ in slot.values[first:]]
+            for block, value in zip(ids, slot.values[first:], strict=True):
+                self.wanted[block] = value
+            chunks.append(paged.chunk(as_block_ids(ids), slot.payload, len(slot.values), first))
+        self.note(slots, chunks, by_layer(paged, Way.IN, chunks) if layered else paged.scatter_chunks(chunks))
+        for slot in slots:
+            if self.dice.random() < 0.5:
+                self.paged.reach(slot.busy[0])
+                self.spoil(slot)
+
+    def note(self, slots: Sequence[Slot], chunks: Sequence[ChunkBlocks], moments: Sequence[Moment]) -> None:
+        for slot, _, moment in zip(slots, chunks, moments, strict=True):
+            slot.busy.append(moment)
+
+    def check(self) -> None:
+        self.device.run_all()
+        for slot in self.slots:
+            self.reach(slot)
+        for layer, cache in enumerate(self.caches.values()):
+            found = [sorted({int(byte) for byte in cache[:, block].flatten()}) for block in range(BLOCKS)]
+            assert found == [[(value + 31 * layer) % 256] for value in self.wanted]
+
+
+def by_layer(paged: PagedKV, way: Way, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    move = paged.gather_layers if way is Way.OUT else paged.scatter_layers
+    last: Moment = None
+    for layer in range(LAYERS):
+        if paged.layers_with(layer)[-1] == layer:
+            last = move(paged.layers_with(layer), chunks)
+    return [last] * len(chunks)
