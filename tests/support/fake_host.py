@@ -31,7 +31,8 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.base import PagedKV, find_planes
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.paged.device import COPY_BYTES, DevicePagedKV
+from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.regions import COPY_BYTES
 from support.fake_parts import GARBAGE, CommonSetup, FakeRequest, Scheduled, Step, sample
 from support.fake_tables import FakeGroup, FakeTables
 from support.idle import are_loads_idle, are_saves_idle
