@@ -11,7 +11,7 @@ import logging
 import mmap
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -138,8 +138,8 @@ class Disk:
     def _removal(self, space: Space, ref: ChunkRef) -> Work:
         return self._work(partial(self._remove, space, ref), lambda _: None, None)
 
-    def clear(self, space: Space, refs: Collection[ChunkRef], done: Callable[[bool], None]) -> None:
-        """Start to delete all files of a namespace. It has none of other chunks than ``refs``, which must not change.
+    def clear(self, space: Space, refs: Sequence[ChunkRef], done: Callable[[bool], None]) -> None:
+        """Start to delete all files of a namespace, of which ``refs`` are known.
 
         What was begun before ends first, and what comes later waits. ``done`` is called by the thread that decides:
         with True if no file can be found any more, not even after a crash; otherwise they are deleted one by one.

@@ -146,7 +146,7 @@ class Grants:
         core.disk.read(chunk, parts, done, lambda: core.stock.release(chunk))
 
     def _arrived(self, batch: _Batch, number: int, chunk: Chunk, outcome: Outcome) -> None:
-        if outcome is Outcome.HIT and chunk.is_cleared:
+        if outcome is Outcome.HIT and chunk.is_gone:
             outcome = Outcome.MISS
         if outcome is Outcome.HIT and not batch.session.is_over:
             batch.grants[number] = self._grant(batch.session, chunk, outcome)

@@ -45,7 +45,6 @@ class Service:
         self._core = core
         self._max_writes = max_writes
         self._owner = owner
-        self._is_dropping = False  # what was cleared, again and again until all is dropped
         self._touches: deque[tuple[Space, Sequence[ChunkRef]]] = deque(maxlen=_MAX_TOUCHES)
         self._unwritten: deque[Chunk] = deque(maxlen=_MAX_UNWRITTEN)
         self._grants = Grants(core)
@@ -83,7 +82,6 @@ class Service:
                 answer = self._answer(session, request, payload)
         if answer is not None:
             self._core.send(peer, answer, ())
-        self._drop_cleared()
         self._core.sweep()
 
     @property
@@ -130,7 +128,6 @@ class Service:
         for space in self._core.stock.spaces.values():
             if space.namespace.id != namespace.id:
                 self._core.stock.clear(space)
-        self._drop_cleared()
         self._core.sweep()
 
     def close(self) -> None:
@@ -258,21 +255,11 @@ class Service:
     def _clear_space(self, space: Space, cleared: Callable[[bool], None] = lambda _: None) -> int:
         """Forget the chunks of a namespace, and start to delete their files; how many there were."""
         self._core.sweep()
-        refs = self._core.stock.clear(space)
+        count = self._core.stock.clear(space)
+        refs = [ref for _, ref in self._core.stock.take_removals()]
         if self._core.disk is not None:
             self._core.disk.clear(space, refs, cleared)
-        return len(refs)
-
-    def _drop_cleared(self) -> None:
-        """Drop some of the chunks that were cleared; the others later, between the requests of others."""
-        if not self._is_dropping:
-            self._go_on_dropping()
-
-    def _go_on_dropping(self) -> None:
-        self._core.stock.drop_cleared()
-        self._is_dropping = self._core.stock.has_cleared
-        if self._is_dropping:
-            self._core.report(self._go_on_dropping)
+        return count
 
     def _scan(self, session: Session, request: messages.Scan) -> messages.Answer:
         chunks = session.space.chunks

@@ -31,7 +31,7 @@ class Chunk:
         uses: reads, loads and writes under way, while which its pages are given to nobody else.
         pin_end_s: when its pin ends; 0 if it is not pinned.
         is_whole: all of it is in memory. Not so while it is written, or read from disk.
-        is_dropped: nothing knows it any more; its pages are freed with the last use.
+        is_gone: it was removed; its pages are freed with the last use.
         epoch: of its namespace, when its write began.
         sums: known checksums of parts of its payload, by offset and length.
     """
@@ -46,7 +46,7 @@ class Chunk:
     uses: int = 0
     pin_end_s: int = 0
     is_whole: bool = False
-    is_dropped: bool = False
+    is_gone: bool = False
     epoch: int = field(init=False)
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
@@ -60,16 +60,6 @@ class Chunk:
     def is_pinned(self) -> bool:
         """Whether it is kept from eviction."""
         return self.pin_end_s != 0
-
-    @property
-    def is_cleared(self) -> bool:
-        """Whether its namespace was cleared since its write began."""
-        return self.epoch != self.space.epoch
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it cannot be found any more."""
-        return self.is_dropped or self.is_cleared
 
 
 @dataclass
@@ -100,7 +90,6 @@ class Space:
         quota_bytes: what it may hold, in memory and on disk together, each chunk counted once.
         chunks: the least recently used first.
         used_bytes: of all chunks, those being written included.
-        reserved_bytes: of those being written.
         epoch: counts how often it was cleared.
         num_sessions: clients that use it now.
     """
@@ -110,7 +99,6 @@ class Space:
     quota_bytes: int = NO_QUOTA
     chunks: OrderedDict[ChunkRef, Chunk] = field(default_factory=OrderedDict)
     used_bytes: int = 0
-    reserved_bytes: int = 0
     epoch: int = 0
     num_sessions: int = 0
     counters: SpaceCounters = field(default_factory=SpaceCounters)

@@ -2,7 +2,7 @@
 
 As with ``ChunkIndex``, every move is prepared, carried out and completed. A chunk that is being written cannot be found
 until it is complete. A chunk that is being read may be removed or replaced meanwhile: its pages are freed with its last
-use. A namespace is cleared at once, and the chunks that it had are dropped some at a time.
+use.
 
 Memory and disk have a policy each, over the chunks of all namespaces. A namespace at its quota evicts its own chunks,
 the least recently used first.
@@ -10,8 +10,7 @@ the least recently used first.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
@@ -25,7 +24,6 @@ from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
 
 MAX_SPACES = 4096
-MAX_DROPPED = 256  # cleared chunks dropped at a time: some milliseconds
 ANY_SPACE = "*"  # in quotas: those not named
 
 
@@ -56,7 +54,7 @@ class Stock:
         self.spaces: dict[bytes, Space] = {}
         self.departed = Departed()
         self.stamp = first_stamp  # counts the changes of the sizes that clients are told
-        self.num_displaced = 0  # chunks evicted so far, or dropped after a clear, which is the work that this has cost
+        self.num_displaced = 0  # chunks evicted so far, which is the work that this has cost
         self.pins = Pins()
         self._max_pinned_bytes = pool_bytes // 2
         self._disk_bytes = disk_bytes
@@ -65,7 +63,6 @@ class Stock:
         self._memory = open_policy(policy, pool_bytes)
         self._disk = open_policy(disk_policy, disk_bytes)
         self._chunks: dict[bytes, Chunk] = {}  # all that can be found, by key
-        self._cleared: deque[Iterator[Chunk]] = deque()  # those of cleared namespaces, until they are dropped
         self._removals: list[tuple[Space, ChunkRef]] = []
         self._forgotten: list[Space] = []
 
@@ -140,8 +137,7 @@ class Stock:
         """Where a chunk is, or why it is nowhere; for people."""
         chunk = space.chunks.get(ref)
         if chunk is None:
-            key = space.key_of(ref)
-            reason = MissReason.REMOVED if key in self._chunks else self.departed.reason(key)
+            reason = self.departed.reason(space.key_of(ref))
             return (reason or MissReason.NEVER_STORED).value
         places = [name for name, there in (("memory", chunk.is_whole), ("disk", chunk.disk_bytes)) if there]
         return "+".join(places) + (" pinned" if chunk.is_pinned else "")
@@ -169,7 +165,6 @@ class Stock:
         chunk.runs = runs
         chunk.uses = 1
         space.used_bytes += chunk.size_bytes
-        space.reserved_bytes += chunk.size_bytes
         self.stamp += 1
         return chunk
 
@@ -177,15 +172,14 @@ class Stock:
         """A chunk that was reserved has been written, or never will be."""
         space = chunk.space
         chunk.uses -= 1
-        space.reserved_bytes -= chunk.size_bytes
         self.stamp += 1
-        if not is_whole or chunk.is_cleared:
+        if not is_whole or chunk.epoch != space.epoch:
             space.used_bytes -= chunk.size_bytes
             self._free.give(chunk.runs)
-            chunk.runs, chunk.is_dropped = (), True
+            chunk.runs, chunk.is_gone = (), True
             space.counters.failed += 1
             return Outcome.FAILED
-        old = self._chunks.get(chunk.key)  # maybe one that was cleared
+        old = space.chunks.get(chunk.ref)
         if old is not None:
             self._drop(old, MissReason.REMOVED)
         chunk.is_whole = True
@@ -229,14 +223,14 @@ class Stock:
     def release(self, chunk: Chunk) -> None:
         """A use has ended."""
         chunk.uses -= 1
-        if not chunk.uses and (chunk.is_dropped or not chunk.is_whole):
+        if not chunk.uses and (chunk.is_gone or not chunk.is_whole):
             self._unmap(chunk)
 
     def loaded(self, chunk: Chunk, outcome: Outcome) -> None:
         """A read from disk has ended. Its uses are released separately."""
         if outcome is Outcome.HIT:
             chunk.is_whole = True
-        elif outcome in {Outcome.MISS, Outcome.CORRUPT} and not chunk.is_dropped:
+        elif outcome in {Outcome.MISS, Outcome.CORRUPT} and not chunk.is_gone:
             self._drop(chunk, MissReason.LOST)
 
     # -- the disk ----------------------------------------------------------------------------------------------------
@@ -252,8 +246,6 @@ class Stock:
         """Make room on disk for a chunk in memory. True: it is in use until ``written``; False: do not write it."""
         if chunk.disk_bytes or chunk.is_gone or not chunk.is_whole:
             return False
-        if self._disk.used_bytes + size_bytes > self._disk_bytes:
-            self.drop_cleared()
         missing = self._disk.used_bytes + size_bytes - self._disk_bytes
         if missing > 0:
             victims = self._disk.make_room(missing, self._may_leave_disk, chunk.key)
@@ -268,7 +260,7 @@ class Stock:
 
     def written(self, chunk: Chunk, size_bytes: int | None) -> None:
         """A write to disk has ended with a file of that size, or (None) has failed."""
-        if not chunk.is_dropped:  # otherwise its removal follows
+        if not chunk.is_gone:  # otherwise its removal follows
             if size_bytes is None:
                 self._disk.remove(chunk.key)
             else:
@@ -302,36 +294,10 @@ class Stock:
             self._drop(chunk, MissReason.REMOVED)
         return len(found)
 
-    def clear(self, space: Space) -> Collection[ChunkRef]:
-        """Forget all chunks of a namespace, and those just being written; the names of those that there were.
-
-        That costs the same however many there are: they are dropped later, see ``drop_cleared``. The caller has their
-        files deleted.
-        """
+    def clear(self, space: Space) -> int:
+        """Forget all chunks of a namespace, and those just being written; how many there were."""
         space.epoch += 1
-        cleared, space.chunks = space.chunks, OrderedDict()
-        space.used_bytes = space.reserved_bytes
-        self.stamp += 1
-        if cleared:
-            self._cleared.append(reversed(cleared.values()))  # the latest first: these have pages
-        return cleared.keys()
-
-    @property
-    def has_cleared(self) -> bool:
-        """Whether cleared chunks are yet to be dropped."""
-        return bool(self._cleared)
-
-    def drop_cleared(self, at_most: int = MAX_DROPPED) -> None:
-        """Drop some of the chunks that were cleared. Who needs room takes theirs first."""
-        while self._cleared and at_most:
-            chunk = next(self._cleared[0], None)
-            if chunk is None:
-                self._cleared.popleft()
-                continue
-            at_most -= 1
-            if not chunk.is_dropped:
-                self.num_displaced += 1
-                self._drop(chunk, MissReason.REMOVED)
+        return self.remove(space, list(space.chunks))
 
     def pin(self, space: Space, refs: Iterable[ChunkRef], end_s: float) -> int:
         """Pin chunks until then; how many. At most half of the memory is pinned."""
@@ -356,22 +322,20 @@ class Stock:
     def _drop(self, chunk: Chunk, reason: MissReason) -> None:
         """Make a chunk unreachable, and free what nobody uses."""
         space = chunk.space
+        del space.chunks[chunk.ref]
         del self._chunks[chunk.key]
-        if not chunk.is_cleared:
-            del space.chunks[chunk.ref]
-            space.used_bytes -= chunk.size_bytes
-            self.stamp += 1
+        space.used_bytes -= chunk.size_bytes
+        self.stamp += 1
         self.departed.note(chunk.key, reason)
         if reason is MissReason.EVICTED:
             space.counters.evicted_chunks += 1
         self._forget_in(self._memory, chunk, reason)
         if chunk.disk_bytes:
             self._forget_in(self._disk, chunk, reason)
-            if not chunk.is_cleared:
-                self._removals.append((space, chunk.ref))
+            self._removals.append((space, chunk.ref))
             chunk.disk_bytes = 0
         self.pins.drop(chunk)
-        chunk.is_dropped = True
+        chunk.is_gone = True
         if not chunk.uses:
             self._unmap(chunk)
 
@@ -387,7 +351,7 @@ class Stock:
         self._free.give(chunk.runs)
         chunk.runs = ()
         chunk.is_whole = False
-        if not chunk.is_dropped:
+        if not chunk.is_gone:
             self._memory.evict(chunk.key)
 
     def _take(self, size_bytes: int, newcomer: bytes | None, keep: Chunk | None = None) -> tuple[Run, ...] | None:
@@ -397,8 +361,6 @@ class Stock:
             chunk = self._chunks[key]
             return not (chunk.uses or chunk.is_pinned) and chunk is not keep
 
-        if size_bytes > self._free.num_free * PAGE_BYTES:
-            self.drop_cleared()
         victims = self._memory.make_room(size_bytes - self._free.num_free * PAGE_BYTES, may_go, newcomer)
         if victims is None:
             return None

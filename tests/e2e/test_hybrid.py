@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from support.hybrid_engines import (
 from support.hybrid_models import ATTENTION_CHUNK, MAKERS
 from support.redis_server import RedisServer, running
 from support.runner import staying_elsewhere
-from support.vllm_engine import Completion, Prompt, assert_same_outputs, counted_preemptions, through_memory
+from support.vllm_engine import Completion, Prompt, StoreSetup, assert_same_outputs, counted_preemptions, through_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -255,28 +256,14 @@ def remote_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
             server.kill()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", GROUPS)
-def test_hits_from_disk_after_a_kill(name: str, make: Any, tmp_path: Path) -> None:
-    """What was settled is there, after a process that had no time to close."""
-    hybrid = make(name)
-    with hybrid.engine() as engine:
-        plain = engine.generate(PROMPTS, logprobs=2)
-    store = hybrid.store(tmp_path / "disk")
+def killed(hybrid: Hybrid, store: StoreSetup, prompts: list[Prompt]) -> list[Completion]:
+    """What an engine answers in a process of its own, which is killed once all is stored: it has no time to close."""
     job: dict[str, Any] = {"model": str(hybrid.folder), "max_tokens": 12, "ends_steps_at_states": True}
     setup = vars(store) | {"disk": str(store.disk)}
-    with (
-        suppress(_KilledError),
-        staying_elsewhere(job | {"engines": [{"prompts": PROMPTS, "store": setup, "rounds": ["cold"]}]}) as (cold,),
-    ):
-        assert_same_outputs(plain, cold)
+    part = {"prompts": prompts, "store": setup, "rounds": ["cold"], "overrides": {"dtype": hybrid.dtype}}
+    with suppress(_KilledError), staying_elsewhere(job | {"engines": [part]}) as (cold,):
         raise _KilledError
-    with hybrid.engine(store) as engine:
-        found = engine.generate(PROMPTS)
-        assert_same_outputs(plain, found)
-        assert cached(found) == hybrid.hits()
-        assert engine.moved.chunks_loaded_from_disk > 0
-        engine.assert_idle()
+    return cold
 
 
 class _KilledError(Exception):
@@ -285,10 +272,32 @@ class _KilledError(Exception):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", GROUPS)
+def test_hits_from_disk_after_a_kill(name: str, make: Any, tmp_path: Path) -> None:
+    hybrid = make(name)
+    with hybrid.engine() as engine:
+        plain = engine.generate(PROMPTS, logprobs=2)
+    store = hybrid.store(tmp_path / "disk")
+    assert_same_outputs(plain, killed(hybrid, store, PROMPTS))
+    with hybrid.engine(store) as engine:
+        found = engine.generate(PROMPTS)
+        assert_same_outputs(plain, found)
+        assert cached(found) == hybrid.hits()
+        assert engine.moved.chunks_loaded_from_disk > 0
+        engine.assert_idle()
+
+
+def shared(hybrid: Hybrid, url: str) -> StoreSetup:
+    """What several engines share at a remote tier."""
+    store = through_memory(url)
+    store.extra |= hybrid.store().extra
+    return store
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", GROUPS)
 def test_hits_from_a_remote_tier(name: str, make: Any, remote_url: str) -> None:
     hybrid = make(name)
-    store = through_memory(remote_url)
-    store.extra |= hybrid.store().extra
+    store = shared(hybrid, remote_url)
     with hybrid.engine() as engine:
         plain = engine.generate(PROMPTS, logprobs=2)
     with hybrid.engine(store) as engine:
@@ -301,30 +310,61 @@ def test_hits_from_a_remote_tier(name: str, make: Any, remote_url: str) -> None:
         engine.assert_idle()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        pytest.param("qwen3next", {"chunk_tokens": 544, "dtype": "bfloat16"}, id="qwen3next"),  # no other kernel
-        pytest.param("lfm2", {}, id="lfm2"),  # outputs of plain vLLM depend on the batch
-    ],
-)
-def test_hits_equal_vllms_own_bit_by_bit(name: str, more: dict[str, Any], make: Any, tmp_path: Path) -> None:
-    """Where float32 is no oracle: the same hit, alone in its batch, from vLLM's prefix cache and from the store."""
-    hybrid = make(name, **more)
+EXACT: dict[str, dict[str, Any]] = {
+    "qwen3next": {"chunk_tokens": 544, "dtype": "bfloat16"},  # no other kernel
+    "lfm2": {},  # outputs of plain vLLM depend on the batch
+}
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A model for which float32 is no oracle: the same hits, alone in their batches, of vLLM's own prefix cache."""
+
+    hybrid: Hybrid
+    prompts: list[Prompt]
+    own: list[list[tuple[int, float]]]
+
+    def assert_finds_all(self, store: StoreSetup) -> None:
+        """A new engine's answers are the same to the last bit, and hits as long."""
+        with self.hybrid.engine(store) as engine:
+            assert [answers_with_logprobs(engine, prompt) for prompt in self.prompts] == self.own
+            engine.forget_local()
+            assert cached(engine.generate_one_by_one(self.prompts)) == self.hybrid.hits(self.prompts)
+            engine.assert_idle()
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.soak) for name in EXACT])
+def exact(request: pytest.FixtureRequest, make: Any) -> Exact:
+    """Each such model in turn."""
+    hybrid: Hybrid = make(request.param, **EXACT[request.param])
     prompts = [prompt for prompt, hit in zip(PROMPTS, hybrid.hits(), strict=True) if hit]
     with hybrid.engine(enable_prefix_caching=True) as engine:
         own = [[answers_with_logprobs(engine, prompt) for _ in range(2)][1] for prompt in prompts]
         assert cached(engine.generate_one_by_one(prompts)) == hybrid.hits(prompts)
-    store = hybrid.store(tmp_path / "disk")
-    with hybrid.engine(store) as engine:
-        engine.generate_one_by_one(prompts)
+    return Exact(hybrid, prompts, own)
+
+
+def test_hits_equal_vllms_own_bit_by_bit(exact: Exact, tmp_path: Path) -> None:
+    store = exact.hybrid.store(tmp_path / "disk")
+    with exact.hybrid.engine(store) as engine:
+        engine.generate_one_by_one(exact.prompts)
         engine.settle()
         engine.forget_local()
-        assert [answers_with_logprobs(engine, prompt) for prompt in prompts] == own
+        assert [answers_with_logprobs(engine, prompt) for prompt in exact.prompts] == exact.own
         engine.settle()
-    with hybrid.engine(store) as engine:
-        assert [answers_with_logprobs(engine, prompt) for prompt in prompts] == own
-        engine.forget_local()
-        assert cached(engine.generate_one_by_one(prompts)) == hybrid.hits(prompts)
-        engine.assert_idle()
+    exact.assert_finds_all(store)
+
+
+def test_hits_after_a_kill_equal_vllms_own(exact: Exact, tmp_path: Path) -> None:
+    store = exact.hybrid.store(tmp_path / "disk")
+    for prompt in exact.prompts:  # each alone in its batch
+        killed(exact.hybrid, store, [prompt])
+    exact.assert_finds_all(store)
+
+
+def test_hits_from_a_remote_tier_equal_vllms_own(exact: Exact, remote_url: str) -> None:
+    store = shared(exact.hybrid, remote_url)
+    with exact.hybrid.engine(store) as engine:
+        engine.generate_one_by_one(exact.prompts)
+        engine.settle()
+    exact.assert_finds_all(store)

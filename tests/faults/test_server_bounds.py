@@ -211,44 +211,6 @@ class TestManyNamespaces:
 
 
 class TestClears:
-    def test_a_clear_of_many_chunks_lets_others_have_their_turn(self) -> None:
-        """They are answered before all of them are dropped, and find none of them."""
-        with serving_ipc(pool_bytes=4000 * PAGE_BYTES, policy="LRU") as server:
-            fill(server)
-            client, other = Raw(server), Raw(server)
-            for raw in (client, other):
-                raw.hello({"model": "small"}, messages.Geometry.of(SMALL))
-            seen: list[int] = []
-            lookup, drop = server.hub.stock.lookup, server.hub.stock.drop_cleared
-
-            def slowly() -> None:
-                time.sleep(0.05)  # so that what the other has sent has come, however busy the machine is
-                drop()
-
-            def watched(space: Space, refs: Sequence[ChunkRef]) -> bytes:
-                seen.append(server.hub.stock.num_displaced)
-                return lookup(space, refs)
-
-            server.hub.stock.lookup = watched  # type: ignore[method-assign]
-            server.hub.stock.drop_cleared = slowly  # type: ignore[method-assign, assignment]
-            gate = threading.Event()
-            server.hub._report(partial(hold, gate))
-            client.link.send(messages.Clear(1))
-            refs = messages.pack_refs([make_ref(number, 1) for number in range(4000)])
-            for _ in range(3):
-                other.link.send(messages.Lookup(other.link.new_serial(), refs))
-            gate.set()
-            assert isinstance(client.link.receive(), messages.Done)
-            for _ in range(3):
-                held = other.link.receive()
-                assert isinstance(held, messages.Held)
-                assert not any(held.found)
-            wait_for("all are dropped", lambda: server.hub.stock.num_displaced == 4000)
-            assert max(seen) < 4000
-            assert server.hub.pool.used_bytes == 0
-            client.close()
-            other.close()
-
     def test_a_read_that_a_clear_overtook_brings_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gate, get = Gate(), DiskTier.get
 

@@ -47,7 +47,6 @@ class StockMachine(RuleBasedStateMachine):
             self.clients.append(self.sessions.begin(Peer(0, bytes([number])), space, 1 << 60, b"", 0.0))
         self.loading: list[tuple[Chunk, Session]] = []
         self.writing: list[Chunk] = []
-        self.cleared: list[Chunk] = []
 
     @rule(who=st.integers(0, 5), ref=REFS)
     def reserve(self, who: int, ref: ChunkRef) -> None:
@@ -83,7 +82,7 @@ class StockMachine(RuleBasedStateMachine):
     def end_load(self, data: st.DataObject, outcome: Outcome) -> None:
         chunk, session = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
         self.stock.loaded(chunk, outcome)
-        if outcome is Outcome.HIT and not session.is_over and not chunk.is_cleared:
+        if outcome is Outcome.HIT and not session.is_over:
             self.sessions.lease(session, chunk, is_write=False)
         else:
             self.stock.release(chunk)
@@ -131,22 +130,8 @@ class StockMachine(RuleBasedStateMachine):
     def clear(self, who: int, chance: int) -> None:
         if not chance:
             return
-        space = self.clients[who].space
-        known = list(space.chunks.values())
-        assert [chunk.ref for chunk in known] == list(self.stock.clear(space))
-        assert not space.chunks
-        self.cleared += known
-
-    @rule(at_most=st.integers(1, 3))
-    def drop_cleared(self, at_most: int) -> None:
-        before = len(self._left())
-        self.stock.drop_cleared(at_most)
-        assert 0 <= before - len(self._left()) <= at_most
-        assert self.stock.has_cleared or not self._left()
-
-    def _left(self) -> list[Chunk]:
-        """The cleared chunks that have not been dropped yet."""
-        return [chunk for chunk in self.cleared if not chunk.is_dropped]
+        self.stock.clear(self.clients[who].space)
+        assert not self.clients[who].space.chunks
 
     @rule(who=st.integers(0, 5), ref=REFS, end_s=st.integers(1, 20))
     def pin(self, who: int, ref: ChunkRef, end_s: int) -> None:
@@ -172,8 +157,8 @@ class StockMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_add_up(self) -> None:
-        """Each page is free, or belongs to one chunk: one that can be found, is in use, or is yet to be dropped."""
-        chunks = {id(chunk): chunk for chunk in self._left()}
+        """Each page is free, or belongs to one chunk: one that can be found, or one that is in use."""
+        chunks: dict[int, Chunk] = {}
         for space in self.stock.spaces.values():
             chunks.update({id(chunk): chunk for chunk in space.chunks.values()})
         for session in self.clients:
@@ -201,7 +186,6 @@ class StockMachine(RuleBasedStateMachine):
             chunks = [*space.chunks.values(), *pending]
             assert space.used_bytes == sum(chunk.size_bytes for chunk in chunks)
             self._check_quota(space)
-            assert not any(chunk.is_gone for chunk in space.chunks.values())
 
     def _check_quota(self, space: Space) -> None:
         if space.namespace.fields["model"] == "2":
@@ -209,7 +193,7 @@ class StockMachine(RuleBasedStateMachine):
 
     @invariant()
     def tiers_add_up(self) -> None:
-        chunks = [chunk for space in self.stock.spaces.values() for chunk in space.chunks.values()] + self._left()
+        chunks = [chunk for space in self.stock.spaces.values() for chunk in space.chunks.values()]
         assert sum(chunk.disk_bytes for chunk in chunks) <= DISK_BYTES
         assert self.stock.num_on_disk == sum(chunk.disk_bytes > 0 for chunk in chunks)
         assert self.stock.num_in_memory == sum(bool(chunk.runs) for chunk in chunks)
