@@ -49,14 +49,20 @@ SIZES: Final = {
 
 # What no rule can know.
 SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = {
+    "AfmoeForCausalLM": {
+        "score_func": "sigmoid"
+    },  # this and others: vLLM reads what only published configurations have
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4},
     },
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
     "FalconForCausalLM": {"num_kv_heads": 4},
     "FalconH1ForCausalLM": {"mamba_expand": 2},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", _FULL] * 2},
     "Gemma4ForCausalLM": {"global_head_dim": 128, "hidden_size_per_layer_input": 0},
+    "Glm4MoeForCausalLM": {"head_dim": 64, "first_k_dense_replace": 1},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     "GPTJForCausalLM": {"rotary_dim": 32},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
