@@ -1,9 +1,8 @@
 """Whole blocks between a paged KV cache and slab slots, as opaque bytes.
 
 A backend may arrange a block in any way (vLLM's CPU backend transposes K inside it), so nothing here looks inside: a
-block is the dense region of bytes that its strides span, found once when the caches are registered. Copies use numpy:
-measured, ``take`` into a prepared buffer reached 0.86 and fancy assignment 1.0 of memcpy's bandwidth, both without an
-allocation, where torch's indexing reached 0.2 to 0.5.
+block is the dense region of bytes that its strides span, found once when the caches are registered. Copies use numpy,
+without allocations: ``take`` reached 0.86 and fancy assignment 1.0 of memcpy's bandwidth, torch's indexing 0.2 to 0.5.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ _ELEMENTS = {
 }
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
-
 Page = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """A plane's rows of all blocks, and the rows of some of them in a payload."""
-
 
 _Copy = tuple[npt.NDArray[Any], BlockIds, npt.NDArray[Any]]
 """A plane's rows of all blocks, which of them, and their rows in a payload."""
@@ -79,8 +76,7 @@ class PagedKV(Protocol):
     def for_thread(self) -> PagedKV:
         """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs.
 
-        On a device it has a current stream of its own: what it launches is in order with the model's only where
-        ``after`` and ``fence`` say so.
+        On a device it has its own current stream: only ``after`` and ``fence`` order its launches with the model's.
         """
 
     def beside(self, other: PagedKV) -> PagedKV:
@@ -121,6 +117,9 @@ class PagedKV(Protocol):
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """``scatter`` several chunks, in fewer launches. A moment for each; ``pages`` are not used."""
+
+    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+        """Make parts of payloads zeros, in the order of gathers: the device may still read what stands there."""
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0
@@ -352,6 +351,12 @@ class HostPagedKV:
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
         return [self.scatter(chunk.block_ids, chunk.payload, chunk.chunk_blocks, chunk.first_block) for chunk in chunks]
+
+    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+        """See ``PagedKV``."""
+        for part in parts:
+            part[:] = 0
+        return None
 
     def chunk(
         self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int | None = None, first_block: int = 0

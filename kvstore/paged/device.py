@@ -181,6 +181,15 @@ class DevicePagedKV:
         """See ``PagedKV``."""
         return self._carry_whole(Way.IN, chunks)
 
+    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+        """See ``PagedKV``; each is at most as long as a payload."""
+
+        def copy_out(staged: torch.Tensor) -> None:
+            for part in parts:
+                torch.from_numpy(part).copy_(staged[: len(part)], non_blocking=True)
+
+        return self._staging.carry_out(lambda staged: staged[: max(map(len, parts))].zero_(), copy_out)
+
     def layers_with(self, layer: int) -> range:
         """See ``PagedKV``."""
         return self._together[layer]

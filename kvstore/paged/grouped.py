@@ -141,7 +141,9 @@ class GroupedPagedKV:
 
     def gather(self, block_ids: BlockIds, payload: ByteArray) -> Moment:
         """See ``PagedKV``; nothing behind the rows is written."""
-        return self._gather([ChunkBlocks(block_ids, payload, len(block_ids), 0)])[0]
+        chunks = [ChunkBlocks(block_ids, payload, len(block_ids), 0)]
+        self._check_sources(chunks)
+        return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.moment())[0]
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
         """See ``PagedKV``; the rows are all that the payload has."""
@@ -149,30 +151,43 @@ class GroupedPagedKV:
 
     def gather_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``; the rest of a part's last block becomes zeros."""
-        for chunk in chunks:
-            end = int(self._block_bytes[chunk.block_ids >> _GROUP_SHIFT].sum())
-            chunk.payload[end : self.layout.payload_bytes(chunk.chunk_blocks)] = 0
-        return self._gather(chunks)
+        self._check_sources(chunks)
+        begun = self.blank([self._rest_of(chunk) for chunk in chunks])
+        return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), begun)
 
-    def _gather(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
+    def _rest_of(self, chunk: ChunkBlocks) -> ByteArray:
+        end = int(self._block_bytes[chunk.block_ids >> _GROUP_SHIFT].sum())
+        return chunk.payload[end : self.layout.payload_bytes(chunk.chunk_blocks)]
+
+    def blank(self, parts: Sequence[ByteArray]) -> Moment:
+        """See ``PagedKV``."""
+        parts = [part for part in parts if len(part)]
+        return self._first.blank(parts) if parts else self.moment()
+
+    def _check_sources(self, chunks: Sequence[ChunkBlocks]) -> None:
         for chunk in chunks:  # a null block is no source
             check_block_ids(chunk.block_ids & _BLOCK_MASK, range(1, self.num_blocks))
-        return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts))
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
-        return self._move(chunks, lambda paged, parts: paged.scatter_chunks(parts))
+        return self._move(chunks, lambda paged, parts: paged.scatter_chunks(parts), self.moment())
 
     def _move(
-        self, chunks: Sequence[ChunkBlocks], move: Callable[[PagedKV, Sequence[ChunkBlocks]], list[Moment]]
+        self,
+        chunks: Sequence[ChunkBlocks],
+        move: Callable[[PagedKV, Sequence[ChunkBlocks]], list[Moment]],
+        begun: Moment,
     ) -> list[Moment]:
-        """Move what several chunks have of a group at once. Copies end in order: a chunk's last is its end."""
+        """Move what several chunks have of a group at once. Copies end in order: a chunk's last is its end.
+
+        ``begun``: that of what comes before.
+        """
         parts: dict[PagedKV, list[tuple[int, ChunkBlocks]]] = {}  # by what moves them, each with its chunk's number
         for number, chunk in enumerate(chunks):
             for paged, _, part in self._segments(chunk.block_ids, chunk.payload):
                 if len(part.block_ids):
                     parts.setdefault(paged, []).append((number, part))
-        moments = [self.moment()] * len(chunks)
+        moments = [begun] * len(chunks)
         for paged, own in parts.items():
             for (number, _), moment in zip(own, move(paged, [part for _, part in own]), strict=True):
                 moments[number] = moment

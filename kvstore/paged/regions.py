@@ -14,6 +14,7 @@ from kvstore.layout import KVLayout
 from kvstore.paged.base import ChunkBlocks
 
 COPY_BYTES = 256 << 10  # to begin a copy takes about as long as to copy so many bytes
+PIECE_COPIES = 4  # a piece counts as so many copies: the host takes longer to begin one than the device
 
 
 class Region(NamedTuple):
@@ -47,7 +48,7 @@ def regions_of(
     last = end - (num_blocks - chunk.first_block - num_wanted) * layout.page_bytes[layers[-1]]
     num_pieces = len(layers) * layout.planes
     wanted_bytes = (end - begin) // num_blocks * num_wanted
-    if not exactly and last - first + copy_bytes <= wanted_bytes + num_pieces * copy_bytes:
+    if not exactly and last - first + copy_bytes <= wanted_bytes + num_pieces * PIECE_COPIES * copy_bytes:
         yield Region(first, last, first - begin)
         return
     for layer in layers:

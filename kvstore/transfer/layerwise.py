@@ -65,6 +65,7 @@ class LayerLoad:
         self._fillings: dict[int, Filling | None] = {}  # what the slots held when they were first used, by job number
         self._blocks: dict[int, ChunkBlocks] = {}  # of the jobs, by number
         self._moment: Moment = None  # when the slots have been read, so far
+        self._turn: Moment = None  # the end of the last call, whose thread may have another current stream
         self._uses_thread = not mover.launches
         self._next_layer: Future[None] | None = None  # scattered while the model computes
         self._returned_s = -math.inf  # when the last layer was there
@@ -77,6 +78,7 @@ class LayerLoad:
         From the layer on at which a chunk fails, its blocks are left as they were.
         """
         begin_s = time.perf_counter()
+        self._mover.paged.after(self._turn)
         layers = self._mover.paged.layers_with(layer)
         if layer == layers.start:
             self._read_ahead(layers[-1])
@@ -87,10 +89,13 @@ class LayerLoad:
             self._next_layer = None
         computed_s, took_s = begin_s - self._returned_s, time.perf_counter() - begin_s
         # Where nothing is computed in between, waking the thread costs more than it saves.
-        if self._uses_thread and layer + 1 < self._num_layers and computed_s > IDLE_SHARE * took_s:
-            self._read_ahead(layer + 1)
-            self._next_layer = self._mover.in_background(lambda: self._bring(range(layer + 1, layer + 2)))
+        is_last = layer == layers[-1] < self._num_layers - 1  # of those that go together
+        if self._uses_thread and is_last and computed_s > IDLE_SHARE * took_s:
+            following = self._mover.paged.layers_with(layer + 1)
+            self._read_ahead(following[-1])
+            self._next_layer = self._mover.in_background(lambda: self._bring(following))
         self._done_layers = layer + 1
+        self._turn = self._mover.paged.moment()
         self._returned_s = time.perf_counter()
 
     def _bring(self, layers: range) -> None:
@@ -246,9 +251,15 @@ class LayerStore:
         self._chunks: dict[int, ChunkBlocks] = {}  # what is gathered, by slot
         self._done_layers = 0
         self._moment: Moment = None  # when the layers so far are in memory
+        self._turn: Moment = None  # the end of the last call, whose thread may have another current stream
 
     def move(self, layer: int) -> None:
         """Gather one layer of all chunks, the layers in order. Small ones wait for those that go with them."""
+        self._mover.paged.after(self._turn)
+        self._gather(layer)
+        self._turn = self._mover.paged.moment()
+
+    def _gather(self, layer: int) -> None:
         if layer == 0:
             self._chunks = {
                 job.step.slot: self._mover.paged.chunk(job.block_ids, self._mover.launcher.claim(job.step.slot))

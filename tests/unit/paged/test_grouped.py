@@ -188,7 +188,8 @@ def test_groups_in_the_same_memory_share_a_launch_and_so_do_chunks() -> None:
     ]
     device.counts.clear()
     moments = paged.gather_chunks(chunks)
-    assert (device.counts["run"], device.counts["OUT"], device.counts["reach"]) == (2, 2, 0)
+    gathers, blanks = 2, 1  # the first and the second chunk end within a block
+    assert (device.counts["run"], device.counts["OUT"], device.counts["reach"]) == (gathers + blanks,) * 2 + (0,)
     for chunk, moment, runs in zip(
         chunks, moments, ([(0, [3, 7]), (0, [5]), (2, [2])], [(0, [1, 6]), (2, [4])], [(0, [9])]), strict=True
     ):
@@ -229,3 +230,19 @@ def test_a_chunk_is_there_when_the_last_of_its_groups_is() -> None:
     paged.reach(moment)
     content = expected(layers, (2, [2]), (0, [3]))
     assert chunk.payload[: len(content)].tobytes() == content
+
+
+def test_the_rest_of_a_part_is_blanked_when_its_slot_has_been_read() -> None:
+    """On a device: a slot that is still scattered is gathered into, and the host would be ahead of both."""
+    device, layers = LateDevice(0, eagerness=0.0), caches()
+    paged, slot = on_device(device, layers), np.zeros(4096, np.uint8)
+    paged.reach(paged.gather_chunks([ChunkBlocks(ids((0, 3), (0, 7)), slot, 2, 0)])[0])
+    (read,) = paged.scatter_chunks([ChunkBlocks(ids((0, 4), (0, 5)), slot, 2, 0)])
+    paged.after(read)  # as of a slot that is claimed
+    (end,) = paged.gather_chunks([ChunkBlocks(ids((2, 2)), slot, 2, 0)])
+    paged.reach(end)
+    device.run_all()
+    assert all(torch.equal(cache[[4, 5]], cache[[3, 7]]) for cache in layers[0].values())
+    content = expected(layers, (2, [2]))
+    assert slot[: len(content)].tobytes() == content
+    assert not slot[len(content) : paged.layout.payload_bytes(2)].any()

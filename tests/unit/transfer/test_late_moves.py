@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from support.gate import HANG_GUARD_S
-from support.late_bench import FULL, LAYERS, Bench, blocks_of, load_job, ref_of, store_job
-from support.late_device import Failure
+from support.late_bench import FULL, LAYERS, TARGET, Bench, blocks_of, load_job, ref_of, store_job
+from support.late_device import Failure, LateDevice
 from support.rig import BLOCKS_PER_CHUNK
 
 from kvstore.catalog.plans import LoadStep, Place
@@ -17,6 +19,11 @@ from kvstore.transfer import layerwise
 from kvstore.transfer.layerwise import LayerLoad, LayerStore
 from kvstore.transfer.mover import LoadJob, as_block_ids
 from kvstore.transfer.stopwatch import Stopwatch
+
+
+def on_another_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(work).result(HANG_GUARD_S)
 
 
 @pytest.fixture
@@ -149,6 +156,45 @@ def test_small_layers_are_loaded_together_when_all_of_them_have_come(monkeypatch
             load.move(layer)
         assert load.finish().failed == {ref_of(2).prefix_key}
         assert bench.held() == former, "not even of the layers that have come"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_layers_may_be_loaded_by_several_threads(seed: int) -> None:
+    """Each has a current stream of its own; small layers came on that of the first."""
+    with Bench.running(copy_bytes=1 << 18, device=LateDevice(seed, eagerness=0.3)) as bench:
+        bench.mover.store([store_job(1, 0)])
+        bench.device.run_all()
+        load, seen = LayerLoad(bench.mover, [load_job(1, 0)]), list[int]()
+
+        def compute(layer: int) -> None:
+            load.move(layer)
+            block = bench.rig.caches[f"layer.{layer}"][TARGET]
+            bench.device.current.launch(lambda: seen.append(int(block.flatten()[0])))
+
+        for layer in range(LAYERS):
+            on_another_thread(partial(compute, layer))
+        assert not load.finish().failed
+        bench.device.run_all()
+        assert seen == [blocks_of(1)[0]] * LAYERS
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_layers_may_be_stored_by_several_threads(seed: int) -> None:
+    """Small ones are gathered on the stream of the last, after what was computed on those of the others."""
+    with Bench.running(copy_bytes=1 << 18, device=LateDevice(seed, eagerness=0.3)) as bench:
+        store = LayerStore(bench.mover, [store_job(1, 0)])
+
+        def compute(layer: int) -> None:
+            for block in blocks_of(1):
+                bench.model_computes(layer, block, 0x77)
+            store.move(layer)
+
+        for layer in range(LAYERS):
+            on_another_thread(partial(compute, layer))
+        assert store.finish() == set()
+        stored = bench.cpu.read(0, ref_of(1))
+        assert stored is not None
+        assert set(stored[: bench.paged.layout.payload_bytes(BLOCKS_PER_CHUNK)].tolist()) == {0x77}
 
 
 def test_what_a_load_takes_is_told_without_the_step_before(bench: Bench) -> None:
