@@ -22,7 +22,7 @@ from support.layer_calls import PartTier
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, SLOT_BYTES, Rig
 
 TARGET = 60  # chunks are loaded to the blocks from here on downwards
-LAYERS = 2
+LAYERS = 5
 FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -41,7 +41,7 @@ class Bench:
 
     def __init__(self, copy_bytes: int, device: LateDevice) -> None:
         self.device = device
-        self.rig = Rig()
+        self.rig = Rig(num_layers=LAYERS)
         self.paged = late_paged(
             self.device, self.rig.caches, num_blocks=self.rig.num_blocks, block_tokens=BLOCK, chunk_tokens=CHUNK,
             staging_bytes=SLOT_BYTES, copy_bytes=copy_bytes,

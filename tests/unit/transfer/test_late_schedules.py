@@ -311,7 +311,7 @@ class Worker:
     seed=st.integers(0, 2**32),
     eagerness=st.sampled_from([0.0, 0.3, 0.7]),
     is_uneven=st.booleans(),
-    copy_bytes=st.sampled_from([1, 1 << 18]),
+    copy_bytes=st.sampled_from([1, 300, 600, 1 << 18]),  # one, two, three and all layers together
 )
 @pytest.mark.usefixtures("small_parts")
 def test_blocks_hold_what_the_model_wrote(seed: int, eagerness: float, copy_bytes: int, *, is_uneven: bool) -> None:
