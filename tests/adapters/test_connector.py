@@ -42,7 +42,7 @@ def make(spec: AttentionSpec) -> KVStoreConnector:
     )
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, use_mla=False),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from support.vllm_objects import BLOCK, CONFIG, cache_config, hybrid, mamba, spec, vllm_config
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -52,7 +53,8 @@ def test_several_groups_are_not_quantized(key: str) -> None:
 
 @pytest.mark.parametrize(("mode", "is_stored"), [("none", False), ("align", True)])
 def test_states_without_prefix_caching_are_not_stored(mode: str, *, is_stored: bool) -> None:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
+    config = vllm_config()
+    config.cache_config.mamba_cache_mode = mode
     assert (support.stores_nothing(config, hybrid()) is None) is is_stored
     assert support.stores_nothing(config, cache_config()) is None
 
@@ -71,6 +73,15 @@ def test_states_that_vllm_keeps_inside_blocks_are_told(
     support.tell_limits(config, cache_config())
     told = [message for message in caplog.messages if "without --prefix-match-unit" in message]
     assert len(told) == is_told
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_mla_on_a_cpu_is_not_stored(monkeypatch: pytest.MonkeyPatch, *, is_cpu: bool) -> None:
+    """There vLLM's kernels for prompts do not look at what is cached, whoever has cached it."""
+    config = vllm_config()
+    config.model_config.use_mla = True
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: is_cpu)
+    assert (support.stores_nothing(config, cache_config()) is not None) is is_cpu
 
 
 def test_vllm_ends_a_step_where_prompts_part() -> None:

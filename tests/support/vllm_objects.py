@@ -35,7 +35,7 @@ def vllm_config(
 ) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_consumer=consumer, is_kv_producer=True, kv_load_failure_policy=policy),
-        model_config=SimpleNamespace(enable_sleep_mode=sleep),
+        model_config=SimpleNamespace(enable_sleep_mode=sleep, use_mla=False),
         cache_config=SimpleNamespace(mamba_cache_mode="align"),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         speculative_config=None,

@@ -103,7 +103,7 @@ USES: Final = (
     Use(
         "vllm.config",
         "ModelConfig",
-        ("model", "dtype", "hf_config", "quantization", "enable_sleep_mode", "get_head_size"),
+        ("model", "dtype", "hf_config", "quantization", "enable_sleep_mode", "get_head_size", "use_mla"),
     ),
     Use("vllm.config", "CacheConfig", ("cache_dtype",)),
     Use(

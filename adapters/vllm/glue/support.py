@@ -110,6 +110,8 @@ def stores_nothing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     """Why nothing of this model can be stored as vLLM was started; None if something can."""
     if has_states(kv_cache_config) and vllm_config.cache_config.mamba_cache_mode == "none":
         return "this model keeps states, and vLLM keeps none for a prefix: start it with --enable-prefix-caching"
+    if vllm_config.model_config.use_mla and vllm.platforms.current_platform.is_cpu():
+        return "on a CPU vLLM computes prompts of models with MLA from their first token only: start it without kvstore"
     return None
 
 

@@ -49,9 +49,8 @@ SIZES: Final = {
 
 # What no rule can know.
 SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = {
-    "AfmoeForCausalLM": {
-        "score_func": "sigmoid"
-    },  # this and others: vLLM reads what only published configurations have
+    # Of this and others: what vLLM reads, and only published configurations have.
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4},
@@ -69,6 +68,16 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = {
     "Lfm2ForCausalLM": {"conv_dim": 256, "layer_types": ["conv", "conv", _FULL, "conv"]},
     "Lfm2MoeForCausalLM": {"conv_dim": 256, "layer_types": ["conv", "conv", _FULL, "conv"]},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},
+    "MiMoV2FlashForCausalLM": {
+        "hybrid_layer_pattern": [1, 1, 1, 0],
+        "layernorm_epsilon": 1e-6,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "sliding_window_size": 96,
+        "swa_head_dim": 64,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_v_head_dim": 64,
+    },
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
     "NemotronForCausalLM": {"num_key_value_heads": 2, "head_dim": 64},
     "Phi3ForCausalLM": {"pad_token_id": VOCAB - 1},
