@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,9 @@ def test_kv_that_depends_on_more_than_the_prefix_is_refused() -> None:
     ring = CircularBufferSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
     with pytest.raises(LayoutError, match="no KV cache that can be shared"):
         check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], ring)), CONFIG)
+    both_ways = replace(spec(), non_causal=True)
+    with pytest.raises(LayoutError, match="attend to those after them"):
+        check_supported(vllm_config(), cache_config(KVCacheGroupSpec(["layer.0"], both_ways)), CONFIG)
     group_ids = groups.group_ids(cache_config(KVCacheGroupSpec(["ring"], ring), KVCacheGroupSpec(["layer.0"], spec())))
     assert group_ids == (1,), "a ring beside others is not stored"
 

@@ -93,6 +93,11 @@ def model_groups(kv_cache_config: KVCacheConfig, block_bytes: Sequence[int]) -> 
 
 
 def _kind_of_layer(spec: KVCacheSpec) -> Kind:
+    if getattr(spec, "non_causal", False):
+        raise LayoutError(
+            "in this model tokens of a prompt attend to those after them, so equal prefixes need not have equal KV: "
+            "start vLLM without kvstore"
+        )
     if isinstance(spec, MambaSpec):
         return Kind.STATE
     if isinstance(spec, SlidingWindowSpec):
