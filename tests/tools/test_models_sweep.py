@@ -22,11 +22,12 @@ DONE: dict[str, dict[str, Any]] = {
     "EqualToOwn": OWN | {"cached": [64], "equal": False, "equal_own": True},
     "Unequal": OWN | {"cached": [64], "equal": False, "equal_own": False},
     "NoHit": OWN | {"cached": [0], "equal": True, "equal_own": True},
-    "Failed": OWN | {"error": "LayoutError: no"},
+    "Failed": OWN | {"error": "RuntimeError: no"},
+    "Refused": OWN | {"error": "[rank0]: kvstore.errors.LayoutError: no"},
     "NotRun": {"built": True, "error": "no kernel"},
     "NotBuilt": {"error": "AttributeError: layers"},
 }
-VERDICTS = ["equal", "equal", "unequal", "no hit", "failed", "not run", "not built"]
+VERDICTS = ["equal", "equal", "unequal", "no hit", "failed", "refused", "not run", "not built"]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_what_is_not_run_by_vllm_itself_does_not_count(
 ) -> None:
     assert sweep.main(["--results", str(tmp_path / "results")]) == 1
     said = capsys.readouterr().out
-    assert "2 of 5 that run" in said
+    assert "2 of 6 that run" in said
     assert "1 do not run on this CPU, 1 cannot be built" in said
     assert "2 Mamba, 1 FullAttention" in said
 

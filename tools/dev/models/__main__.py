@@ -28,6 +28,7 @@ EXAMPLE: Final = """examples:
 """
 COMMAND: Final = (sys.executable, "-m", "kvstore.tools.dev.models.trial")
 _MARK: Final = "TRIAL "
+_REFUSAL: Final = "kvstore.errors.LayoutError"  # with its reason
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -125,7 +126,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     if "own_cached" not in result:
         return "not run"  # by vLLM itself
     if "cached" not in result:
-        return "failed"
+        return "refused" if _REFUSAL in result.get("error", "") else "failed"
     if not any(result["cached"]):
         return "no hit"
     return "equal" if result["equal"] or result["equal_own"] else "unequal"
