@@ -45,21 +45,12 @@ def test_aborted_requests(
     tiny_model: Path, prompts: list[Prompt], plain_outputs: list[Completion], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     """Aborted while waiting, in the middle of prefill and while decoding: others are right, and nothing leaks."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     long = [prompt for prompt in prompts if len(prompt) >= 500]
     for extra in ({}, {"kvstore.save_decode_cache": True}):
         store = StoreSetup(tmp_path / f"disk{len(extra)}", extra=extra | mode)
         with Engine(tiny_model, store) as engine:
-            low_level = engine.llm.llm_engine
             for steps in (0, 1, 2, 5):
-                for number, prompt in enumerate(long):
-                    low_level.add_request(f"{steps}-{number}", {"prompt_token_ids": prompt}, params)
-                for _ in range(steps):
-                    low_level.step()
-                low_level.abort_request([f"{steps}-{number}" for number in range(len(long))])
-                assert not low_level.has_unfinished_requests()
+                engine.abort_after(steps, long)
                 engine.settle()  # blocks kept for a last store, or for a load under way, come back with coming steps
                 engine.forget_local()
             assert_same_outputs(plain_outputs, engine.generate(prompts))

@@ -164,6 +164,18 @@ def test_what_vllm_has_itself_is_stored_right(hybrid: Hybrid, plain: list[Comple
         engine.assert_idle()
 
 
+def test_aborted_requests(hybrid: Hybrid, plain: list[Completion], tmp_path: Path) -> None:
+    """While they wait, load, are in the middle of prefill, or decode: others are right, and no block leaks."""
+    store = hybrid.store(tmp_path / "disk", save_decode_cache=True)
+    with hybrid.engine(store, max_num_batched_tokens=256) as engine:
+        for steps in (0, 1, 2, 5, 12):
+            engine.abort_after(steps, PROMPTS)
+            engine.settle()
+            engine.forget_local()
+        assert_same_outputs(plain[: len(PROMPTS)], engine.generate(PROMPTS))
+        engine.assert_idle()
+
+
 def files_in(folder: Path) -> list[Path]:
     """The files of chunks and parts, in an order that mixes them."""
     return sorted(path for path in folder.rglob("*.safetensors") if path.parent.name != ".free")

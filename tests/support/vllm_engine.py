@@ -143,6 +143,20 @@ class Engine:
         outputs = self.llm.generate(inputs, params, lora_request=lora, use_tqdm=False)
         return [_completion(output) for output in outputs]
 
+    def abort_after(self, steps: int, prompts: Sequence[Prompt]) -> None:
+        """Let clients ask, and go away after so many steps."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        names = [f"{steps}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(names)
+        assert not engine.has_unfinished_requests()
+
     def generate_one_by_one(self, prompts: Sequence[Prompt], *, max_tokens: int = 12) -> list[Completion]:
         """The same, each prompt alone in its batch."""
         return [self.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
