@@ -183,12 +183,14 @@ class DevicePagedKV:
 
     def blank(self, parts: Sequence[ByteArray]) -> Moment:
         """See ``PagedKV``; each is at most as long as a payload."""
+        most_bytes = max(map(len, parts))
+        self._check_fits(most_bytes)
 
         def copy_out(staged: torch.Tensor) -> None:
             for part in parts:
                 torch.from_numpy(part).copy_(staged[: len(part)], non_blocking=True)
 
-        return self._staging.carry_out(lambda staged: staged[: max(map(len, parts))].zero_(), copy_out)
+        return self._staging.carry_out(lambda staged: staged[:most_bytes].zero_(), copy_out)
 
     def layers_with(self, layer: int) -> range:
         """See ``PagedKV``."""
