@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import psutil
@@ -71,3 +73,15 @@ class Mark(NamedTuple):
         seconds = max(end.at_s - self.at_s, 1e-9)
         others_s = max(0.0, (end.busy_s - self.busy_s) - (end.own_s - self.own_s))
         return Load(os.cpu_count() or 1, self.load, end.load, others_s / seconds)
+
+
+def cpu_name() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [
+        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == "model name"
+    ]
+    return next(filter(None, names), platform.machine())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench import floors
+from kvstore.tools.bench import floors, plot
 from kvstore.tools.bench.compare import compare, read_fractions
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry, parse_geometry
@@ -209,6 +210,23 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: the extra `plot`")
     plot_report(make_report(make_line(0.75), make_line(3.0, "fast")), tmp_path / "bench.svg")
     assert b"<svg" in (tmp_path / "bench.svg").read_bytes()
+    plot_report(make_report(), tmp_path / "nothing.svg")  # interrupted before the first line
+
+
+def test_a_picture_says_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts, goal and limit in a legend, the machine and its load, the end of a bar that is cut."""
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: the extra `plot`")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "save_figure", lambda figure, _file: drawn.append(figure))
+    monkeypatch.setattr(plot, "cpu_name", lambda: "a processor")
+    plot_report(make_report(make_line(0.2), make_line(0.6), make_line(0.9), make_line(3.0), load=BUSY), tmp_path)
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ok", "below goal", "below floor", "goal", "limit"]
+    assert all(said in figure.get_suptitle() for said in ("toy, on a processor", str(BUSY), "BUSY: run again"))
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts.count(plot._CUT) == 1
+    assert "0.20 of memcpy: BELOW FLOOR" in texts
 
 
 def test_batches_are_fresh() -> None:
