@@ -30,6 +30,7 @@ from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.requests.wishes import Wishes
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.chunks import ChunkRef
@@ -37,7 +38,6 @@ from kvstore.config import StoreConfig
 from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.throttle import Throttle
 
 pytestmark = pytest.mark.vllm
 
@@ -57,7 +57,8 @@ class _NothingConnected(KVStoreConnector):
         self._role = KVConnectorRole.SCHEDULER
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
-        self._throttle = Throttle(connector.logger)
+        self._wishes = Wishes(self._scheduler.count_wrong_field)
+        self._tell_start = lambda *_: None
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
