@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import vllm
 
-from kvstore.adapters.vllm.telemetry.startup import Surroundings, problems_of, startup_lines
+from kvstore.adapters.vllm.scheduler.startup import Surroundings, problems_of, startup_lines
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

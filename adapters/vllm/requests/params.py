@@ -312,5 +312,5 @@ def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> N
     elif prefix == _OURS:
         nearest = difflib.get_close_matches(name[:MAX_TAG_CHARACTERS], _NAMES, n=1)
         known = nearest or [*_NAMES, f"{_TAG}<name>"]
-        message = f"a field {_OURS}... is unknown: valid is {', '.join(_OURS + name for name in known)}"
+        message = f"a field {_OURS}<name> is unknown: valid is {', '.join(_OURS + name for name in known)}"
         raise FieldError(message, nearest[0] if nearest else OTHER_FIELD)
