@@ -30,6 +30,8 @@ _FILE: Final = "kvstore-refusals"
 _MAX_BYTES: Final = 1 << 16
 _END: Final = "\0"
 _TRACKER_WAIT_S: Final = 3.0
+_CHECKING: Final[set[Callable[..., VllmConfig]]] = set()
+"""The methods that ``check_first`` has made."""
 
 _Given = ParamSpec("_Given")
 _Returned = TypeVar("_Returned")
@@ -48,10 +50,14 @@ def is_command() -> bool:
 
 def print_at_end() -> None:
     """In vLLM's first process: when it ends, print what was noted until then."""
-    if not os.environ.get(VARIABLE, "").startswith(f"/proc/{os.getpid()}/"):
+    if os.environ.get(VARIABLE, "").startswith(f"/proc/{os.getpid()}/"):
+        return
+    try:
         descriptor = os.memfd_create(_FILE)
-        os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{descriptor}"
-        atexit.register(_print, descriptor, os.getpid())
+    except OSError:  # errors are printed as vLLM prints them
+        return
+    os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    atexit.register(_print, descriptor, os.getpid())
 
 
 def note(error: KVStoreError) -> None:
@@ -92,10 +98,10 @@ def check_first(check: Callable[[VllmConfig], None]) -> None:
     vLLM asks connectors nothing that early, so this goes around the method that reads its flags. Of a vLLM without that
     method, the same is checked later.
     """
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - runs inside vLLM
-
-    reads = getattr(EngineArgs, "create_engine_config", None)
-    if reads is None or hasattr(reads, "__wrapped__"):
+    flags = sys.modules.get("vllm.engine.arg_utils")  # it loads plugins; a process without it reads no flags
+    engine_args = getattr(flags, "EngineArgs", None)
+    reads = getattr(engine_args, "create_engine_config", None)
+    if reads is None or reads in _CHECKING:
         return
 
     @functools.wraps(reads)
@@ -110,7 +116,8 @@ def check_first(check: Callable[[VllmConfig], None]) -> None:
             sys.exit(1)
         return config
 
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    _CHECKING.add(create_engine_config)
+    engine_args.create_engine_config = create_engine_config
 
 
 def _print(descriptor: int, process: int) -> None:

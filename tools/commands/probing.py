@@ -18,7 +18,9 @@ def probe(
     url: Annotated[str, typer.Option(help="Address of a running vLLM.")] = "http://127.0.0.1:8000",
     tokens: Annotated[int, typer.Option(help="Length of the made-up prompt.")] = 2000,
     model: Annotated[str | None, typer.Option(help="The server's name for its model; by default the first.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="If the server needs one.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key, if the server needs one.")
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="How long each answer may take.")] = 60.0,
 ) -> Answer:
     """Send a made-up prompt twice to a running vLLM, and show what kvstore supplied the second time.

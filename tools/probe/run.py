@@ -228,7 +228,7 @@ def _said_plainly(wanted: Probe) -> Iterator[None]:
         raise TierError(
             f"no answer from {wanted.url} within {wanted.timeout_s:.0f} s: is it busy? Allow more with --timeout-s"
         ) from error
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise TierError(f"no vLLM answers at {wanted.url} ({error!r}): is it running, and is this its port?") from error

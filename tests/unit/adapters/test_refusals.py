@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,3 +94,32 @@ def test_one_problem_takes_one_line_and_several_one_each() -> None:
     assert as_lines("plain") == "kvstore: error: plain"
     several = as_lines("it cannot be used:\n- one\n- two").splitlines()
     assert [line.removeprefix("kvstore: error: ") for line in several] == ["it cannot be used:", "- one", "- two"]
+
+
+def test_a_kernel_without_files_in_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_name: str) -> int:
+        raise OSError("not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    refusals.print_at_end()
+    assert VARIABLE not in os.environ
+    note(KVStoreError("broken"))
+
+
+@pytest.mark.parametrize("flags", [None, SimpleNamespace(), SimpleNamespace(EngineArgs=type("EngineArgs", (), {}))])
+def test_a_process_that_reads_no_flags_is_left_alone(monkeypatch: pytest.MonkeyPatch, flags: object) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", flags)  # type: ignore[arg-type]
+    refusals.check_first(lambda _config: None)
+    assert not hasattr(getattr(flags, "EngineArgs", None), "create_engine_config")
+
+
+def test_flags_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    engine_args = type("EngineArgs", (), {"create_engine_config": lambda self: self})
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=engine_args))  # type: ignore[arg-type]
+    for _ in range(3):
+        refusals.check_first(checked.append)
+    made = engine_args()
+    assert made.create_engine_config() is made
+    assert checked == [made]
