@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Final, NamedTuple
 
 from pydantic_core import ErrorDetails
 
-from kvstore.config.lmcache import EXTRA_CONFIG, NOT_IMPLEMENTED
+from kvstore.config.nearest import nearest_key
 from kvstore.config.reference import KEYS
 
 _SHOWN_CHARACTERS: Final = 80
@@ -56,14 +55,6 @@ class Findings:
     def no_mapping(self, entry: Entry) -> None:
         """Add an ``extra_config`` that holds no keys."""
         self.problems.append(f"{_named(entry)}: must be a mapping of keys to values")
-
-
-def nearest_key(key: str) -> str | None:
-    """The valid key most similar to ``key``: one of ours if there is any, else one of LMCache's."""
-    for names in ([*KEYS, EXTRA_CONFIG], list(NOT_IMPLEMENTED)):
-        if close := difflib.get_close_matches(key.lower(), names, n=1):
-            return close[0]
-    return None
 
 
 def _suggestion(key: str) -> str:
