@@ -131,7 +131,7 @@ def _take(name: str, value: str | None, given: dict[str, Any], parts: dict[str, 
     Raises:
         ValueError: says what its value must be.
     """
-    positive = "--" + name.removeprefix("--no-")
+    positive = name.replace("--no-", "--", 1)
     if positive in _SWITCHES:
         given[positive] = positive == name
     elif name.startswith(f"{TRANSFER_FLAG}."):

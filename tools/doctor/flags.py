@@ -29,6 +29,7 @@ _FIELDS: Final = (
 )
 """What vLLM's ``KVTransferConfig`` takes, in any of the versions that we know."""
 
+_MIN_LIKENESS: Final = 0.85  # other connectors' names end alike
 _EXTRA: Final = "kv_connector_extra_config"
 _SEVERAL: Final = "MultiConnector"
 _PRINTS: Final = "kvstore flags prints what to pass"
@@ -71,7 +72,8 @@ def extra_config(transfer: Mapping[str, Any] | None) -> Mapping[str, object]:
 
 
 def _is_meant(part: Mapping[str, Any]) -> bool:
-    return bool(difflib.get_close_matches(str(part.get("kv_connector")).lower(), [CONNECTOR_NAME.lower()]))
+    name = str(part.get("kv_connector")).lower()
+    return difflib.SequenceMatcher(None, name, CONNECTOR_NAME.lower()).ratio() >= _MIN_LIKENESS
 
 
 def _parts(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
