@@ -1,7 +1,6 @@
 """The valid key that a user meant by another one: words in common count, and words that mean the same, beside letters.
 
-By letters alone ``redis_url`` is nobody's neighbour, and ``max_cpu_size`` as near to the memory of a GPU as to that of a
-CPU. A word counts the more, the fewer keys have it.
+By letters alone ``max_cpu_size`` is nearest to the memory of a GPU. A word counts the more, the fewer keys have it.
 """
 
 from __future__ import annotations

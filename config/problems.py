@@ -69,7 +69,8 @@ def _named(entry: Entry) -> str:
 def _shown(entry: Entry) -> str:
     """The value as the user wrote it, shortened, and without anything that may be a secret."""
     value = entry.value
-    if entry.key not in KEYS and _SECRET_NAME.search(entry.key):
+    is_count = entry.key.endswith("tokens") and isinstance(value, int)
+    if entry.key not in KEYS and _SECRET_NAME.search(entry.key) and not is_count:
         return "(a value that is not shown)"
     if isinstance(value, dict | list | tuple | set):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"

@@ -64,7 +64,7 @@ class ServeFlags:
 
     def number(self, short: str) -> int:
         """The value of a flag of parallelism; 1 unless it was given."""
-        return max(1, self.given.get(_SHORT[short], 1))
+        return max(1, int(self.given.get(_SHORT[short], 1)))
 
 
 def parse_serve(arguments: Sequence[str]) -> ServeFlags:

@@ -214,6 +214,15 @@ def test_a_configuration_that_cannot_be_used(run: Any) -> None:
     assert "chunk_size" in found["configuration"][0]["found"]
 
 
+def test_what_is_worst_comes_last(run: Any) -> None:
+    lines = run(
+        "doctor", "--", "m", "--kv-transfer-config", json.dumps({**GOOD, "kv_role": "both"})
+    ).stdout.splitlines()
+    states = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert states == sorted(states, key=["ok", "warning", "error"].index)
+    assert lines[-2].startswith("error    role")
+
+
 def test_a_folder_in_use_is_an_error_before_a_start(tmp_path: Path, run: Any) -> None:
     """Of any worker."""
     settings = {"max_local_cpu_size": 0.1, "local_disk": str(tmp_path), "max_local_disk_size": 0.1}

@@ -89,9 +89,10 @@ def from_lmcache(
     text = [converted.text.removesuffix("\n")] if output is None else []
     notes = [f"no equivalent: {line}" for line in converted.without_equivalent]
     notes += [f"recipe: {line}" for line in converted.recipes]
-    if converted.keeps_nothing:
-        notes.append("error: nothing would be cached: set local_cpu: true, local_disk or remote_url")
-    return Answer(tree, text, FAILED if converted.keeps_nothing else 0, notes)
+    if not converted.keeps_nothing:
+        return Answer(tree, text, notes=notes)
+    error = "nothing would be cached: set local_cpu: true, local_disk or remote_url"
+    return Answer(tree, text, FAILED, notes, error)
 
 
 def _lines(values: Mapping[str, object], origins: Mapping[str, str]) -> list[str]:

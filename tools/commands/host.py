@@ -104,6 +104,10 @@ def _bytes_per_token(model: Path | None, flags: ServeFlags | None, workers: Work
 
 
 def _diagnosis(findings: list[Finding], exit_code: int) -> Answer:
+    """What is worst comes last, where a terminal ends."""
+    from kvstore.tools.doctor.findings import STATES  # noqa: PLC0415
+
+    findings = sorted(findings, key=lambda finding: STATES.index(finding.state))
     tree = {"findings": [asdict(finding) for finding in findings]}
     return Answer(tree, list(map(str, findings)), exit_code)
 

@@ -12,7 +12,7 @@ from kvstore.config.schema import PD_ROLES
 from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.vllmflags import TRANSFER_FLAG, ServeFlags
 
-_FIELDS: Final = (
+FIELDS: Final = (
     "kv_connector",
     "engine_id",
     "kv_buffer_device",
@@ -46,8 +46,8 @@ def check_flags(flags: ServeFlags) -> Iterator[Finding]:
         if not any(problem.startswith(TRANSFER_FLAG) for problem in flags.problems):
             yield Finding("connector", "error", f"no {TRANSFER_FLAG}: vLLM would start without kvstore", _PRINTS)
         return
-    for name in flags.transfer.keys() - set(_FIELDS):
-        near = next(iter(difflib.get_close_matches(name, _FIELDS, 1)), "one of " + ", ".join(_FIELDS[:6]))
+    for name in flags.transfer.keys() - set(FIELDS):
+        near = next(iter(difflib.get_close_matches(name, FIELDS, 1)), "one of " + ", ".join(FIELDS[:6]))
         yield Finding("flags", "error", f"{TRANSFER_FLAG} has no field {name!r}", f"write {near}; {_PRINTS}")
     ours = our_part(flags.transfer)
     if ours is None:
