@@ -139,7 +139,7 @@ def _advice(config: StoreConfig) -> list[str]:
 
 def as_shell(transfer: Mapping[str, object]) -> str:
     """The flag as one word and its value, quoted for a shell."""
-    value = json.dumps(transfer, separators=(",", ":"), ensure_ascii=False)
+    value = json.dumps(transfer, separators=(",", ":"))
     return f"{FLAG} {_quoted(value)}"
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvstore.config.lmcache import NOT_IMPLEMENTED
+from kvstore.config.problems import one_line
 from kvstore.config.schema import PD_ROLES
 from kvstore.protocol.loopback import is_loopback
 from kvstore.tiers import known_schemes
@@ -104,7 +105,8 @@ def _prefill_and_decode(values: Mapping[str, object], adapted: Adapted) -> bool:
     adapted.recipes.append(f"pd_role: start this vLLM with what kvstore flags FILE --role {_ROLE_OPTIONS[role]} prints")
     proxies = [f"{key}_{part}" for key in ("pd_proxy", "nixl_proxy") for part in ("host", "port")]
     adapted.answered.update(proxies)
-    at = f" in place of the one at {values['pd_proxy_host']}" if values.get("pd_proxy_host") else ""
+    old = one_line(str(values.get("pd_proxy_host") or ""))
+    at = f" in place of the one at {old}" if old else ""
     adapted.recipes.append(f"proxy: kvstore proxy --prefill http://HOST:PORT --decode http://HOST:PORT{at}")
     return receives
 
@@ -130,7 +132,7 @@ def _remote(values: Mapping[str, object], adapted: Adapted, *, listens: bool) ->
             f"whose server.yaml has server_listen: {address}, max_local_cpu_size{own}"
         )
     else:
-        generic = f"there is no {scheme[:20]}:// here: {_SHARING}"
+        generic = f"there is no {one_line(scheme)}:// here: {_SHARING}"
         adapted.settings["remote_url"] = None
         adapted.recipes.append(f"remote_url: {_OTHERS.get(scheme, generic)}")
 

@@ -166,7 +166,7 @@ def _put(tree: dict[str, Any], path: Sequence[str], text: str) -> None:
         return
     try:
         tree[last] = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         tree[last] = text
 
 
@@ -181,7 +181,7 @@ def _transfer(text: str | None, parts: dict[str, Any], problems: list[str]) -> M
         return None
     try:
         tree = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{TRANSFER_FLAG}: is not JSON: {error}")
         return None
     if not isinstance(tree, dict):

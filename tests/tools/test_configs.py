@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import stat
 from pathlib import Path
@@ -174,6 +175,17 @@ def test_what_concerns_several_engines(
     result.write_text(converted.text, encoding="utf-8")
     assert load_config(path=result, environ={}).warnings == ()
     assert not converted.keeps_nothing
+
+
+@pytest.mark.parametrize(
+    "key", ["pd_role", "pd_peer_host", "pd_proxy_host", "remote_url", "p2p_host", "p2p_init_ports"]
+)
+@pytest.mark.parametrize("value", ['"a\\nremote_password: x"', "[1, a]", "{a: 1}", "7", '"[x"', '"lm://[x"', "1,b"])
+def test_whatever_stands_there(tmp_path: Path, key: str, value: str) -> None:
+    """A configuration without it, or an error of the configuration; no text of the file becomes a key."""
+    with contextlib.suppress(ConfigError):
+        text = from_lmcache(lmcache_file(tmp_path, f"enable_pd: true\nenable_p2p: true\n{key}: {value}\n")).text
+        assert "remote_password" not in (yaml.safe_load(text) or {})
 
 
 def test_a_file_with_which_nothing_would_be_cached(tmp_path: Path, run: Any, run_json: Any) -> None:

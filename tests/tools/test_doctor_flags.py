@@ -79,6 +79,7 @@ def test_flags_that_are_well() -> None:
         (several(OTHER, GOOD), "connector", "not the first"),
         ({**GOOD, "kv_roles": "kv_both"}, "flags", "no field 'kv_roles'"),
         ({**GOOD, "kv_role": "both"}, "role", "kv_role is 'both'"),
+        ({**GOOD, "kv_role": ["kv_both"]}, "role", "kv_role is ['kv_both']"),
         ({key: value for key, value in GOOD.items() if key != "kv_role"}, "role", "kv_role is not given"),
         ({**GOOD, "kv_load_failure_policy": "fail"}, "policy", 'policy is "fail"'),
         ({key: GOOD[key] for key in ("kv_connector", "kv_role")}, "policy", 'policy is "fail"'),

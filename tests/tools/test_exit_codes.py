@@ -218,6 +218,8 @@ def test_no_worker_of_a_pack_is_imported_where_one_is_in_use(fill: Fill, run: An
     make_folder(target / "rank-1-of-2")
     lock = FolderLock(target / "rank-1-of-2")
     assert_in_use(run("pack", "import", tmp_path / "two.kvpack", "--folder", target))
+    with pytest.raises(FolderOwnedError):
+        import_pack(tmp_path / "two.kvpack", Target((target,)))
     assert not (target / "rank-0-of-2").exists()
     lock.release()
     assert run("pack", "import", tmp_path / "two.kvpack", "--folder", target).exit_code == 0

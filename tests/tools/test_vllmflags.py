@@ -83,6 +83,7 @@ def test_folders_of_workers() -> None:
     [
         ["--kv-transfer-config", "{"],
         ["--kv-transfer-config", "[]"],
+        ["--kv-transfer-config", "[" * 100_000],
         ["--kv-transfer-config"],
         ["--block-size", "many"],
         ["-tp", "100000"],

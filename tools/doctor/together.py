@@ -100,7 +100,7 @@ def _handover(flags: ServeFlags, config: StoreConfig) -> Iterator[Finding]:
     if config.enable_pd and config.pd_role is not None and role is not None and PD_ROLES[config.pd_role] != role:
         found = f"pd_role {config.pd_role} is ignored, as kv_role is {role}"
         yield Finding("hand-over", "warning", found, f"write kv_role {PD_ROLES[config.pd_role]}, or leave pd_role out")
-    elif role in {"kv_producer", "kv_consumer"} and not (config.enable_pd or config.has_remote):
+    elif role in ("kv_producer", "kv_consumer") and not (config.enable_pd or config.has_remote):
         found = f"kv_role is {role}, and nothing is shared with another engine"
         remedy = "set enable_pd or remote_url, as kvstore flags --role does; or write kv_role kv_both"
         yield Finding("hand-over", "warning", found, remedy)
