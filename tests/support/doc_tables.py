@@ -45,7 +45,7 @@ TOPICS: Final = {
     ),
     "Operation": (
         "required allow_untested_vllm internal_api_server_enabled internal_api_server_host "
-        "internal_api_server_port_start model_id"
+        "internal_api_server_port_start log_request_sample model_id"
     ),
 }
 """The keys by what a user has in mind, most wanted first."""
@@ -89,28 +89,22 @@ def hybrid_table() -> str:
     """What ``kvstore calc`` says of public models with windows or states, as a Markdown table."""
     titles = (
         "model",
-        "layers that keep all",
         "other layers keep",
         "chunk",
         "checkpoint",
-        "worth",
         "a prompt stores",
-        "without the hybrid manager",
     )
     rows = []
     for name, config in HYBRIDS.items():
         sizes = calculate(parse_model(config))
-        checkpoint, prompt, (full, other) = sizes.checkpoint, sizes.prompt, sizes.groups
+        checkpoint, prompt, (_, other) = sizes.checkpoint, sizes.prompt, sizes.groups
         assert checkpoint is not None
         cells = (
             name,
-            str(full.layers),
             f"{kept(other)} ({other.layers})",
             f"{sizes.chunk_tokens} tokens, {size(sizes.chunk_bytes)}",
             size(checkpoint.size_bytes),
-            f"{checkpoint.worth_tokens:,} tokens",
             f"{prompt.chunks} + {prompt.checkpoints}: {size(prompt.stored_bytes)}",
-            size(prompt.promoted_bytes) if prompt.promoted_bytes else "does not start",
         )
         rows.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ("---",) * len(titles), *rows))

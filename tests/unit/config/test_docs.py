@@ -72,7 +72,7 @@ class TestDocumentation:
         assert section(DOCUMENT.name, "transcript-error") == f"```text\n{caught.value}\n```"
         path.write_text(text.splitlines()[-1])
         (warning,) = load_config(path=path, environ={}).warnings
-        assert section(DOCUMENT.name, "transcript-warning").replace("line 5", "line 1") == f"```text\n{warning}\n```"
+        assert section(DOCUMENT.name, "transcript-warning").replace("line 4", "line 1") == f"```text\n{warning}\n```"
 
 
 def test_importing_the_configuration_imports_neither_torch_nor_a_second_copy() -> None:

@@ -89,5 +89,5 @@ class TestDocumentation:
         assert section("operations.md", "metrics") == metric_list("vllm:kvstore_")
 
     def test_every_reason_is_explained(self) -> None:
-        explained = [line.split("`")[1] for line in self.PAGE.splitlines() if line.startswith("| `")]
+        explained = [line.split("`")[1] for line in self.PAGE.splitlines() if line.startswith("- `")]
         assert {reason.value for reason in MissReason} <= set(explained)

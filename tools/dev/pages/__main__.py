@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = Counter(result.verdict for result in results)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if given.log:
+        given.log.parent.mkdir(parents=True, exist_ok=True)
         given.log.write_text(render(results), encoding="utf-8")
     return 1 if counts["failed"] else 0
 

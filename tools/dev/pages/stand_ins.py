@@ -18,7 +18,7 @@ class StandIn(NamedTuple):
 
 
 STAND_INS: Final = (
-    StandIn(r"meta-llama/Llama-3\.1-8B-Instruct|\bMODEL\b", "{model}", "16 GB: a random Llama of 80 MB is there"),
+    StandIn(r"meta-llama/Llama-3\.1-8B-Instruct|\bMODEL\b", "{model}", "16 GB: a random Llama of 14 MB is there"),
     StandIn(
         r"\bvllm serve (\S+)(?!.*--port)",
         r"vllm serve \1 --port 8000",
