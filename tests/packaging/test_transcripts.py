@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvstore.config import load_config
 from kvstore.tools.cli import app
 from kvstore.tools.dev.pages.blocks import COMMANDS, Block, Command, blocks, commands, pages
-from kvstore.tools.dev.pages.running import PageRun, Result
+from kvstore.tools.dev.pages.running import PageRun, Result, _in_any_order, _in_order
 from kvstore.tools.dev.pages.stand_ins import STAND_INS, needs_vllm, reason_of_command, server_of
 
 PAGES = pages()
@@ -137,3 +137,13 @@ class TestRunning:
 
     def test_a_server_that_ends_at_once(self, page: Path) -> None:
         assert self.verdicts(page, "```sh\nkvstore serve --config none.yaml\n```") == ["failed"]
+
+    def test_numbers_and_reports_of_a_machine(self) -> None:
+        shown = ["ok       a: 1 GiB", "warning  b: 2", "           mend it"]
+        assert _in_any_order(shown, ["error    b: 7", "           mend it", "ok       a: much"])
+        assert not _in_any_order(shown, ["error    b: 7", "ok       a: much"])
+        assert not _in_any_order(shown, ["error    b: 7", "           mend it", "ok       a: much", "ok       c: 1"])
+        assert _in_order(["...", "TTFT: 2.033 s", "..."], ["x", "TTFT: 31 s"], any_numbers=True)
+        assert not _in_order(["TTFT: 2.033 s"], ["TTFT: 31 s"], any_numbers=False)
+        assert not _in_order(["a", "...", "a"], ["a"], any_numbers=False)
+        assert _in_order(["...", "b", "...", "b"], ["a", "b", "b", "c", "b"], any_numbers=False)

@@ -39,7 +39,7 @@ from kvstore.tools.processes import free_port, wait_until
 NO_VLLM: Final = "needs vLLM, which a fast run leaves out"
 _COMMAND_TIMEOUT_S: Final = 600.0
 _MAX_POSITION: Final = 8192
-_START_TIMEOUT_S: Final = {"vllm serve": 300.0}
+_START_TIMEOUT_S: Final = {"vllm serve": 900.0}
 _OTHER_START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 90.0
 _ENVIRONMENT: Final = {
@@ -53,6 +53,8 @@ _ENVIRONMENT: Final = {
 }
 _OUR_VARIABLES: Final = ("KVSTORE_", "LMCACHE_")
 _OURS: Final = re.compile(r"kvstore [^|<>$;&`]*")
+_UNUSABLE: Final = 2  # as docs/commands.md says
+_EXTRA: Final = "pip install 'vllm-kvstore["
 _REMEDY: Final = " " * 11
 _OF_THIS_MACHINE: Final = ("kvstore doctor", "kvstore version")
 
@@ -170,15 +172,15 @@ class PageRun:
         """Run a command to its end; the verdict, and what it printed."""
         code, said = self._execute(text)
         said = said.replace(f"{self._folder}/", "").rstrip("\n")
+        if code == _UNUSABLE and _EXTRA in said:
+            return "not run", said
         if not command.output:
             return "ok" if code == 0 else "failed", said
         expected = self._as_run("\n".join(command.output)).replace(f"{self._folder}/", "")
         if command.text.startswith(_OF_THIS_MACHINE):
             matches = _in_any_order(expected.splitlines(), said.splitlines())
         else:
-            any_numbers = needs_vllm(command.text)
-            pattern = "\n".join(_pattern(line, any_numbers=any_numbers) for line in expected.splitlines())
-            matches = re.fullmatch(pattern, said) is not None
+            matches = _in_order(expected.splitlines(), said.splitlines(), any_numbers=needs_vllm(command.text))
         is_right = code in {0, 1} and matches
         return "ok" if is_right else "failed", said
 
@@ -243,13 +245,36 @@ class PageRun:
         process.wait()
 
 
-def _pattern(line: str, *, any_numbers: bool) -> str:
-    """What a line of a page stands for: ``...`` for any lines, a number for any number where machines differ."""
-    if line == "...":
-        return r"(?:.*\n?)*"
-    if any_numbers:
-        return re.sub(r"\d(?:[\d,.]|\\[.,])*", r"[\\d,.]+", re.escape(line))
-    return re.escape(line)
+def _in_order(shown: list[str], said: list[str], *, any_numbers: bool) -> bool:
+    """Whether a command printed what is shown: ``...`` stands for any lines, a number for any where machines differ."""
+    pieces: list[list[str]] = [[]]
+    for line in shown:
+        if line == "...":
+            pieces.append([])
+        else:
+            pieces[-1].append(_numbers_free(line) if any_numbers else re.escape(line))
+
+    def is_at(piece: list[str], begin: int) -> bool:
+        lines = said[begin : begin + len(piece)]
+        return len(lines) == len(piece) and all(map(re.fullmatch, piece, lines))
+
+    first, last = pieces[0], pieces[-1]
+    if len(pieces) == 1:
+        return len(first) == len(said) and is_at(first, 0)
+    end = len(said) - len(last)
+    at = len(first)
+    if at > end or not is_at(first, 0) or not is_at(last, end):
+        return False
+    for piece in pieces[1:-1]:
+        found = next((begin for begin in range(at, end - len(piece) + 1) if is_at(piece, begin)), None)
+        if found is None:
+            return False
+        at = found + len(piece)
+    return True
+
+
+def _numbers_free(line: str) -> str:
+    return re.sub(r"\d(?:[\d,.]|\\[.,])*", r"[\\d,.]+", re.escape(line))
 
 
 def _in_any_order(shown: list[str], said: list[str]) -> bool:

@@ -35,7 +35,7 @@ STAND_INS: Final = (
     StandIn(r"/mnt/[\w/]*\w", "{folder}/disk", "another machine's disk"),
     StandIn(r"/(run|etc)/kvstore", r"{folder}/\1", "a folder of the system"),
     StandIn(r"//cache:", "//127.0.0.1:", "another host"),
-    StandIn(r"(max_local_(?:cpu|disk)_size: )\d+\.\d+", r"\g<1>1.0", "a small machine"),
+    StandIn(r"(max_local_(?:cpu|disk)_size\"?: ?)\d{2,}\.0\b", r"\g<1>1.0", "a small machine"),
     StandIn(r"(kvstore flags.* --memory) \d+", r"\1 1", "a small machine"),
     StandIn(r"(kvstore flags.* --disk-size) \d+", r"\1 1", "a small machine"),
 )
