@@ -81,7 +81,7 @@ def _draw_curves(axes: Any, cells: Sequence[Cell], scale: Scale) -> None:  # noq
     """One trace; curves that lie on each other are told apart by their hollow markers."""
     for policy, marker in zip(_policies(cells), cycle("os^Dv")):
         row = [cell for cell in cells if cell.policy == policy]
-        style = {"color": "black", "linestyle": "--"}
+        style: dict[str, object] = {"color": "black", "linestyle": "--"}
         if policy != BEST:
             style = {"marker": marker, "fillstyle": "none", "markersize": 9, "markeredgewidth": 1.5}
         axes.plot([cell.size for cell in row], [cell.hit_rate for cell in row], label=policy, **style)
