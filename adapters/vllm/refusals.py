@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from kvstore.errors import KVStoreError
 
@@ -99,7 +99,7 @@ def check_first(check: Callable[[VllmConfig], None]) -> None:
     method, the same is checked later.
     """
     flags = sys.modules.get("vllm.engine.arg_utils")  # it loads plugins; a process without it reads no flags
-    engine_args = getattr(flags, "EngineArgs", None)
+    engine_args: Any = getattr(flags, "EngineArgs", None)
     reads = getattr(engine_args, "create_engine_config", None)
     if reads is None or reads in _CHECKING:
         return
@@ -133,7 +133,7 @@ def _print(descriptor: int, process: int) -> None:
 
 def _end_tracker() -> None:
     """Let Python's resource tracker, a process that outlives this one, say before what it has to say."""
-    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    tracker: Any = getattr(resource_tracker, "_resource_tracker", None)
     descriptor, process = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
     if descriptor is None or process is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ class _NothingConnected(KVStoreConnector):
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
         self._wishes = Wishes(self._scheduler.count_wrong_field)
-        self._tell_start = lambda *_: None
+        self._tell_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None

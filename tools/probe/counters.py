@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,7 +22,7 @@ class Counters:
         num_engines: how many engines have a share in them.
     """
 
-    values: Counter[tuple[str, str]]
+    values: Mapping[tuple[str, str], float]
     num_engines: int
 
     @property
@@ -58,7 +59,7 @@ def read_counters(client: httpx.Client) -> Counters | None:
     answer = client.get("/metrics")
     if answer.status_code == httpx.codes.NOT_FOUND:
         return None
-    values: Counter[tuple[str, str]] = Counter()
+    values: defaultdict[tuple[str, str], float] = defaultdict(float)
     engines = set()
     for family in text_string_to_metric_families(answer.raise_for_status().text):
         for sample in family.samples:

@@ -109,7 +109,7 @@ def test_a_kernel_without_files_in_memory_changes_nothing(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("flags", [None, SimpleNamespace(), SimpleNamespace(EngineArgs=type("EngineArgs", (), {}))])
 def test_a_process_that_reads_no_flags_is_left_alone(monkeypatch: pytest.MonkeyPatch, flags: object) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", flags)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", flags)
     refusals.check_first(lambda _config: None)
     assert not hasattr(getattr(flags, "EngineArgs", None), "create_engine_config")
 
@@ -117,7 +117,7 @@ def test_a_process_that_reads_no_flags_is_left_alone(monkeypatch: pytest.MonkeyP
 def test_flags_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     engine_args = type("EngineArgs", (), {"create_engine_config": lambda self: self})
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=engine_args))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=engine_args))
     for _ in range(3):
         refusals.check_first(checked.append)
     made = engine_args()
