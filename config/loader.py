@@ -148,7 +148,7 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
         if warning and getattr(config, key):
             lines.append(f"{origins[key]}: {warning}")
     if config.remote_url != config.shared_url:
-        warn("remote_url", "ignored: there is no such tier here: nothing will be shared between hosts")
+        warn("remote_url", "ignored: there is no such tier here, so nothing is shared: see kvstore config from-lmcache")
     if config.remote_serde in OTHER_CODECS:
         codec = config.remote_serde
         warn("remote_serde", f"there is no {codec!r} here: 'none' is used, so chunks are stored as they are")
