@@ -37,7 +37,7 @@ def named(page: Path) -> str:
 
 def test_warm_takes_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``make pages`` runs it with a real model; all other Python of pages is run by test_transcripts.py."""
-    calls = []
+    calls: list[tuple[Any, ...]] = []
 
     def warmed(*arguments: Any, **options: Any) -> warm.WarmReport:
         inspect.signature(real).bind(*arguments, **options)
