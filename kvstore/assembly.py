@@ -109,8 +109,16 @@ class OpenTiers:
         return self.remote is None or self.remote.answers
 
 
-def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> OpenTiers:
+def open_tiers(
+    paged: PagedKV, namespace: Namespace, options: EngineOptions, problems: list[str] | None = None
+) -> OpenTiers:
     """Allocate the memory and open the slower tiers that ``options`` ask for. A failure leaves nothing open or locked.
+
+    Args:
+        paged: the model's KV cache.
+        namespace: whose chunks these are.
+        options: what may be used.
+        problems: takes why the remote tier cannot be used now; without it, that is logged.
 
     Raises:
         ConfigError: a size is too small, or more than the machine has; or something cannot be used as configured.
@@ -132,7 +140,7 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
         cpu = LabelledPool(pool, paged.streams)
         opened.callback(cpu.close)
         if options.remote is not None:
-            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s)
+            remote = open_remote(namespace, paged.layout, options.remote, options.io_timeout_s, problems=problems)
             opened.callback(remote.close)
         if folders:
             disk = open_folders(
@@ -177,7 +185,13 @@ def _log_foreign(folders: Sequence[Path], namespace: Namespace) -> None:
 
 
 def open_remote(
-    namespace: Namespace, layout: KVLayout, options: RemoteOptions, io_timeout_s: float, *, asks_only: bool = False
+    namespace: Namespace,
+    layout: KVLayout,
+    options: RemoteOptions,
+    io_timeout_s: float,
+    *,
+    asks_only: bool = False,
+    problems: list[str] | None = None,
 ) -> Tier:
     """Open the tier that several engines share, guarded.
 
@@ -186,8 +200,9 @@ def open_remote(
         layout: the geometry of the chunks.
         options: which tier.
         io_timeout_s: deadline of each call.
-        asks_only: it is for lookups only, from one thread. Otherwise it is checked now, and if it cannot be used, a
-            warning is logged, or it is refused if it is required.
+        asks_only: it is for lookups only, from one thread. Otherwise it is checked now, and refused if it cannot be
+            used and is required.
+        problems: takes why it cannot be used now, if it is not required; without it, a warning is logged.
 
     Raises:
         ConfigError: the URL or a setting is wrong.
@@ -199,7 +214,7 @@ def open_remote(
     own = None
     with ExitStack() as opened:
         if options.url is not None:
-            own = guarded(_open_own(namespace, layout, options.url, options, check=not asks_only), guard)
+            own = guarded(_open_own(namespace, layout, options.url, options, problems, check=not asks_only), guard)
             opened.callback(own.close)
         if options.peers is None:
             if own is None:
@@ -214,7 +229,15 @@ def open_remote(
     return tier
 
 
-def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteOptions, *, check: bool) -> Tier:
+def _open_own(
+    namespace: Namespace,
+    layout: KVLayout,
+    url: str,
+    options: RemoteOptions,
+    problems: list[str] | None,
+    *,
+    check: bool,
+) -> Tier:
     settings = {**options.settings, "url": url}
     with ExitStack() as opened:
         tier = open_tier(tier_behind(url), TierSetup(namespace, layout, UNBOUNDED_BYTES, settings))
@@ -225,9 +248,12 @@ def _open_own(namespace: Namespace, layout: KVLayout, url: str, options: RemoteO
         except TierError as error:
             if options.required:
                 raise
-            logger.warning(
-                "the remote tier cannot be used now: %s; continuing without it and trying again later", error
-            )
+            if problems is None:
+                logger.warning(
+                    "the remote tier cannot be used now: %s; continuing without it and trying again later", error
+                )
+            else:
+                problems.append(str(error))
         opened.pop_all()
     return tier
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.adapters.vllm.glue import interface
@@ -26,28 +27,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.adapters.vllm import refusals
 from kvstore.adapters.vllm.glue import capabilities, logs
 from kvstore.adapters.vllm.glue.binding import groups_of, hold_nothing, paged_kv_of
-from kvstore.adapters.vllm.glue.groups import announced_group, fitting_chunk_size, group_ids, has_states
+from kvstore.adapters.vllm.glue.groups import announced_group, group_ids, has_states
 from kvstore.adapters.vllm.glue.namespace import namespace_of
-from kvstore.adapters.vllm.glue.options import engine_options, scheduler_options, sends, worker_options
+from kvstore.adapters.vllm.glue.options import (
+    engine_options,
+    fitting_config,
+    scheduler_options,
+    sends,
+    worker_options,
+)
 from kvstore.adapters.vllm.glue.ports import admin_server, embedded_server
 from kvstore.adapters.vllm.glue.requests import adapter_of, handover_of, is_shareable, key_extras, request_params
+from kvstore.adapters.vllm.glue.startup import tell_start
 from kvstore.adapters.vllm.glue.support import check_supported, frees_blocks, stores_nothing, tell_limits
 from kvstore.adapters.vllm.plan import StepPlan, StepReport, WorkerFacts
 from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.rows import States, Tables
+from kvstore.adapters.vllm.requests.wishes import Wishes
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.adapters.vllm.telemetry.events import as_kv_events
 from kvstore.adapters.vllm.telemetry.prometheus import StoreMetrics, StoreStats
 from kvstore.adapters.vllm.worker.worker import StoreWorker
-from kvstore.config import StoreConfig, load_config
-from kvstore.errors import InvalidCallError, KVStoreError
+from kvstore.config import load_config
+from kvstore.errors import KVStoreError
 from kvstore.memory import limits
 from kvstore.ops.admin_http import AdminServer
-from kvstore.throttle import Throttle
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +111,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         facts: what the workers own, once they have told the scheduler side; for our own tools.
     """
 
+    @refusals.noted
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Check everything that can be checked before vLLM serves.
 
@@ -114,7 +124,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         loaded = load_config(
             vllm_config.kv_transfer_config.kv_connector_extra_config, log_warnings=role is KVConnectorRole.SCHEDULER
         )
-        self._config = _fitting(loaded.config, kv_cache_config, says_so=role is KVConnectorRole.SCHEDULER)
+        self._config = fitting_config(loaded.config, kv_cache_config, says_so=role is KVConnectorRole.SCHEDULER)
         interface.require_hooks(KVStoreConnector, KVConnectorBase_V1)
         check_supported(vllm_config, kv_cache_config, self._config)
         self._frees_blocks = frees_blocks(kv_cache_config)
@@ -122,7 +132,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_states = has_states(kv_cache_config)
         self._stores_nothing = stores_nothing(vllm_config, kv_cache_config)
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
-        self._throttle = Throttle(logger)
         self._gave_up = False
         self.facts: list[WorkerFacts] = []
         self._scheduler: StoreScheduler | None = None
@@ -130,7 +139,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
             tell_limits(vllm_config, kv_cache_config)
-            self._scheduler = StoreScheduler(scheduler_options(vllm_config, kv_cache_config, self._config))
+            options = scheduler_options(vllm_config, kv_cache_config, self._config)
+            self._scheduler = StoreScheduler(options)
+            self._tell_start = partial(tell_start, vllm_config, loaded, options)
+            self._wishes = Wishes(self._scheduler.count_wrong_field)
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
@@ -140,6 +152,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker side ---------------------------------------------------------------------------------------------------
 
+    @refusals.noted
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find the blocks in the caches, take the memory, open the folder.
 
@@ -276,6 +289,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler side ------------------------------------------------------------------------------------------------
 
+    @refusals.noted
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -294,17 +308,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.connect(facts)
             except KVStoreError as error:
                 self._go_without(error)
+            else:
+                self._tell_start(self._scheduler.index, facts)
 
     def on_new_request(self, request: Request) -> None:
         """Track a request, unless its KV must not be shared. Where its fields are wrong, it does not use the cache."""
-        handover = None
-        try:
-            params = request_params(request, self._config.request_fields)
-            self._tell_ignored(params.ignored)
-            handover = handover_of(request) if self._config.enable_pd else None
-        except InvalidCallError as error:
-            self._throttle.log(str(error), "a request is served without the cache: %s", error)
-            params = WITHOUT_CACHE  # but tracked: it may share blocks whose load fails
+        params, handover = self._wishes.read(
+            request.request_id,
+            lambda: request_params(request, self._config.request_fields),
+            lambda: handover_of(request) if self._config.enable_pd else None,
+        )
         adapter = adapter_of(request)
         if not is_shareable(request):
             return
@@ -318,11 +331,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.add_request(request, key_extras(request, wishes, files), wishes, sends)
 
         self._arrivals.add(request.request_id, adapter, admit)
-
-    def _tell_ignored(self, fields: Iterable[str]) -> None:
-        for name in fields:
-            said = "kvstore.%s of a request is ignored: request_fields lacks it"
-            self._throttle.log(f"ignored {name}", said, name)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own prefix cache can be loaded, and whether the request waits for them."""
@@ -383,11 +391,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Stop tracking; keep the blocks for one more step if there is something left to store.
 
-        The answer may tell where the request's KV is.
+        The answer may tell where the request's KV is, and which of its fields was wrong.
         """
-        self._arrivals.end(request.request_id)
-        answer = self._scheduling.answer(request.request_id, first_token=next(iter(request.output_token_ids), None))
-        return self._scheduling.finish_request(request.request_id, self._tables(block_ids)), answer
+        request_id = request.request_id
+        self._arrivals.end(request_id)
+        answer = self._scheduling.answer(request_id, first_token=next(iter(request.output_token_ids), None))
+        answer = self._wishes.answer(request_id, answer)
+        return self._scheduling.finish_request(request_id, self._tables(block_ids)), answer
 
     def reset_cache(self) -> bool | None:
         """Forget everything: the weights have changed."""
@@ -433,15 +443,3 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics | None:
         """Our metrics under vLLM's ``/metrics``."""
         return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _fitting(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_so: bool) -> StoreConfig:
-    """The configuration with a ``chunk_size`` of whole blocks."""
-    chunk_size = fitting_chunk_size(kv_cache_config, config)
-    if chunk_size != config.chunk_size and says_so:
-        logger.warning(
-            "chunk_size is %d instead of %d: the blocks of this model's KV cache end together after so many tokens",
-            chunk_size,
-            config.chunk_size,
-        )
-    return config.model_copy(update={"chunk_size": chunk_size})

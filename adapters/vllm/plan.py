@@ -224,6 +224,7 @@ class WorkerFacts:
         layout: their geometry.
         server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
         groups: of layers whose KV it keeps; None for one that keeps all tokens.
+        remote_problem: why its remote tier cannot be used now; None if it can, or there is none.
     """
 
     num_slots: int
@@ -235,6 +236,7 @@ class WorkerFacts:
     layout: KVLayout
     server_url: str | None = None
     groups: Groups | None = None
+    remote_problem: str | None = None
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

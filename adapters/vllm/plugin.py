@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from kvstore.adapters.vllm import refusals
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 CONNECTOR_NAME = "KVStoreConnector"
 CONNECTOR_MODULE = "kvstore.adapters.vllm.connector"
 
@@ -12,3 +19,22 @@ def register() -> None:
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - registering twice raises, and there is no other way to know
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    if refusals.is_first_process():
+        refusals.check_first(_check)
+        if refusals.is_command():
+            refusals.print_at_end()
+
+
+def _check(vllm_config: VllmConfig) -> None:
+    """Refuse what can be refused before anything is started.
+
+    Raises:
+        ConfigError: the configuration, a flag or the version of vLLM cannot be used.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR_NAME:
+        return  # also where it is one of several: vLLM gives each a configuration of its own later
+    from kvstore.adapters.vllm.glue.support import check_flags  # noqa: PLC0415 - not in every vLLM
+    from kvstore.config import load_config  # noqa: PLC0415
+
+    check_flags(vllm_config, load_config(transfer.kv_connector_extra_config, log_warnings=False).config)

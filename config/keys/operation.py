@@ -27,6 +27,9 @@ class OperationKeys(Keys):
     """Loopback address to listen on. There are no passwords, so any other address is refused."""
     internal_api_server_port_start: Annotated[int, Field(ge=0, le=65_000)] = 6999
     """Port to listen on; a data-parallel replica adds its rank. 0 for any free port, which the log names."""
+    log_request_sample: Annotated[int, Field(ge=0)] = 0
+    """Of how many requests one gets a line in the log when it ends: tokens asked for and found, by tier, why not more,
+    and how long it waited for them. 0 for none."""
     model_id: Text = None
     """Identity of the weights, in place of the one derived from the model's files. Engines with the same identity share
     KV. Required with vLLM's `load_format=dummy`."""

@@ -83,6 +83,11 @@ MISSES = _counter(
     "Requests of which at least one whole block was not found, by the reason",
     reason=tuple(reason.value for reason in MissReason),
 )
+REQUEST_FIELD_ERRORS = _counter(
+    "request_field_errors",
+    "Requests served without the cache because a field of theirs was wrong, by the field that it is or is nearest to",
+    field=("skip_save", "skip_load", "ttl", "tag", "pin", "probe", "handover", "other"),
+)
 LOOKUP_TIMEOUTS = _counter(
     "lookup_timeouts", "Lookups that the remote tier did not answer in time; they count as not stored there"
 )

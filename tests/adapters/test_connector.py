@@ -103,10 +103,11 @@ def test_what_workers_say_when_they_wake_up_changes_nothing(connector: KVStoreCo
     facts = FactsMetadata(Mock(spec=WorkerFacts))
     scheduler = Mock(spec=StoreScheduler)
     connector._scheduler = scheduler
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
-    scheduler.connect.assert_called_once_with([facts.facts])
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
-    scheduler.connect.assert_called_once_with([facts.facts])
+    told = connector._tell_start = Mock()
+    for _ in range(2):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
+        scheduler.connect.assert_called_once_with([facts.facts])
+        told.assert_called_once_with(scheduler.index, [facts.facts])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -18,11 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore.adapters.vllm import connector, plugin
+from kvstore.adapters.vllm import connector, plugin, refusals
 from kvstore.adapters.vllm.connector import FactsMetadata, KVStoreConnector, ReportMetadata
 from kvstore.adapters.vllm.identity import fingerprint_adapter
 from kvstore.adapters.vllm.plan import StepReport, StepResult, WorkerFacts
@@ -30,14 +34,15 @@ from kvstore.adapters.vllm.requests.adapterfiles import AdapterFiles
 from kvstore.adapters.vllm.requests.arrivals import Arrivals
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE
 from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.requests.wishes import PROBLEM, Wishes
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
 from kvstore.adapters.vllm.scheduler.scheduler import StoreScheduler
 from kvstore.chunks import ChunkRef
 from kvstore.config import StoreConfig
-from kvstore.errors import TierError
+from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.throttle import Throttle
+from kvstore.ops import metrics
 
 pytestmark = pytest.mark.vllm
 
@@ -57,7 +62,8 @@ class _NothingConnected(KVStoreConnector):
         self._role = KVConnectorRole.SCHEDULER
         self._scheduler = StoreScheduler(SchedulerOptions(SaveRules(4, 8, save_decode=True, save_tails=True)))
         self._worker = None
-        self._throttle = Throttle(connector.logger)
+        self._wishes = Wishes(self._scheduler.count_wrong_field)
+        self._tell_start = partial(lambda *_: None)
         self._arrivals = Arrivals(AdapterFiles(), 1.0)
         self._config = StoreConfig(required=False)
         self._kv_cache_manager = None
@@ -101,6 +107,85 @@ def test_wrong_configuration_is_refused_before_the_model_loads() -> None:
     with pytest.raises(ValueError, match="chunk_sizes"):
         KVStoreConnector.requires_piecewise_for_cudagraph({"kvstore.chunk_sizes": 3})
     assert KVStoreConnector.requires_piecewise_for_cudagraph({}) is False
+
+
+class _Flags:
+    """As much of vLLM's flags as is looked at."""
+
+    def __init__(self, **changed: object) -> None:
+        self.kv_transfer_config = KVTransferConfig(
+            kv_connector=plugin.CONNECTOR_NAME,
+            **{"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **changed},
+        )
+        self.model_config = SimpleNamespace(enable_sleep_mode=False)
+        self.parallel_config = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+        self.scheduler_config = SimpleNamespace(async_scheduling=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kv_load_failure_policy": "fail"}, 'kv_load_failure_policy is "fail"'),
+        ({"kv_connector_extra_config": {"kvstore.chunk_sizes": 3}}, "chunk_sizes"),
+    ],
+)
+def test_flags_are_refused_before_anything_is_started(
+    changed: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program gets the error; who called ``vllm serve`` gets its words at the end, and nothing else."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: _Flags(**changed))
+    plugin.register()
+    plugin.register()
+    with pytest.raises(ConfigError, match=words):
+        EngineArgs.create_engine_config(None)
+    told: list[KVStoreError] = []
+    monkeypatch.setattr(refusals, "is_command", lambda: True)
+    monkeypatch.setattr(refusals, "note", told.append)
+    with pytest.raises(SystemExit) as ended:
+        EngineArgs.create_engine_config(None)
+    assert ended.value.code == 1
+    assert [words in str(error) for error in told] == [True]
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"kv_connector": "ExampleConnector"}, {"kv_load_failure_policy": "fail", "kv_role": "kv_producer"}]
+)
+def test_flags_that_are_not_refused(changed: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Flags()
+    made.kv_transfer_config = replace(made.kv_transfer_config, **changed)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
+    plugin.register()
+    assert EngineArgs.create_engine_config(None) is made
+    made.kv_transfer_config = None
+    assert EngineArgs.create_engine_config(None) is made
+
+
+def test_a_process_of_vllms_own_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = EngineArgs.create_engine_config
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: _Flags(kv_load_failure_policy="fail"))
+    monkeypatch.setattr(refusals, "is_first_process", lambda: False)
+    plugin.register()
+    EngineArgs.create_engine_config(None)
+    assert reads is not EngineArgs.create_engine_config
+
+
+def test_errors_of_the_connector_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[KVStoreError] = []
+    monkeypatch.setattr(refusals, "note", told.append)
+    found, error = _NothingConnected(), TierError("broken on purpose")
+    found._stores_nothing, found._config = None, StoreConfig()
+
+    def broken(_caches: object) -> None:
+        raise error
+
+    monkeypatch.setattr(found, "_open_worker", broken)
+    with pytest.raises(TierError):
+        found.register_kv_caches({"layer": torch.zeros(4)})
+    assert told == [error]
+    found._config = StoreConfig(required=False)
+    found.register_kv_caches({"layer": torch.zeros(4)})
+    assert told == [error], "vLLM goes on"
 
 
 def test_facts_connect_in_the_order_of_ranks() -> None:
@@ -202,6 +287,13 @@ def test_malformed_parameters_are_named_once_and_the_request_is_passed_by(caplog
     (line,) = caplog.messages
     assert "kvstore.ttl" in line
     assert "secret" not in line
+    tally = found._scheduling.take_tally()
+    assert tally.counters[metrics.REQUEST_FIELD_ERRORS.key("ttl")] == 3
+    _, answer = found.request_finished(Request("0", [1, 2, 3], SamplingParams(), None), [])
+    assert answer is not None
+    assert "kvstore.ttl must be" in answer[PROBLEM]
+    _, answer = found.request_finished(Request("0", [1, 2, 3], SamplingParams(), None), [])
+    assert answer is None
     assert {tracker.params for tracker in found._scheduling._trackers.values()} == {WITHOUT_CACHE}
     found.on_new_request(Request("right", [1, 2, 3], SamplingParams(extra_args={"kvstore.ttl": 5}), None))
     assert found._scheduling._trackers["right"].params.ttl_s == 5

@@ -84,6 +84,18 @@ def test_salts_keep_apart() -> None:
     assert len({keys(request(cache_salt=salt))[0] for salt in (None, "a", "b")}) == 3
 
 
+def test_a_probe_stands_for_the_salt() -> None:
+    """Two of one name share whatever their salts, so that vLLM's own cache, which goes by the salt, does not answer."""
+
+    def seed(salt: str | None, probe: str | None, team: str = "red") -> bytes:
+        params = RequestParams(probe=probe, tags=(("team", team),))
+        return key_extras(request(cache_salt=salt), params).seed()
+
+    assert seed("a", "x") == seed("b", "x") == seed(None, "x")
+    others = [seed("a", "y"), seed("a", None), seed("x", None), seed(None, None), seed("a", "x", "blue")]
+    assert len({seed("a", "x"), *others}) == 6
+
+
 def test_images_behind_equal_placeholders_keep_apart_from_where_they_begin() -> None:
     plain, cat, dog, moved = (
         keys(request(mm_features=features))

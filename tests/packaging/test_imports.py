@@ -27,7 +27,7 @@ ROOMS = (
     ("assembly",),
     ("ops", "planner"),
     ("engine",),
-    ("adapters.vllm.telemetry", "adapters.vllm.identity"),
+    ("adapters.vllm.telemetry", "adapters.vllm.identity", "adapters.vllm.refusals"),
     ("adapters.vllm.requests",),
     ("adapters.vllm.plan",),
     ("adapters.vllm.scheduler", "adapters.vllm.worker"),

@@ -30,13 +30,26 @@ def stream(url: str, request: Mapping[str, object]) -> Iterator[tuple[float, dic
     Raises:
         httpx.HTTPError: the server did not answer, or refused the request.
     """
+    with httpx.Client(base_url=url, trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
+        yield from events(client, request)
+
+
+def events(
+    client: httpx.Client, request: Mapping[str, object], headers: Mapping[str, str] | None = None
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The same through a client of the caller's.
+
+    Raises:
+        httpx.HTTPError: the server did not answer, or refused the request.
+    """
     body = {**request, "temperature": 0, "ignore_eos": True, "stream": True}
-    with httpx.Client(trust_env=False, timeout=REQUEST_TIMEOUT_S) as client:
-        begin_s = time.perf_counter()
-        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-            for line in response.raise_for_status().iter_lines():
-                if line.startswith("data: {"):
-                    yield time.perf_counter() - begin_s, json.loads(line.removeprefix("data: "))
+    begin_s = time.perf_counter()
+    with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        if response.is_error:
+            response.read()  # so that callers can show what it says
+        for line in response.raise_for_status().iter_lines():
+            if line.startswith("data: {"):
+                yield time.perf_counter() - begin_s, json.loads(line.removeprefix("data: "))
 
 
 def complete(url: str, model: str, prompt: str, *, output_tokens: int) -> Completion:

@@ -11,7 +11,13 @@ from urllib.parse import urlsplit
 
 import vllm
 
-from kvstore.adapters.vllm.glue.groups import announced_group, block_tokens_of, has_states, is_grouped
+from kvstore.adapters.vllm.glue.groups import (
+    announced_group,
+    block_tokens_of,
+    fitting_chunk_size,
+    has_states,
+    is_grouped,
+)
 from kvstore.adapters.vllm.glue.parallel import folder_of, port_of, rank_of, shard_of
 from kvstore.adapters.vllm.glue.support import frees_blocks, overwrites_early
 from kvstore.adapters.vllm.requests.params import server_url
@@ -32,6 +38,18 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig
 
 logger = logging.getLogger(__name__)
+
+
+def fitting_config(config: StoreConfig, kv_cache_config: KVCacheConfig, *, says_so: bool) -> StoreConfig:
+    """The configuration with a ``chunk_size`` of whole blocks."""
+    chunk_size = fitting_chunk_size(kv_cache_config, config)
+    if chunk_size != config.chunk_size and says_so:
+        logger.warning(
+            "chunk_size is %d instead of %d: the blocks of this model's KV cache end together after so many tokens",
+            chunk_size,
+            config.chunk_size,
+        )
+    return config.model_copy(update={"chunk_size": chunk_size})
 
 
 def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> SchedulerOptions:
@@ -77,6 +95,7 @@ def scheduler_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, c
         handover=_handover_options(vllm_config, config),
         pin_max_s=config.pin_max_secs,
         checkpoint_interval_tokens=config.checkpoint_interval,
+        log_request_sample=config.log_request_sample,
         announces=_announces(vllm_config, kv_cache_config),
     )
 

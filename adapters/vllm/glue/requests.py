@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.adapters.vllm.requests.adapterfiles import Adapter
 from kvstore.adapters.vllm.requests.params import NO_PARAMS, Handover, RequestParams, parse_handover, parse_params
@@ -12,12 +12,14 @@ from kvstore.keys import Feature, KeyExtras
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_PROBES: Final = "kvstore.probe\0"
+
 
 def handover_of(request: Request) -> Handover | None:
     """What the request says about other engines that share it.
 
     Raises:
-        InvalidCallError: a field is wrong.
+        FieldError: a field is wrong.
     """
     return parse_handover(request.kv_transfer_params, request.request_id)
 
@@ -26,7 +28,7 @@ def request_params(request: Request, counted: Collection[str]) -> RequestParams:
     """What the client asks of the cache, in ``counted`` fields; ``kv_transfer_params`` override other arguments.
 
     Raises:
-        InvalidCallError: a field is wrong.
+        FieldError: a field is wrong.
     """
     sampling = request.sampling_params
     if sampling is None:
@@ -57,7 +59,7 @@ def key_extras(request: Request, params: RequestParams = NO_PARAMS, lora_files: 
     adapter = adapter_of(request)
     return KeyExtras(
         lora=(adapter.name, lora_files) if adapter is not None else None,
-        cache_salt=request.cache_salt,
+        cache_salt=f"{_PROBES}{params.probe}" if params.probe else request.cache_salt,
         tags=params.tags,
         features=tuple(
             Feature(feature.identifier, feature.mm_position.offset, feature.mm_position.length)

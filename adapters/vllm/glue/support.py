@@ -33,6 +33,19 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
         ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
         LayoutError: a KV cache that cannot be stored.
     """
+    check_flags(vllm_config, config)
+    _check_groups(vllm_config, kv_cache_config, config)
+    if vllm_config.kv_transfer_config.is_kv_consumer and config.enable_async_loading is False:
+        _check_window(kv_cache_config)
+    _check_sizes(block_tokens_of(kv_cache_config), config)
+
+
+def check_flags(vllm_config: VllmConfig, config: StoreConfig) -> None:
+    """The part of ``check_supported`` that can be done before the model is loaded.
+
+    Raises:
+        ConfigError: a version, flag or parallelism that is not supported; the message says what to do.
+    """
     _check_version(config)
     _check_sleep(vllm_config, config)
     parallel = vllm_config.parallel_config
@@ -41,10 +54,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, con
             "context parallelism splits a block over ranks, which is not supported: set "
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1"
         )
-    _check_groups(vllm_config, kv_cache_config, config)
     if vllm_config.kv_transfer_config.is_kv_consumer:
-        _check_loads(vllm_config, kv_cache_config, config)
-    _check_sizes(block_tokens_of(kv_cache_config), config)
+        _check_loads(vllm_config, config)
 
 
 def tell_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -127,7 +138,7 @@ def _stores_little(kv_cache_config: KVCacheConfig) -> str | None:
     )
 
 
-def _check_loads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> None:
+def _check_loads(vllm_config: VllmConfig, config: StoreConfig) -> None:
     """A load that fails must not end its request, or let vLLM deliver what it computed on garbage."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
@@ -150,6 +161,10 @@ def _check_loads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
             "token that it computed before it learned that a chunk could not be read. Leave enable_async_loading at "
             "auto, or start vLLM with --no-async-scheduling"
         )
+
+
+def _check_window(kv_cache_config: KVCacheConfig) -> None:
+    """Of a model that attends to a window, vLLM cannot compute again what a load within a step did not bring."""
     if frees_blocks(kv_cache_config):
         raise ConfigError(
             "enable_async_loading is false, and the layers of this model attend to a window: where a load within a "

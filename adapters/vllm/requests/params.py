@@ -32,9 +32,27 @@ _MAX_PORT: Final = 65_535
 _LMCACHES: Final = "lmcache."
 _TAG: Final = "tag."  # before a tag's own name
 _TAGS: Final = "tag"
-_NAMES: Final = tuple(name for name in REQUEST_FIELDS if name != _TAGS)
+PROBE: Final = "probe"
+"""Always counts: it does no more than a tag, for a prompt that nobody else asks."""
+_NAMES: Final = (*(name for name in REQUEST_FIELDS if name != _TAGS), PROBE)
 _Kind = TypeVar("_Kind")
+
+HANDOVER_FIELD: Final = "handover"
+OTHER_FIELD: Final = "other"
 _DECODE_ADDRESS = re.compile(r"___decode_addr_(\[[0-9a-fA-F:.%]+\]|[^:/\s_][^:/\s]*):(\d{1,5})(?!\d)")
+
+
+class FieldError(InvalidCallError):
+    """A field of a request is wrong. The message names the field, and shows nothing of what the client wrote.
+
+    Attributes:
+        field: the field, or the one that its name is nearest to: one of ``REQUEST_FIELDS``, ``PROBE``,
+            ``HANDOVER_FIELD`` or ``OTHER_FIELD``.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def _flag(given: object) -> object:
@@ -74,6 +92,10 @@ _Tags = Annotated[
         f"most {MAX_TAGS} tags are allowed",
     ),
 ]
+_ProbeOrNone = Annotated[
+    str | None,
+    Field(min_length=1, max_length=MAX_TAG_CHARACTERS, description=f"text of 1 to {MAX_TAG_CHARACTERS} characters"),
+]
 _Text = Annotated[
     str,
     Field(min_length=1, max_length=_MAX_NAME, description=f"text of 1 to {_MAX_NAME} characters"),
@@ -102,6 +124,8 @@ class RequestParams:
         ttl_s: how long what it stores may be found; None for as long as there is room.
         pin: True keeps its prompt's chunks from eviction, False ends that, None does neither.
         tags: (name, value) pairs, sorted, that another request must have too to share its KV.
+        probe: a name that stands in its key for its ``cache_salt``. vLLM's own cache goes by the salt, so that a prompt
+            sent again with this name and another salt shows what the store has.
         ignored: names of fields that it has, and that do not count here.
     """
 
@@ -110,6 +134,7 @@ class RequestParams:
     ttl_s: _Seconds = None
     pin: _FlagOrNone = None
     tags: _Tags = ()
+    probe: _ProbeOrNone = None
     ignored: tuple[str, ...] = ()
 
 
@@ -186,10 +211,10 @@ def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) ->
 
     Args:
         sources: as the request carries them.
-        counted: which of ``REQUEST_FIELDS`` count; what the others say is not looked at.
+        counted: which of ``REQUEST_FIELDS`` count, beside ``PROBE``; what the others say is not looked at.
 
     Raises:
-        InvalidCallError: a field is unknown or has a wrong value. The message names the field, and shows nothing of
+        FieldError: a field is unknown or has a wrong value. The message names the field, and shows nothing of
             what the client wrote.
     """
     fields = _fields(sources)
@@ -200,7 +225,7 @@ def parse_params(*sources: object, counted: Collection[str] = REQUEST_FIELDS) ->
     ignored: set[str] = set()
     for name, value in fields.items():
         kind = _TAGS if name.startswith(_TAG) else name
-        if kind not in counted:
+        if kind not in counted and kind != PROBE:
             ignored.add(kind)
         elif kind == _TAGS:
             tags.append((name.removeprefix(_TAG), value))
@@ -215,7 +240,7 @@ def parse_handover(params: object, request_id: str) -> Handover | None:
     """Read ``kv_transfer_params``, and addresses in the request's id; None if there is nothing of the kind.
 
     Raises:
-        InvalidCallError: a field is wrong. The message names the field, and shows nothing of what was written.
+        FieldError: a field is wrong. The message names the field, and shows nothing of what was written.
     """
     fields = params if isinstance(params, Mapping) else {}
     given = fields.get("disagg_spec")
@@ -233,7 +258,7 @@ def server_url(host: str, port: int) -> str:
 
 def _spec(given: object, request_id: str) -> DisaggSpec:
     if not isinstance(given, Mapping):
-        raise InvalidCallError("disagg_spec must be a mapping of names to values")
+        raise FieldError("disagg_spec must be a mapping of names to values", HANDOVER_FIELD)
     named = given if given.get("req_id") is not None else {**given, "req_id": request_id}
     return _checked(DisaggSpec, named, "disagg_spec.")
 
@@ -251,7 +276,7 @@ def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -
     """Read a dataclass from a mapping. None is no value; other names in the mapping are not looked at.
 
     Raises:
-        InvalidCallError: a value is wrong or missing.
+        FieldError: a value is wrong or missing.
     """
     build: Any = kind
     fields = build.__pydantic_fields__
@@ -259,7 +284,9 @@ def _checked(kind: type[_Kind], given: Mapping[Any, object], prefix: str = "") -
         found: _Kind = build(**{name: given[name] for name in fields if given.get(name) is not None})
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        raise InvalidCallError(f"{prefix}{_SHOWN.get(name, name)} must be {fields[name].description}") from None
+        field = {"ttl_s": "ttl", "tags": _TAGS}.get(name, name) if kind is RequestParams else HANDOVER_FIELD
+        message = f"{prefix}{_SHOWN.get(name, name)} must be {fields[name].description}"
+        raise FieldError(message, field) from None
     return found
 
 
@@ -271,7 +298,7 @@ def _fields(sources: tuple[object, ...]) -> dict[str, object]:
             if source is None:
                 continue
             if not isinstance(source, Mapping):
-                raise InvalidCallError("kv_transfer_params must be a mapping of names to values")
+                raise FieldError("kv_transfer_params must be a mapping of names to values", OTHER_FIELD)
             for name, value in source.items():
                 if isinstance(name, str) and name.startswith(prefix) and value is not None:
                     _take(fields, prefix, name.removeprefix(prefix), value)
@@ -285,4 +312,5 @@ def _take(fields: dict[str, object], prefix: str, name: str, value: object) -> N
     elif prefix == _OURS:
         nearest = difflib.get_close_matches(name[:MAX_TAG_CHARACTERS], _NAMES, n=1)
         known = nearest or [*_NAMES, f"{_TAG}<name>"]
-        raise InvalidCallError(f"a field {_OURS}... is unknown: valid is {', '.join(_OURS + name for name in known)}")
+        message = f"a field {_OURS}<name> is unknown: valid is {', '.join(_OURS + name for name in known)}"
+        raise FieldError(message, nearest[0] if nearest else OTHER_FIELD)

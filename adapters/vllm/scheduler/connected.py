@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +24,6 @@ from kvstore.checkpoints.groups import Group, Groups, Kind
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.layout import KVLayout
 from kvstore.tiers.directory import RemoteDirectory
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,16 +77,6 @@ class Connected:
         loads = LoadPlanner(index, options.rules, choice, num_ranks, rows)
         saves = SavePlanner(index, num_ranks, rows)
         saves.strays = list(set.union(*held) - complete)
-        pool_gib = facts[0].num_slots * facts[0].slot_bytes / 2**30
-        logger.info(
-            "%d chunks known from disk; CPU pool %.2f GiB in all (%.2f GiB x %d workers), disk %.2f GiB in all%s",
-            len(index),
-            num_ranks * pool_gib,
-            pool_gib,
-            num_ranks,
-            num_ranks * facts[0].disk_capacity_bytes / 2**30,
-            "; and a remote tier" if options.remote else "",
-        )
         matching = Matching(options, index, remote, loads, choice, handovers, canary)
         pins = Pins(index, steps, options.pin_max_s)
         return cls(num_ranks, index, remote, choice, matching, loads, saves, pins, rows)

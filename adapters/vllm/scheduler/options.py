@@ -36,6 +36,7 @@ class SchedulerOptions:
     handover: HandoverOptions = field(default_factory=HandoverOptions)
     pin_max_s: float = 86_400.0
     checkpoint_interval_tokens: int = 0
+    log_request_sample: int = 0
 
     def load_rules_for(self, num_ranks: int) -> LoadRules:
         """How so many ranks load.

@@ -66,7 +66,9 @@ class StoreScheduler:
         self._epoch = ""  # to be entered with the next plan
         self._canary = Canary(options.verify_fraction, rules.block_tokens)
         self._recalls: list[ChunkRef] = []  # chunks with wrong bytes, which the remote tier may have
-        self._accounts = Accounts(rules.block_tokens, rules.block_tokens if rules.save_tails else rules.chunk_tokens)
+        end_tokens = rules.block_tokens if rules.save_tails else rules.chunk_tokens
+        self._accounts = Accounts(rules.block_tokens, end_tokens, options.log_request_sample)
+        self.count_wrong_field = self._accounts.wrong_field
         self._handovers = Handovers(options.handover, rules)
         self._announcer = Announcer(rules.block_tokens) if options.announces else None
         self.enabled = True
@@ -207,6 +209,9 @@ class StoreScheduler:
         if tracker is None or connected is None:
             return
         spec, tracker.load = tracker.load, None
+        if tracker.account.waits:  # vLLM tells again when such a load has ended
+            tracker.account.has_waited()
+        tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)

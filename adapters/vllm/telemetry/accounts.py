@@ -6,6 +6,7 @@ Kept by the scheduler's thread; other threads may read ``totals``.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -51,6 +52,9 @@ class Account:
         reason: why not more.
         stored_chunks: offered to the workers since.
         is_verified: it computes its hit, for comparison.
+        waits: for a load beside the steps.
+        begin_s: when it asked first, on ``time.monotonic``.
+        wait_s: from then until it had what was loaded for it, and could be computed.
     """
 
     num_tokens: int = 0
@@ -64,9 +68,14 @@ class Account:
     reason: MissReason | None = None
     stored_chunks: int = 0
     is_verified: bool = False
+    waits: bool = False
+    begin_s: float | None = None
+    wait_s: float = 0.0
 
     def asked(self, num_tokens: int, num_local_tokens: int) -> None:
         """It asks, or asks again; nothing is known of an answer."""
+        if self.begin_s is None:
+            self.begin_s = time.monotonic()
         if not self.is_admitted:
             self.num_tokens, self.num_local_tokens = num_tokens, num_local_tokens
             self.found_tokens, self.offered_tokens = num_local_tokens, 0
@@ -84,6 +93,11 @@ class Account:
         if not self.is_admitted:
             self.offered_tokens, self.is_declined = 0, True
 
+    def has_waited(self) -> None:
+        """It has what was loaded for it."""
+        if self.begin_s is not None:
+            self.wait_s = time.monotonic() - self.begin_s
+
 
 class Accounts:
     """Counts requests and collects everything else.
@@ -91,12 +105,15 @@ class Accounts:
     Args:
         block_tokens: a hit counts as whole if it lacks fewer tokens than this.
         end_tokens: nothing is stored of a prompt after the last multiple of this.
+        sample_every: a line at INFO about every so many-th request; 0 for none.
     """
 
-    def __init__(self, block_tokens: int, end_tokens: int) -> None:
+    def __init__(self, block_tokens: int, end_tokens: int, sample_every: int = 0) -> None:
         self.totals = Totals()
         self._block_tokens = block_tokens
         self._end_tokens = end_tokens
+        self._sample_every = sample_every
+        self._num_closed = 0
         self._tally = Tally()
         self._meter = Meter()
         self._index_meter = IndexMeter()
@@ -110,6 +127,7 @@ class Accounts:
         """A request is scheduled: what it got counts, the first time. To be told after its load was planned."""
         if account.is_admitted:
             return
+        account.has_waited()
         account.is_admitted, account.hit = True, hit
         account.reason = self._reason(account, index, hasher)
         self._tally.count(metrics.LOOKUPS.key())
@@ -138,19 +156,28 @@ class Accounts:
         return index.why_missing(hasher, account.found_tokens, end_tokens)
 
     def close(self, request_id: str, account: Account) -> None:
-        """A request has ended: one line about it."""
-        if account.is_admitted:
-            logger.debug(
-                "request %s: %d tokens, %d of them in vLLM's own cache; hit %d (memory %d, disk %d, remote %d); "
-                "%d chunks stored; miss: %s",
-                request_id,
-                account.num_tokens,
-                account.num_local_tokens,
-                sum(account.hit),
-                *account.hit,
-                account.stored_chunks,
-                account.reason.value if account.reason else "none",
-            )
+        """A request has ended: one line about it, for every so many-th at INFO."""
+        if not account.is_admitted:
+            return
+        self._num_closed += 1
+        is_sampled = self._sample_every > 0 and self._num_closed % self._sample_every == 0
+        logger.log(
+            logging.INFO if is_sampled else logging.DEBUG,
+            "request %s: %d tokens, %d of them in vLLM's own cache; hit %d (memory %d, disk %d, remote %d) in %.1f ms; "
+            "%d chunks stored; miss: %s",
+            request_id,
+            account.num_tokens,
+            account.num_local_tokens,
+            sum(account.hit),
+            *account.hit,
+            account.wait_s * 1e3,
+            account.stored_chunks,
+            account.reason.value if account.reason else "none",
+        )
+
+    def wrong_field(self, field: str) -> None:
+        """A request is served without the cache, because of a field of its own."""
+        self._tally.count(metrics.REQUEST_FIELD_ERRORS.key(field))
 
     # -- sums --------------------------------------------------------------------------------------------------------
 
@@ -188,10 +215,11 @@ def _summary(counters: Mapping[str, float], seconds: float) -> str:
     asked, hit = total(metrics.ASKED_TOKENS), total(metrics.HIT_TOKENS)
     tiers = ", ".join(f"{tier} {total(metrics.HIT_TOKENS, tier):.0f}" for (tier,) in metrics.HIT_TOKENS.values)
     stored, evicted = total(metrics.STORED_CHUNKS), total(metrics.EVICTED_CHUNKS)
+    dropped = total(metrics.REFUSED_CHUNKS) + sum(total(metrics.WRITES, t, "dropped") for t in ("disk", "remote"))
     failed = (metrics.FAILED_LOADS, metrics.FAILED_STORES, metrics.TIER_ERRORS)
     failures = sum(map(total, failed)) + sum(total(metrics.WRITES, tier, "failed") for tier in ("disk", "remote"))
     return (
         f"last {seconds:.0f} s: {total(metrics.LOOKUPS):.0f} requests asked for {asked:.0f} tokens, hit {hit:.0f} "
-        f"({tiers}); {stored:.0f} chunks stored, {evicted:.0f} evicted, "
+        f"({tiers}); {stored:.0f} chunks stored, {evicted:.0f} evicted, {dropped:.0f} dropped, "
         f"{total(metrics.MOVED_BYTES) / 1e9:.2f} GB moved; {failures:.0f} failures"
     )

@@ -104,7 +104,9 @@ class StoreWorker:
         self._layer_numbers = {name: number for number, name in enumerate(options.layer_names)}
         self._paged = paged
         self._layout = paged.layout
-        self._tiers = open_tiers(paged, namespace, engine)
+        problems: list[str] = []  # told by the scheduler side, once for all ranks
+        self._tiers = open_tiers(paged, namespace, engine, problems)
+        self._remote_problem = next(iter(problems), None)
         self._written: deque[Written] = deque()
         with ExitStack() as opened:
             opened.callback(self._tiers.close)
@@ -155,6 +157,7 @@ class StoreWorker:
             layout=self._layout,
             server_url=self._server.url if self._server else None,
             groups=self._groups,
+            remote_problem=self._remote_problem,
         )
 
     def prepare(self, plan: StepPlan) -> None:

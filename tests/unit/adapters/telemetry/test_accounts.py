@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from support.fake_vllm import FakeVllm
 from support.remote import FakeServer
 from support.situations import PROMPT, Build
 
-from kvstore.adapters.vllm.telemetry.accounts import Accounts
+from kvstore.adapters.vllm.telemetry import accounts
+from kvstore.adapters.vllm.telemetry.accounts import Account, Accounts
 from kvstore.catalog.plans import MissReason
 from kvstore.errors import TierError
 from kvstore.ops import metrics
@@ -38,6 +41,10 @@ def again(vllm: FakeVllm, prompt: list[int] = PROMPT) -> int:
 
 def other(number: int) -> list[int]:
     return [49 - number, *PROMPT[1:]]
+
+
+def untimed(record: logging.LogRecord) -> str:
+    return re.sub(r"in \d+\.\d ms", "in N ms", record.getMessage())
 
 
 class TestSums:
@@ -244,11 +251,44 @@ class TestLog:
         vllm = build()
         vllm.ask("first", PROMPT)
         again(vllm)
-        first, second = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+        first, second = [untimed(record) for record in caplog.records if record.levelno == logging.DEBUG]
         asked = "57 tokens, 0 of them in vLLM's own cache"
         nothing, hit = "hit 0 (memory 0, disk 0, remote 0)", "hit 56 (memory 56, disk 0, remote 0)"
-        assert first == f"request first: {asked}; {nothing}; 4 chunks stored; miss: never_stored"
-        assert second == f"request again: {asked}; {hit}; 0 chunks stored; miss: none"
+        assert first == f"request first: {asked}; {nothing} in N ms; 4 chunks stored; miss: never_stored"
+        assert second == f"request again: {asked}; {hit} in N ms; 0 chunks stored; miss: none"
+
+    @pytest.mark.parametrize(("every", "said"), [(0, []), (1, ["0", "1", "2", "3"]), (2, ["1", "3"]), (9, [])])
+    def test_some_requests_are_told_of_at_info(
+        self, caplog: pytest.LogCaptureFixture, every: int, said: list[str]
+    ) -> None:
+        caplog.set_level(logging.INFO, "kvstore")
+        books = Accounts(BLOCK, BLOCK, sample_every=every)
+        books.close("never scheduled", Account())
+        for number in range(4):
+            books.close(str(number), Account(is_admitted=True))
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"request {n}" for n in said]
+
+    @pytest.mark.parametrize("async_load", [True, False])
+    def test_a_wait_ends_with_the_load(
+        self, build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, async_load: bool
+    ) -> None:
+        """A load beside the steps is waited for; one within a step is part of it."""
+        caplog.set_level(logging.DEBUG, "kvstore")
+        vllm = build(async_load=async_load)
+        vllm.ask("first", PROMPT)
+        vllm.settle()
+        vllm.forget_local()
+        now_s = [0.0]
+        monkeypatch.setattr(accounts, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+        request = vllm.add("again", PROMPT, max_tokens=3)
+        while request.state != "finished":
+            now_s[0] += 1.0
+            vllm.step()
+        (line,) = [record.getMessage() for record in caplog.records if "request again" in record.getMessage()]
+        waited_ms = float(line.partition(") in ")[2].partition(" ms")[0])
+        assert waited_ms % 1000 == 0
+        assert (waited_ms > 0) is async_load
+        assert waited_ms < now_s[0] * 1000, "what is computed afterwards does not count"
 
     def test_a_summary_once_a_minute_and_only_if_something_happened(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "kvstore")
@@ -258,6 +298,8 @@ class TestLog:
         tally.count(metrics.HIT_TOKENS.key("disk"), 64)
         tally.count(metrics.MOVED_BYTES.key("disk", "load"), 3e9)
         tally.count(metrics.WRITES.key("disk", "failed"), 1)
+        tally.count(metrics.WRITES.key("disk", "dropped"), 2)
+        tally.count(metrics.REFUSED_CHUNKS.key(), 3)
         books.summarize(0.0)
         books.add(tally)
         books.take(None, enabled=True)
@@ -266,7 +308,7 @@ class TestLog:
         (record,) = caplog.records
         assert record.getMessage() == (
             "last 61 s: 2 requests asked for 100 tokens, hit 64 (memory 0, disk 64, remote 0); "
-            "0 chunks stored, 0 evicted, 3.00 GB moved; 1 failures"
+            "0 chunks stored, 0 evicted, 5 dropped, 3.00 GB moved; 1 failures"
         )
 
 

@@ -1,0 +1,52 @@
+"""What clients ask in the fields of their requests, and what becomes of a field that is wrong. No vLLM types."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, FieldError, Handover, RequestParams
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+PROBLEM: Final = "kvstore_problem"
+"""Names the problem in ``kv_transfer_params`` of the answer. Not a field of ours: clients may send it back."""
+
+
+class Wishes:
+    """Reads requests, and tells of wrong fields: the log, a counter and the client. For the scheduler's thread.
+
+    Args:
+        count: counts a wrong field.
+    """
+
+    def __init__(self, count: Callable[[str], None]) -> None:
+        self._count = count
+        self._throttle = Throttle(logger)
+        self._problems: dict[str, str] = {}  # by request, until it ends
+
+    def read(
+        self, request_id: str, params: Callable[[], RequestParams], handover: Callable[[], Handover | None]
+    ) -> tuple[RequestParams, Handover | None]:
+        """What a request asks, as far as it counts. With a wrong field it is served without the cache.
+
+        Such a request is tracked all the same: it may share blocks whose load fails.
+        """
+        try:
+            asked = params()
+            for name in asked.ignored:
+                said = "kvstore.%s of a request is ignored: request_fields lacks it"
+                self._throttle.log(f"ignored {name}", said, name)
+            return asked, handover()
+        except FieldError as error:
+            self._count(error.field)
+            self._problems[request_id] = str(error)
+            self._throttle.log(str(error), "a request is served without the cache: %s", error)
+            return WITHOUT_CACHE, None
+
+    def answer(self, request_id: str, answer: dict[str, object] | None) -> dict[str, object] | None:
+        """The answer to a request that ends, with what was wrong about its fields."""
+        problem = self._problems.pop(request_id, None)
+        return answer if problem is None else {**(answer or {}), PROBLEM: problem}

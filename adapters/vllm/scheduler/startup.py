@@ -1,0 +1,101 @@
+"""What a person reads in vLLM's log when the cache is ready: one block, told once by the scheduler side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstore import __version__
+
+if TYPE_CHECKING:
+    from kvstore.adapters.vllm.plan import WorkerFacts
+    from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+    from kvstore.config.loader import LoadedConfig
+
+_GIB: Final = 2**30
+_WHEN: Final = {None: "beside the steps where that pays", True: "beside the steps", False: "within a step"}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is around the cache.
+
+    Attributes:
+        vllm_version: of the vLLM that runs it.
+        role: vLLM's ``kv_role``.
+        failure_policy: vLLM's ``kv_load_failure_policy``.
+    """
+
+    vllm_version: str
+    role: str
+    failure_policy: str
+
+
+def problems_of(facts: Sequence[WorkerFacts]) -> list[str]:
+    """Why remote tiers cannot be used now, each told once."""
+    return list(dict.fromkeys(rank.remote_problem for rank in facts if rank.remote_problem))
+
+
+def startup_lines(
+    loaded: LoadedConfig,
+    options: SchedulerOptions,
+    around: Surroundings,
+    facts: Sequence[WorkerFacts],
+    num_chunks: int,
+) -> Iterator[str]:
+    """The block, a line for each thing that one may have got wrong. Has no password.
+
+    Args:
+        loaded: the configuration.
+        options: what follows from it and from vLLM's flags.
+        around: what is around the cache.
+        facts: what the workers own.
+        num_chunks: how many chunks were found on disk.
+    """
+    yield f"version {__version__} in vLLM {around.vllm_version}"
+    yield f"configuration: {', '.join(_sources(loaded.origins)) or 'nothing is set'}"
+    rules = options.load_rules_for(len(facts))
+    layerwise = ", layer by layer" if rules.layerwise else ""
+    yield (
+        f"vLLM asks for: kv_role {around.role}, kv_load_failure_policy {around.failure_policy}; loads "
+        f"{_WHEN[rules.async_load]}{layerwise}, stores {_WHEN[options.async_save]}"
+    )
+    yield from _places(loaded, facts, num_chunks)
+    ids = list(dict.fromkeys(rank.namespace.id.hex() for rank in facts))
+    others = f", and {len(ids) - 1} more for the other ranks" if len(ids) > 1 else ""
+    yield f"namespace {ids[0]}{others}"
+
+
+def _sources(origins: Mapping[str, str]) -> list[str]:
+    """Where values come from: the file once, then each variable and each key of vLLM's extra config."""
+    found = (where.partition(", line ")[0].partition(", in ")[0] for where in origins.values() if where != "default")
+    return sorted(dict.fromkeys(found), key=lambda where: not where.startswith("file "))
+
+
+def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int) -> Iterator[str]:
+    config, shown = loaded.config, loaded.config.shown()
+    passage = "" if config.local_cpu else ", as a passage only: local_cpu is false"
+    yield f"memory: {_bound(facts[0].num_slots * facts[0].slot_bytes, len(facts))}{passage}"
+    if config.max_local_gpu_bytes:
+        yield f"GPU: {_bound(config.max_local_gpu_bytes, len(facts))}"
+    if config.local_disk_folders:
+        bound = _bound(facts[0].disk_capacity_bytes, len(facts))
+        yield f"disk {', '.join(config.local_disk_folders)}: {bound}, {num_chunks:,} chunks found"
+    problems = problems_of(facts)
+    state = f"NOT USED: {'; '.join(problems)}; tried again by itself" if problems else "answers"
+    if config.shared_url is not None:
+        yield f"remote tier {shown['remote_url']}: {state}"
+    elif config.listens:
+        yield "remote tier: the server that each worker opens for other engines"
+    if config.peers:
+        yield f"peers, which are only read: {', '.join(str(url) for url in _listed(shown['peers']))}"
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _bound(size_bytes: int, num_workers: int) -> str:
+    each = f" ({size_bytes / _GIB:.2f} GiB for each of {num_workers} workers)" if num_workers > 1 else ""
+    return f"at most {num_workers * size_bytes / _GIB:.2f} GiB{each}"

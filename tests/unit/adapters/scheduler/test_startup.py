@@ -1,0 +1,79 @@
+"""The block at start: what one may have got wrong, and no password."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore import __version__
+from kvstore.adapters.vllm.plan import WorkerFacts
+from kvstore.adapters.vllm.requests.tracker import SaveRules
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.adapters.vllm.scheduler.startup import Surroundings, startup_lines
+from kvstore.config import load_config
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+
+LAYOUT = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=32)
+FACTS = WorkerFacts(1024, 2**20, 2**30, (0, 0), [], Namespace({"rank": 0}), LAYOUT)
+AROUND = Surroundings("0.32.0", "kv_both", "recompute")
+OPTIONS = SchedulerOptions(SaveRules(16, 32, save_decode=False, save_tails=True), load_rules=LoadRules())
+
+
+def block(text: str, tmp_path: Path, *facts: WorkerFacts, **more: object) -> list[str]:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text(text)
+    extra = {f"kvstore.{key}": value for key, value in more.items()}
+    loaded = load_config(extra, path=file, environ={"KVSTORE_CHUNK_SIZE": "32"})
+    return list(startup_lines(loaded, OPTIONS, AROUND, facts or (FACTS,), 7))
+
+
+def test_memory_and_disk(tmp_path: Path) -> None:
+    assert block(
+        "max_local_cpu_size: 1.0\nlocal_disk: /mnt/kv\nmax_local_disk_size: 1", tmp_path, save_decode_cache=True
+    ) == [
+        f"version {__version__} in vLLM 0.32.0",
+        (
+            f"configuration: file {tmp_path}/kvstore.yaml, environment KVSTORE_CHUNK_SIZE, kv_connector_extra_config "
+            "kvstore.save_decode_cache"
+        ),
+        (
+            "vLLM asks for: kv_role kv_both, kv_load_failure_policy recompute; loads beside the steps where that pays, "
+            "stores within a step"
+        ),
+        "memory: at most 1.00 GiB",
+        "disk /mnt/kv: at most 1.00 GiB, 7 chunks found",
+        f"namespace {FACTS.namespace.id.hex()}",
+    ]
+
+
+def test_several_workers(tmp_path: Path) -> None:
+    ranks = [FACTS, replace(FACTS, namespace=Namespace({"rank": 1}))]
+    lines = block("max_local_gpu_size: 2", tmp_path, *ranks)
+    assert "memory: at most 2.00 GiB (1.00 GiB for each of 2 workers)" in lines
+    assert "GPU: at most 4.00 GiB (2.00 GiB for each of 2 workers)" in lines
+    assert lines[-1] == f"namespace {FACTS.namespace.id.hex()}, and 1 more for the other ranks"
+    assert not any(line.startswith("disk") for line in lines)
+    assert "local_cpu is false" in "".join(block("local_cpu: false", tmp_path, *ranks))
+
+
+@pytest.mark.parametrize("problem", [None, "Redis at cache:6379 refuses the login: WRONGPASS"])
+def test_a_remote_tier_with_its_state_and_without_its_password(tmp_path: Path, problem: str | None) -> None:
+    text = "remote_url: redis://me:secret@cache:6379\nremote_password: secret"
+    facts = [replace(FACTS, remote_problem=problem)] * 2
+    lines = block(text, tmp_path, *facts)
+    (line,) = [line for line in lines if line.startswith("remote tier")]
+    state = f"NOT USED: {problem}; tried again by itself" if problem else "answers"
+    assert line == f"remote tier redis://***@cache:6379: {state}"
+    assert "secret" not in "".join(lines)
+
+
+def test_other_engines(tmp_path: Path) -> None:
+    text = "enable_pd: true\npd_role: receiver\npd_peer_init_port: 7000\npeers: [kvs://me:secret@other:7000]"
+    lines = block(text, tmp_path)
+    assert "remote tier: the server that each worker opens for other engines" in lines
+    assert any(line.startswith("peers") and "other:7000" in line for line in lines)
+    assert "secret" not in "".join(lines)

@@ -1,0 +1,1 @@
+"""Whether a running vLLM finds again what the store keeps."""

@@ -1,0 +1,108 @@
+"""What a vLLM's ``/metrics`` says around two requests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIX = "vllm:kvstore_"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The samples of one reading, by name and labels, of all engines together.
+
+    Attributes:
+        values: sums by name, and by name and the label that kvstore's metrics are divided by.
+        num_engines: how many engines have a share in them.
+    """
+
+    values: Mapping[tuple[str, str], float]
+    num_engines: int
+
+    @property
+    def has_any(self) -> bool:
+        """Whether vLLM shows its own counters."""
+        return any(name.startswith("vllm:prompt_tokens") for name, _ in self.values)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether vLLM runs with kvstore."""
+        return any(name.startswith(PREFIX) for name, _ in self.values)
+
+    def __getitem__(self, name: str) -> float:
+        """The sum of one of kvstore's metrics over all its labels."""
+        return sum(value for (found, _), value in self.values.items() if found == PREFIX + name)
+
+    def by_label(self, name: str) -> dict[str, float]:
+        """One of kvstore's metrics by the value of its label."""
+        return {label: value for (found, label), value in self.values.items() if found == PREFIX + name}
+
+    @property
+    def settled_chunks(self) -> float:
+        """Chunks of which it is known whether they were stored."""
+        return sum(self[f"{name}_total"] for name in ("stored_chunks", "refused_chunks", "failed_stores"))
+
+
+def read_counters(client: httpx.Client) -> Counters | None:
+    """Read them; None if the server has no ``/metrics``.
+
+    Raises:
+        httpx.HTTPError: it does not answer.
+        ValueError: what it answers are no metrics.
+    """
+    answer = client.get("/metrics")
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        return None
+    values: defaultdict[tuple[str, str], float] = defaultdict(float)
+    engines = set()
+    for family in text_string_to_metric_families(answer.raise_for_status().text):
+        for sample in family.samples:
+            label = sample.labels.get("tier") or sample.labels.get("reason") or ""
+            values[sample.name, label] += sample.value
+            if sample.name.startswith(PREFIX):
+                engines.add(sample.labels.get("engine"))
+    return Counters(values, len(engines))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Readings before the first request, between the two, and after the second."""
+
+    before: Counters
+    between: Counters
+    after: Counters
+
+    @classmethod
+    def of(cls, *readings: Counters | None) -> Self | None:
+        """The three readings; None if the server shows no metrics."""
+        found = [reading for reading in readings if reading is not None]
+        return cls(*found) if len(found) == len(readings) else None
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """The tokens that the second request was given, by tier, without tiers that gave nothing."""
+        return _grown(self.between.by_label("hit_tokens_total"), self.after.by_label("hit_tokens_total"))
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why the second request did not get all; several if there were others."""
+        return _grown(self.between.by_label("misses_total"), self.after.by_label("misses_total"))
+
+    def grown(self, name: str) -> float:
+        """By how much a counter of kvstore's grew from the first reading to the last."""
+        return self.after[name] - self.before[name]
+
+    def others(self, own: int) -> bool:
+        """Whether more than ``own`` requests were looked up between the last two readings."""
+        return self.after["lookups_total"] - self.between["lookups_total"] > own
+
+
+def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
+    grown = {label: int(value - before.get(label, 0)) for label, value in after.items()}
+    return {label: number for label, number in grown.items() if number > 0}

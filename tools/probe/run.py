@@ -1,0 +1,239 @@
+"""``kvstore probe``: sends a made-up prompt twice to a running vLLM and says what the store supplied the second time.
+
+vLLM's own prefix cache, which answers a repeated prompt before the store is asked, goes by the request's
+``cache_salt``. The two requests have different salts, and one ``kvstore.probe``, which stands for the salt in the keys
+of the store: so the first is computed, and the second finds in the store what the first has left there. Nothing of
+anybody else's is emptied or touched.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+try:
+    import httpx
+except ImportError as error:
+    raise ImportError("probe needs httpx: pip install 'vllm-kvstore[warm]'") from error
+
+from kvstore.errors import ConfigError, TierError
+from kvstore.tools.demo.client import events
+from kvstore.tools.probe.counters import Counters, Seen, read_counters
+from kvstore.tools.probe.reasons import NO_METRICS, why_never, why_not
+
+LOWEST_TOKEN_ID: Final = 256
+"""Tokenizers tend to have single bytes and special tokens below."""
+END_TOKEN_ID: Final = 1000
+"""Models with fewer tokens are toys."""
+_MAX_NUDGES: Final = 20
+_NUDGE_PAUSE_S: Final = 0.05
+_RESERVED_TOKENS: Final = 8  # of the model's length, for the answer and for what a server adds
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to ask.
+
+    Attributes:
+        url: the server's address, such as ``http://127.0.0.1:8000``.
+        tokens: length of the prompt; less if the model takes less.
+        model: the server's name for it; None for the first it names.
+        api_key: if the server needs one.
+        timeout_s: how long each answer may take.
+    """
+
+    url: str
+    tokens: int = 2000
+    model: str | None = None
+    api_key: str | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass
+class ProbeReport:
+    """What was seen.
+
+    Attributes:
+        model: who was asked.
+        prompt_tokens: length of the prompt.
+        cold_ttft_s: time to the first token when the prompt was new; None if it was not sent.
+        warm_ttft_s: the same, when it was sent again.
+        found_tokens: how many tokens the store supplied then.
+        tiers: these by the tier they came from, where that is known.
+        reason: why nothing was found; empty if something was.
+        remedy: what to do about it.
+        notes: what limits the meaning of these numbers.
+    """
+
+    model: str
+    prompt_tokens: int
+    cold_ttft_s: float | None = None
+    warm_ttft_s: float | None = None
+    found_tokens: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+    remedy: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def probe(wanted: Probe) -> ProbeReport:
+    """Send a made-up prompt twice and see where the second answer comes from.
+
+    Raises:
+        ConfigError: the URL is wrong; or the server refuses: the key, the model, the prompt.
+        TierError: no vLLM answers there.
+    """
+    if wanted.tokens < 1:
+        raise ConfigError(f"--tokens is {wanted.tokens}: it must be at least 1")
+    headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}
+    with (
+        _said_plainly(wanted),
+        httpx.Client(
+            base_url=wanted.url.rstrip("/"), headers=headers, timeout=wanted.timeout_s, trust_env=False
+        ) as client,
+    ):
+        report = _begin(client, wanted)
+        before = read_counters(client)
+        if before is not None and before.has_any and (never := why_never(before)):
+            report.reason, report.remedy = never
+        else:
+            _ask_twice(client, report, before)
+        return report
+
+
+def _begin(client: httpx.Client, wanted: Probe) -> ProbeReport:
+    """Choose the model, and the length that it takes.
+
+    Raises:
+        ConfigError: it is not served.
+    """
+    models = {entry["id"]: entry for entry in client.get("/v1/models").raise_for_status().json()["data"]}
+    if not models:
+        raise ConfigError(f"the server at {wanted.url} serves no model")
+    model = wanted.model or next(iter(models))
+    if model not in models:
+        raise ConfigError(f"--model is {model!r}: the server at {wanted.url} serves {', '.join(models)}")
+    most = models[model].get("max_model_len")
+    report = ProbeReport(model, wanted.tokens)
+    if isinstance(most, int) and wanted.tokens > most - _RESERVED_TOKENS:
+        report.prompt_tokens = max(1, most - _RESERVED_TOKENS)
+        report.notes.append(f"the prompt has {report.prompt_tokens:,} tokens: the model takes {most:,}")
+    return report
+
+
+def _ask_twice(client: httpx.Client, report: ProbeReport, before: Counters | None) -> None:
+    prompt, name = made_up(report.prompt_tokens), secrets.token_hex(16)
+    num_engines = before.num_engines if before is not None else 1
+    engine = {"X-data-parallel-rank": "0"} if num_engines > 1 else {}
+    if engine:
+        report.notes.append(f"both requests went to the first of {num_engines} engines")
+    cold = _send(client, report.model, prompt, name, engine)
+    between = _let_it_store(client, report.model, engine)
+    warm = _send(client, report.model, prompt, name, engine)
+    _nudge(client, report.model, engine)
+    seen = Seen.of(before, between, read_counters(client))
+    report.cold_ttft_s, report.warm_ttft_s = cold.ttft_s, warm.ttft_s
+    report.found_tokens = warm.cached_tokens or 0
+    if seen is None or not seen.after.has_any:
+        report.notes.append("the server shows no metrics, so nothing is known of tiers")
+        if not report.found_tokens:
+            report.reason, report.remedy = NO_METRICS
+        return
+    report.tiers = seen.tiers
+    if warm.cached_tokens is None:
+        report.found_tokens = sum(seen.tiers.values())
+    if seen.others(own=2):
+        report.notes.append("other requests came at the same time: what is said of tiers and reasons may be theirs")
+    if not report.found_tokens:
+        report.reason, report.remedy = why_not(seen)
+
+
+def made_up(num_tokens: int) -> list[int]:
+    """A prompt that nobody has sent before, as token ids."""
+    span = END_TOKEN_ID - LOWEST_TOKEN_ID
+    return [LOWEST_TOKEN_ID + secrets.randbelow(span) for _ in range(num_tokens)]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    ttft_s: float
+    cached_tokens: int | None  # None if the server does not say
+
+
+def _send(client: httpx.Client, model: str, prompt: list[int], name: str, engine: Mapping[str, str]) -> _Sent:
+    """Ask for one token, under a salt of its own."""
+    request = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "stream_options": {"include_usage": True},
+        "cache_salt": secrets.token_hex(16),
+        "kv_transfer_params": {"kvstore.probe": name},
+    }
+    first_s, cached_tokens = 0.0, None
+    for seconds, event in events(client, request, engine):
+        if "error" in event:
+            raise ConfigError(f"the server refuses the prompt: {_text_of(event)}")
+        first_s = first_s or (seconds if event.get("choices") else 0.0)
+        details = (event.get("usage") or {}).get("prompt_tokens_details")
+        cached_tokens = details.get("cached_tokens") if details else cached_tokens
+    return _Sent(first_s, cached_tokens)
+
+
+def _nudge(client: httpx.Client, model: str, engine: Mapping[str, str]) -> None:
+    """Have vLLM make a few steps: without any it neither learns nor tells what its workers have done."""
+    request = {"model": model, "prompt": made_up(1), "max_tokens": 2, "cache_salt": secrets.token_hex(16)}
+    for _ in events(client, request, engine):
+        pass
+
+
+def _let_it_store(client: httpx.Client, model: str, engine: Mapping[str, str]) -> Counters | None:
+    """Wait until no more chunks are stored or wait to be written, within bounds; returns the last reading."""
+    last = -1.0
+    for _ in range(_MAX_NUDGES):
+        _nudge(client, model, engine)
+        counters = read_counters(client)
+        if counters is None or (counters.settled_chunks == last and not counters["queued_writes"]):
+            break
+        last = counters.settled_chunks
+        time.sleep(_NUDGE_PAUSE_S)
+    return counters
+
+
+@contextmanager
+def _said_plainly(wanted: Probe) -> Iterator[None]:
+    """Turn what goes wrong between here and the server into errors that say what to do.
+
+    Raises:
+        ConfigError: it refuses.
+        TierError: it does not answer, or not as vLLM does.
+    """
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        answer = error.response
+        if answer.status_code in (401, 403):
+            raise ConfigError(
+                f"the server at {wanted.url} refuses ({answer.status_code}): give its key with --api-key"
+            ) from error
+        answer.read()
+        raise ConfigError(f"the server at {wanted.url} answers {answer.status_code}: {answer.text[:300]}") from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"--url is {wanted.url!r}: it must be http://HOST:PORT") from error
+    except httpx.TimeoutException as error:
+        raise TierError(
+            f"no answer from {wanted.url} within {wanted.timeout_s:.0f} s: is it busy? Allow more with --timeout-s"
+        ) from error
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise TierError(f"no vLLM answers at {wanted.url} ({error!r}): is it running, and is this its port?") from error
+
+
+def _text_of(event: Mapping[str, Any]) -> str:
+    found = event["error"]
+    return str(found.get("message", found) if isinstance(found, Mapping) else found)[:300]
