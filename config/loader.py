@@ -20,6 +20,9 @@ from kvstore.policies import choose_policy
 
 _log = logging.getLogger("kvstore.config")
 
+_MOST_GIB = {"max_local_cpu_size": 4096, "max_local_gpu_size": 1024, "max_local_disk_size": 65_536}
+"""What hardly any worker has: a larger number is rather one of MB, of which 1,024 are a GiB."""
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -135,6 +138,9 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
     def warn(key: str, text: str) -> None:
         lines.append(f"{origins[key]}: {key}: {text}")
 
+    for key, most_gib in _MOST_GIB.items():
+        if (size := getattr(config, key)) >= most_gib:
+            warn(key, f"{size:g} GiB for each worker: looks like MB; GiB are expected, such as {size / 1024:g}")
     if config.local_disk is None and config.max_local_disk_size > 0:
         warn("max_local_disk_size", "ignored: local_disk is not set, so nothing is kept on disk")
     for key in ("cache_policy", "disk_cache_policy"):
@@ -142,7 +148,7 @@ def _useless(config: StoreConfig, origins: Mapping[str, str]) -> list[str]:
         if warning and getattr(config, key):
             lines.append(f"{origins[key]}: {warning}")
     if config.remote_url != config.shared_url:
-        warn("remote_url", "ignored: there is no such tier here: nothing will be shared between hosts")
+        warn("remote_url", "ignored: there is no such tier here, so nothing is shared: see kvstore config from-lmcache")
     if config.remote_serde in OTHER_CODECS:
         codec = config.remote_serde
         warn("remote_serde", f"there is no {codec!r} here: 'none' is used, so chunks are stored as they are")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Final, NamedTuple
 
 from pydantic_core import ErrorDetails
 
-from kvstore.config.lmcache import EXTRA_CONFIG, NOT_IMPLEMENTED
+from kvstore.config.nearest import nearest_key
 from kvstore.config.reference import KEYS
 
 _SHOWN_CHARACTERS: Final = 80
@@ -58,14 +57,6 @@ class Findings:
         self.problems.append(f"{_named(entry)}: must be a mapping of keys to values")
 
 
-def nearest_key(key: str) -> str | None:
-    """The valid key most similar to ``key``: one of ours if there is any, else one of LMCache's."""
-    for names in ([*KEYS, EXTRA_CONFIG], list(NOT_IMPLEMENTED)):
-        if close := difflib.get_close_matches(key.lower(), names, n=1):
-            return close[0]
-    return None
-
-
 def _suggestion(key: str) -> str:
     nearest = nearest_key(key)
     return f"the nearest valid key is {nearest}" if nearest else f"valid keys are {', '.join(KEYS)}"
@@ -78,7 +69,8 @@ def _named(entry: Entry) -> str:
 def _shown(entry: Entry) -> str:
     """The value as the user wrote it, shortened, and without anything that may be a secret."""
     value = entry.value
-    if entry.key not in KEYS and _SECRET_NAME.search(entry.key):
+    is_count = entry.key.endswith("tokens") and isinstance(value, int)
+    if entry.key not in KEYS and _SECRET_NAME.search(entry.key) and not is_count:
         return "(a value that is not shown)"
     if isinstance(value, dict | list | tuple | set):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.config.lmcache import EXTRA_CONFIG, EXTRA_CONFIG_KEYS, NOT_IMPLEMENTED, UNPREFIXED
-from kvstore.config.problems import Entry, Findings, nearest_key, one_line
+from kvstore.config.nearest import misspelt_key
+from kvstore.config.problems import Entry, Findings, one_line
 from kvstore.config.reference import KEYS
 from kvstore.config.yamltext import YamlTextError, parse_yaml
 
@@ -156,5 +157,5 @@ def _report_unknown(entry: Entry, findings: Findings) -> None:
     variable = entry.where.removeprefix("environment ")
     if variable.startswith("KVSTORE_"):
         findings.unknown_key(entry)
-    elif (nearest := nearest_key(entry.key)) in KEYS:
+    elif nearest := misspelt_key(entry.key):
         findings.warnings.append(f"{entry.where}: ignored: unknown key; the nearest valid key is {nearest}")

@@ -17,6 +17,7 @@ from kvstore.tools.commands import (
     configs,
     demo,
     engines,
+    flags,
     host,
     packs,
     probing,
@@ -31,7 +32,7 @@ from kvstore.tools.console import Answer, for_typer
 _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore inspect /mnt/nvme/kvstore --json": stored.inspect,
     "kvstore verify /mnt/nvme/kvstore --fix": stored.verify,
-    "kvstore doctor --config kvstore.yaml --workers 4": host.doctor,
+    "kvstore doctor -- MODEL --tensor-parallel-size 4 --kv-transfer-config ...": host.doctor,
     "kvstore calc --model /models/llama-8b --memory 20,200": host.calc,
     "kvstore warm --model llama/ --prompts system.jsonl --config kvstore.yaml -- --dtype bfloat16": warming.warm,
     "kvstore prefetch --server http://127.0.0.1:8000 --model llama --prompts system.jsonl": warming.prefetch,
@@ -49,6 +50,7 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore unpin --url kvs+ipc:///run/kvstore --tokens system-prompt.json": cache_server.unpin,
     "kvstore clear --url kvs+ipc:///run/kvstore --all": cache_server.clear,
     "kvstore version --json": host.version,
+    "kvstore flags --memory 20 --disk /mnt/nvme/kvstore --disk-size 200": flags.flags,
     "kvstore demo --folder /tmp/kvstore-demo": demo.demo,
     "kvstore simulate trace.jsonl --size 20,40,140 --bytes-per-token 131072 --policy adaptive": simulating.simulate,
     "kvstore config check kvstore.yaml": configs.check,
@@ -60,6 +62,9 @@ _COMMANDS: Final[dict[str, Callable[..., Answer | None]]] = {
     "kvstore engine unpin --admin http://127.0.0.1:7000": engines.unpin,
 }
 """Each command below its example, whose words are also its name."""
+
+_TAKING_VLLM_FLAGS: Final = (warming.warm, host.doctor)
+"""Those with flags of ``vllm serve`` behind ``--``."""
 
 _GROUPS: Final = {
     "config": "Check, show and convert configurations.",
@@ -83,7 +88,7 @@ def _make_app() -> typer.Typer:
     for example, command in _COMMANDS.items():
         _, first, second, *_ = [*example.split(), ""]
         owner, name = (groups[first], second) if first in groups else (app, first)
-        settings = {"allow_extra_args": command is warming.warm}
+        settings = {"allow_extra_args": command in _TAKING_VLLM_FLAGS}
         owner.command(name, epilog=f"Example: {example}", context_settings=settings)(for_typer(command))
     return app
 

@@ -1,4 +1,4 @@
-"""``kvstore config from-lmcache``: converts a configuration of LMCache's."""
+"""Configurations as files: what one sets in kvstore's own keys, and ``kvstore config from-lmcache``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 import yaml
 
 from kvstore.config import LoadedConfig, load_config
+from kvstore.config.problems import Findings
+from kvstore.config.sources import file_layers
 from kvstore.policies import choose_policy
+from kvstore.tools.recipes import adapt
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,14 @@ class Converted:
     Attributes:
         text: YAML that ``load_config`` reads without a warning.
         without_equivalent: what was left out or replaced and what that means, one line each.
+        recipes: what to do by hand, one line each.
+        keeps_nothing: whether nothing would be cached.
     """
 
     text: str
     without_equivalent: tuple[str, ...]
+    recipes: tuple[str, ...]
+    keeps_nothing: bool
 
 
 def from_lmcache(file: Path) -> Converted:
@@ -30,17 +37,24 @@ def from_lmcache(file: Path) -> Converted:
     Raises:
         ConfigError: the file cannot be read, or has a key that neither system knows or a value that cannot be used.
     """
-    loaded = load_config(path=file, environ={}, log_warnings=False)
-    values = _values(loaded)
+    entries = [entry for layer in file_layers(file, Findings()) for entry in layer]  # load_config tells what is wrong
+    adapted = adapt({entry.key: entry.value for entry in entries})
+    extra = {f"kvstore.{key}": value for key, value in adapted.settings.items()}
+    loaded = load_config(extra, path=file, environ={}, log_warnings=False)
+    values = own_values(loaded)
+    lost = tuple(_short(line, file) for line in loaded.warnings if not _is_about(line, adapted.answered))
     head = [f"# Made from {file.name}, a configuration of LMCache's. Sizes are in GiB, for each worker."]
-    if loaded.warnings:
-        head += ["#", "# Without an equivalent here:", *(f"# - {_short(line, file)}" for line in loaded.warnings)]
+    for title, lines in (("Without an equivalent here:", lost), ("Recipes:", adapted.recipes)):
+        if lines:
+            head += ["#", f"# {title}", *(f"# - {line}" for line in lines)]
     body = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000) if values else ""
-    return Converted("\n".join(head) + "\n\n" + body, tuple(_short(line, file) for line in loaded.warnings))
+    config = loaded.config
+    keeps_nothing = not (config.local_cpu or config.local_disk or config.has_remote)
+    return Converted("\n".join(head) + "\n\n" + body, lost, tuple(adapted.recipes), keeps_nothing)
 
 
-def _values(loaded: LoadedConfig) -> dict[str, object]:
-    """What the file sets and kvstore has, under kvstore's names."""
+def own_values(loaded: LoadedConfig) -> dict[str, object]:
+    """What is set and kvstore has, under kvstore's names; lists and plain values only."""
     config = loaded.config
     given = {key: getattr(config, key) for key, origin in loaded.origins.items() if origin != "default"}
     if given.pop("discard_partial_chunks", False):
@@ -55,6 +69,10 @@ def _values(loaded: LoadedConfig) -> dict[str, object]:
     if config.local_disk is None:
         given.pop("max_local_disk_size", None)
     return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+
+
+def _is_about(line: str, keys: set[str]) -> bool:
+    return any(f": {key}: " in line for key in keys)
 
 
 def _short(line: str, file: Path) -> str:

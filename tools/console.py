@@ -37,12 +37,14 @@ class Answer(NamedTuple):
         text: the lines that are printed otherwise.
         exit_code: of the command.
         notes: lines about the text, for standard error.
+        error: why the command has failed although there is a text; the last line on standard error.
     """
 
     tree: Mapping[str, object]
     text: Sequence[str]
     exit_code: int = 0
     notes: Sequence[str] = ()
+    error: str = ""
 
     def show(self, *, as_json: bool) -> None:
         """Print the answer, and exit if the command has failed."""
@@ -52,7 +54,9 @@ class Answer(NamedTuple):
             for note in self.notes:
                 errors().print(note)
             for line in self.text:
-                print(line)
+                print(line, flush=bool(self.error))
+        if self.error:
+            errors().print(f"error: {self.error}")
         if self.exit_code:
             raise typer.Exit(self.exit_code)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
 from kvstore.tools.interrupts import ShouldStop, never
+from kvstore.tools.locks import require_free
 from kvstore.tools.verify import Fault, Tick, place_in_pack
 
 _SHARD_FIELD = "shard"
@@ -206,6 +207,7 @@ def import_pack(
         TierError: the target cannot be used at all. If it fails later, the report says so.
     """
     with open_pack(path) as pack:
+        require_free(_places(pack, target.folders))
         _refuse_servers(target.folders)
         if target.folders and not anyway:
             refuse_foreign(pack, target.folders)
@@ -234,6 +236,22 @@ def import_pack(
                 report.broke = str(error)
                 break
     return report
+
+
+def refuse_used(path: Path, folders: Sequence[Path]) -> None:
+    """Refuse folders that an engine uses, before anything is read.
+
+    Raises:
+        ConfigError: the pack is not complete.
+        FolderOwnedError: names the process.
+    """
+    with open_pack(path) as pack:
+        require_free(_places(pack, folders))
+
+
+def _places(pack: Pack, folders: Sequence[Path]) -> Iterator[Path]:
+    """The folders of all workers' chunks, which the pack names below the engine's."""
+    return (base / name for base in folders for shard in pack.shards for name in shard.folders)
 
 
 def _refuse_servers(folders: Sequence[Path]) -> None:

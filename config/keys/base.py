@@ -16,6 +16,7 @@ from kvstore.policies import POLICIES, choose_policy
 GIB_BYTES: Final = 2**30
 MAX_TIMEOUT_S: Final = 86_400
 _MAX_SIZE_GIB: Final = 1_000_000
+_MIN_LIKE_BYTES: Final = 2**26  # nobody means less than 64 MiB, and nobody has so many GiB
 
 
 class Keys(BaseModel):
@@ -72,8 +73,16 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _check_gib(value: float) -> float:
+    if value <= _MAX_SIZE_GIB:
+        return value
+    unit, size_gib = ("bytes", value / GIB_BYTES) if value >= _MIN_LIKE_BYTES else ("KB or MB", value / 2**10)
+    message = "looks like {unit}; GiB are expected, such as {size}"
+    raise PydanticCustomError("size", message, {"unit": unit, "size": f"{size_gib:.3g}"})
+
+
 Tokens = Annotated[int, Unit("tokens"), Field(ge=0)]
-Gib = Annotated[float, Unit("GiB per worker"), Field(le=_MAX_SIZE_GIB)]
+Gib = Annotated[float, Unit("GiB per worker"), AfterValidator(_check_gib)]
 Seconds = Annotated[float, Unit("seconds"), Field(le=MAX_TIMEOUT_S)]
 Threads = Annotated[int, Unit("threads"), Field(ge=1, le=64)]
 QueueLength = Annotated[int | None, Unit("chunks"), Field(ge=1)]

@@ -15,6 +15,8 @@ from kvstore.protocol.loopback import is_loopback
 PD_ROLES: Final = {"sender": "kv_producer", "receiver": "kv_consumer", "both": "kv_both"}
 """LMCache's ``pd_role``, and vLLM's ``kv_role`` that goes with it."""
 
+_MIN_BUFFER_BYTES: Final = 4096  # no chunk is smaller
+
 
 def _as_ports(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
@@ -25,6 +27,13 @@ def _check_ports(value: int | tuple[int, ...] | None) -> int | tuple[int, ...] |
     if ports is not None and (not ports or not all(0 < port < END_PORT for port in ports)):
         raise PydanticCustomError("port", "must be a port, or a list with a port for each worker")
     return value
+
+
+def _check_bytes(value: int) -> int:
+    if value >= _MIN_BUFFER_BYTES:
+        return value
+    example = {"size": value * GIB_BYTES}
+    raise PydanticCustomError("size", "looks like GiB; bytes are expected, such as {size}", example)
 
 
 def _check_role(value: str | None) -> str | None:
@@ -69,7 +78,7 @@ class HandoverKeys(Keys):
     pd_bidirectional: bool = False
     """A prefill engine also reads from the decode engine what that one holds of the next turn, if it is in
     `pd_allowed_hosts` with its port, or in `peers`."""
-    pd_buffer_size: Annotated[int, Unit("bytes per worker"), Field(gt=0)] = GIB_BYTES
+    pd_buffer_size: Annotated[int, Unit("bytes per worker"), Field(gt=0), AfterValidator(_check_bytes)] = GIB_BYTES
     """Memory of the server that each worker opens at `pd_peer_init_port`."""
     pd_peer_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address at which this engine's workers listen and at which other engines reach them."""

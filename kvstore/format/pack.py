@@ -6,6 +6,7 @@ export resumes where it stopped. Every chunk in it is the content of a chunk fil
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -112,7 +113,7 @@ class PackWriter(_File):
         held: the chunks in it, also those from before an interruption.
 
     Raises:
-        ConfigError: the file cannot be written, or there is the begin of another pack.
+        ConfigError: the file cannot be written, another export writes it, or there is the begin of another pack.
     """
 
     def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
@@ -124,6 +125,7 @@ class PackWriter(_File):
         with _writing(path):
             super().__init__(os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             try:
+                _lock(self._fd, self._partial)
                 self._end = self._resume()
             except BaseException:
                 self.close()
@@ -312,6 +314,38 @@ def _read_whole(fd: int, extent: Extent) -> ByteArray | None:
         return None
     view = memoryview(mmap.mmap(-1, extent.size_bytes))
     return np.frombuffer(view, np.uint8) if read_whole(fd, [view], extent.offset) else None
+
+
+def refuse_written(path: Path) -> None:
+    """Refuse a pack that another export is writing.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    if not partial.exists():
+        return
+    with _writing(path):
+        fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _lock(fd, partial)
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, partial: Path) -> None:
+    """Keep other exports away until the file is closed; what a finished one has renamed is not this file any more.
+
+    Raises:
+        ConfigError: another export has it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(fd), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{partial} is being written by another export: wait until it ends, or name another file")
 
 
 @contextmanager

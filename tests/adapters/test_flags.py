@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from kvstore.config import load_config
 from kvstore.errors import ConfigError
+from kvstore.tools.doctor.flags import FIELDS
+from kvstore.tools.flags import as_shell, make_flags
+from kvstore.tools.vllmflags import parse_serve
 
 pytestmark = pytest.mark.vllm
 
@@ -49,3 +54,58 @@ def test_flags_behind_two_dashes() -> None:
     for wrong in (["--no-such-flag"], ["--block-size", "many"], ["--model", "x"], ["stray"]):
         with pytest.raises(ConfigError):
             parse_engine_args(wrong)
+
+
+ARGUMENTS = [
+    """m --block-size 32 -tp 2 --kv-transfer-config '{"kv_connector":"K","kv_role":"kv_both"}'""",
+    (
+        "m --block_size=64 --tensor_parallel_size=2 -pp 3 --kv_transfer_config.kv_connector=K "
+        "--kv-transfer-config.kv_role kv_both"
+    ),
+    (
+        """m --kv-transfer-config '{"kv_connector":"K","kv_role":"kv_both"}' --shutdown-timeout 30 """
+        "--kv-transfer-config.kv_role=kv_producer --kv-transfer-config.kv_connector=L"
+    ),
+    (
+        "m --enable-prompt-embeds --no-async-scheduling --kv-transfer-config.kv_role=kv_both --load-format=dummy "
+        "--kv-transfer-config.kv_connector=K --kv-transfer-config.kv_connector_extra_config.kvstore.chunk_size=512 "
+        "--kv-transfer-config.kv_connector_extra_config.folders+ /a,/b"
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
+def test_doctor_reads_flags_as_vllm_does(arguments: str) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    theirs = make_arg_parser(FlexibleArgumentParser(exit_on_error=False)).parse_args(shlex.split(arguments))
+    ours = parse_serve(shlex.split(arguments))
+    assert ours.transfer is not None
+    for name, value in ours.transfer.items():
+        assert getattr(theirs.kv_transfer_config, name) == value
+    assert ours.model == theirs.model_tag
+    for name, value in ours.given.items():
+        if name != "--model":
+            assert getattr(theirs, name.removeprefix("--").replace("-", "_")) == value, name
+
+
+def test_doctor_knows_the_fields_of_the_flag() -> None:
+    from vllm.config import KVTransferConfig
+
+    assert {field.name for field in dataclasses.fields(KVTransferConfig)} <= set(FIELDS)
+
+
+def test_what_kvstore_flags_prints_is_a_flag_of_vllms() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    made = make_flags(
+        None, {"max_local_cpu_size": 2.0, "local_disk": ["/a", "/b"], "max_local_disk_size": 9.0}, None, {}
+    )
+    found = make_arg_parser(FlexibleArgumentParser(exit_on_error=False)).parse_args(
+        shlex.split(as_shell(made.transfer))
+    )
+    config = load_config(found.kv_transfer_config.kv_connector_extra_config, environ={}).config
+    assert (config.max_local_cpu_size, config.local_disk_folders) == (2.0, ("/a", "/b"))
+    assert found.kv_transfer_config.kv_load_failure_policy == "recompute"

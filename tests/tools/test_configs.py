@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -34,14 +36,15 @@ def test_every_key_that_people_use(tmp_path: Path) -> None:
     kept = {"cache_policy": "S3FIFO", "remote_serde": "none"}
     assert after.config.model_dump() == before.config.model_copy(update=kept).model_dump()
     assert after.config.disk_io_threads == 8
-    lost = "\n".join(converted.without_equivalent)
+    lost = "\n".join([*converted.without_equivalent, *converted.recipes])
     keys = (
         "pin_timeout_sec numa_mode local_cpu_use_hugepages pd_proxy_host enable_p2p "
         "enable_controller save_only_first_rank ping_timeout FIFO pre_caching_hash_algorithm reserve_local_cpu_size"
     )
     for key in keys.split():
         assert key in lost, key
-    assert all(line in converted.text for line in converted.without_equivalent), "they stand in the file as well"
+    told = (*converted.without_equivalent, *converted.recipes)
+    assert all(line in converted.text for line in told), "they stand in the file as well"
     assert "enable_blending" not in lost, "switched off: nothing is lost"
 
 
@@ -54,7 +57,11 @@ def test_our_example(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("discard_partial_chunks: true\n", {"save_unfull_chunk": False}),
-        ("remote_url: lm://host:65432\nremote_serde: cachegen\n", {"remote_serde": "none"}),
+        (
+            "remote_url: lm://localhost:65432\nremote_serde: cachegen\n",
+            {"remote_url": "kvs://localhost:65432", "remote_serde": "none"},
+        ),
+        ("remote_url: mooncakestore://h:1\n", None),
         ("cache_policy: MRU\n", {"cache_policy": "ADAPTIVE"}),
         (
             "local_disk: [/a, /b]\nmax_local_disk_size: 10.0\n",
@@ -87,6 +94,116 @@ def test_from_lmcache_command(tmp_path: Path, run: Any, run_json: Any) -> None:
     assert code == 0
     assert tree["yaml"] == target.read_text()
     assert run("config", "from-lmcache", tmp_path / "none.yaml").exit_code == 2
+
+
+LISTENS = {"server_key_file": "keys/server.key", "server_clients": "keys/clients"}
+CONNECTS = {"remote_key_file": "keys/engine.key", "remote_server_key_file": "keys/server.pub"}
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "recipes"),
+    [
+        (
+            "enable_p2p: true\np2p_host: localhost\np2p_init_ports: 8200\np2p_lookup_ports: 8201\n",
+            {"enable_pd": True, "pd_peer_host": "localhost", "pd_peer_init_port": 8200},
+            ["list the first worker of each in peers"],
+        ),
+        (
+            "enable_p2p: true\np2p_host: 10.0.0.5\np2p_init_ports: 8200,8201\n",
+            {"enable_pd": True, "pd_peer_host": "10.0.0.5", "pd_peer_init_port": [8200, 8201], **LISTENS, **CONNECTS},
+            ["peers", "kvstore keygen"],
+        ),
+        ("enable_p2p: true\nremote_url: redis://h:1\n", {"remote_url": "redis://h:1"}, ["through remote_url"]),
+        (
+            "enable_pd: true\npd_role: receiver\npd_peer_host: 10.0.0.7\npd_peer_init_port: [7300]\n",
+            {
+                "enable_pd": True,
+                "pd_role": "receiver",
+                "pd_peer_host": "10.0.0.7",
+                "pd_peer_init_port": [7300],
+                **LISTENS,
+            },
+            ["--role consumer", "kvstore proxy", "kvstore keygen"],
+        ),
+        (
+            "enable_pd: true\npd_role: sender\npd_proxy_host: 10.0.0.9\npd_proxy_port: 7500\n",
+            {"enable_pd": True, "pd_role": "sender"},
+            ["list the receivers", "--role producer", "kvstore proxy .* in place of the one at 10.0.0.9"],
+        ),
+        (
+            "enable_pd: true\npd_role: sender\npd_peer_host: 10.0.0.7\npd_peer_init_port: 7300\n",
+            {
+                "enable_pd": True,
+                "pd_role": "sender",
+                "pd_peer_host": "10.0.0.7",
+                "pd_peer_init_port": 7300,
+                "pd_allowed_hosts": ["10.0.0.7"],
+                **CONNECTS,
+            },
+            ["--role producer", "kvstore proxy", "kvstore keygen"],
+        ),
+        (
+            "enable_nixl: true\nnixl_role: receiver\nnixl_peer_host: localhost\nnixl_peer_port: 55555\n",
+            {"enable_pd": True, "pd_role": "receiver", "pd_peer_host": "localhost", "pd_peer_init_port": 55555},
+            ["--role consumer", "kvstore proxy"],
+        ),
+        (
+            "remote_url: lm://10.0.0.3:65432\n",
+            {"remote_url": "kvs://10.0.0.3:65432", **CONNECTS},
+            ["kvstore serve .* server_listen: kvs://10.0.0.3:65432", "kvstore keygen"],
+        ),
+        ("remote_url: s3://me:secret@bucket\nlocal_cpu: true\n", {"local_cpu": True}, ["no S3 tier.*redis.*pack"]),
+        ("remote_url: lm://no-port\nlocal_cpu: true\n", {"local_cpu": True}, ["there is no lm:// here"]),
+        (
+            "enable_pd: true\npd_role: receiver\nremote_url: lm://h:1\n",
+            {"enable_pd": True, "pd_role": "receiver", "pd_peer_init_port": 7300},
+            ["--role consumer", "kvstore proxy", "left out: this engine's own server"],
+        ),
+    ],
+)
+def test_what_concerns_several_engines(
+    tmp_path: Path, text: str, values: dict[str, object], recipes: list[str]
+) -> None:
+    """It is converted, or a recipe says what to do; what comes out loads without a warning."""
+    converted = from_lmcache(lmcache_file(tmp_path, text))
+    assert yaml.safe_load(converted.text) == values
+    assert len(converted.recipes) == len(recipes)
+    for line, pattern in zip(converted.recipes, recipes, strict=True):
+        assert re.search(pattern, line), line
+        assert "secret" not in line
+    result = tmp_path / "kvstore.yaml"
+    result.write_text(converted.text, encoding="utf-8")
+    assert load_config(path=result, environ={}).warnings == ()
+    assert not converted.keeps_nothing
+
+
+@pytest.mark.parametrize(
+    "key", ["pd_role", "pd_peer_host", "pd_proxy_host", "remote_url", "p2p_host", "p2p_init_ports"]
+)
+@pytest.mark.parametrize("value", ['"a\\nremote_password: x"', "[1, a]", "{a: 1}", "7", '"[x"', '"lm://[x"', "1,b"])
+def test_whatever_stands_there(tmp_path: Path, key: str, value: str) -> None:
+    """A configuration without it, or an error of the configuration; no text of the file becomes a key."""
+    with contextlib.suppress(ConfigError):
+        text = from_lmcache(lmcache_file(tmp_path, f"enable_pd: true\nenable_p2p: true\n{key}: {value}\n")).text
+        assert "remote_password" not in (yaml.safe_load(text) or {})
+
+
+def test_a_file_with_which_nothing_would_be_cached(tmp_path: Path, run: Any, run_json: Any) -> None:
+    source = lmcache_file(tmp_path, "local_cpu: false\nremote_url: s3://bucket\n")
+    result = run("config", "from-lmcache", source)
+    assert result.exit_code == 1
+    assert "error: nothing would be cached" in result.stderr.splitlines()[-1]
+    code, tree = run_json("config", "from-lmcache", source)
+    assert (code, tree["keeps_nothing"], len(tree["recipes"])) == (1, True, 1)
+
+
+def test_check_shows_what_differs(tmp_path: Path, run: Any) -> None:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("chunk_size: 256\nmax_local_cpu_size: 2.5\nremote_url: redis://:secret@h\n", encoding="utf-8")
+    short, whole = (run("config", "check", file, *flags).stdout.splitlines() for flags in ([], ["--all"]))
+    assert short[:-1] == ["max_local_cpu_size: 2.5  # line 2", 'remote_url: "redis://***@h"  # line 3']
+    assert short[-1] == f"{len(whole) - 2} settings have their defaults: --all shows them"
+    assert "chunk_size: 256  # line 1" in whole
 
 
 def test_show_tells_where_values_come_from(

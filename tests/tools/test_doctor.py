@@ -24,12 +24,21 @@ from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tools.doctor import machine
 from kvstore.tools.doctor.findings import Finding
 from kvstore.tools.doctor.machine import diagnose
+from kvstore.tools.workers import Workers
 
 
-def look(config: dict[str, Any], *, workers: int = 1, needed_gb_per_s: float = 1e-9) -> dict[str, list[Finding]]:
+def look(
+    config: dict[str, Any], *, workers: int = 1, needed_gb_per_s: float = 1e-9, starts: bool = False
+) -> dict[str, list[Finding]]:
     found: dict[str, list[Finding]] = {}
-    needs = {"bytes_per_token": 1, "prefill_tokens_per_s": needed_gb_per_s * 1e9}
-    for finding in diagnose(StoreConfig(**config), workers=workers, **needs):  # type: ignore[arg-type]
+    speed = needed_gb_per_s * 1e9
+    for finding in diagnose(
+        StoreConfig(**config),
+        workers=Workers(workers),
+        bytes_per_token=1,
+        prefill_tokens_per_s=speed,
+        starts=starts,
+    ):
         found.setdefault(finding.topic, []).append(finding)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from support.redis_server import free_port
 
 from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError, TierError
+from kvstore.format.pack import PackWriter
+from kvstore.keys import Namespace
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.folder import FolderLock, make_folder
 from kvstore.tiers.disk.tier import DiskTier
@@ -165,3 +168,58 @@ def test_a_package_that_is_missing(tmp_path: Path, missing: str, arguments: str,
     assert done.returncode == 2, done.stderr
     assert f"pip install 'vllm-kvstore[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_locks_come_before_work(
+    owned: Path, pack: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that names the process, before a model is loaded or a prompt is read."""
+
+    def must_not(*_: object, **__: object) -> None:
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr(warming, "warm", must_not)
+    monkeypatch.setattr("kvstore.tools.warm.prompts.read_prompts", must_not)
+    monkeypatch.setattr("kvstore.adapters.vllm.identity.fingerprint_folder", must_not)
+    file = tmp_path / "kvstore.yaml"
+    worker = tmp_path / "several" / "rank-1-of-2"
+    make_folder(worker)
+    lock = FolderLock(worker)
+    for base, flags in ((owned, []), (tmp_path / "several", ["--", "-tp", "2"])):
+        file.write_text(f"max_local_cpu_size: 0.1\nlocal_disk: {base}\nmax_local_disk_size: 0.1\n")
+        result = run("warm", "--model", "m", "--prompts", "none.jsonl", "--config", file, *flags)
+        assert_in_use(result)
+    lock.release()
+    assert_in_use(run("pack", "import", pack, "--folder", owned, "--model", tmp_path))
+
+
+def assert_in_use(result: Any) -> None:
+    (line,) = result.stderr.splitlines()
+    assert (result.exit_code, line.startswith("error: the disk folder")) == (2, True)
+    assert f"in use by the engine with process id {os.getpid()}" in line
+
+
+def test_one_export_at_a_time(fill: Fill, run: Any, tmp_path: Path) -> None:
+    """Two would write into the same file; what the first has written stays whole."""
+    source, target = fill(REFS, name="source"), tmp_path / "b.kvpack"
+    with PackWriter(target, Source(source).shards):
+        result = run("pack", "export", "--folder", source, "-o", target, "--prompts", source)
+        assert (result.exit_code, "is being written by another export" in result.stderr) == (2, True)
+        with pytest.raises(ConfigError, match="another export"):
+            PackWriter(target, Source(source).shards)
+    assert run("pack", "export", "--folder", source, "-o", target).exit_code == 0
+
+
+def test_no_worker_of_a_pack_is_imported_where_one_is_in_use(fill: Fill, run: Any, tmp_path: Path) -> None:
+    for rank in range(2):
+        fill(REFS, name=f"source/rank-{rank}-of-2", namespace=Namespace({"model": "mine", "shard": f"tp {rank}/2"}))
+    export(Source(tmp_path / "source"), tmp_path / "two.kvpack")
+    target = tmp_path / "target"
+    make_folder(target / "rank-1-of-2")
+    lock = FolderLock(target / "rank-1-of-2")
+    assert_in_use(run("pack", "import", tmp_path / "two.kvpack", "--folder", target))
+    with pytest.raises(FolderOwnedError):
+        import_pack(tmp_path / "two.kvpack", Target((target,)))
+    assert not (target / "rank-0-of-2").exists()
+    lock.release()
+    assert run("pack", "import", tmp_path / "two.kvpack", "--folder", target).exit_code == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore.errors import ConfigError
-from kvstore.tools.console import Answer
+from kvstore.tools.console import FAILED, Answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,18 +20,25 @@ if TYPE_CHECKING:
 FILE_MODE = 0o600  # a password may stand in it
 
 
-def check(file: Annotated[Path, typer.Argument(help="YAML file, as KVSTORE_CONFIG_FILE names it.")]) -> Answer:
-    """Check a configuration file as vLLM's start would, and show the settings that result.
+def check(
+    file: Annotated[Path, typer.Argument(help="YAML file, as KVSTORE_CONFIG_FILE names it.")],
+    *,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every setting, not only what differs.")] = False,
+) -> Answer:
+    """Check a configuration file as vLLM's start would, and show the settings that result and differ from defaults.
 
     Exits with 2 if the file cannot be used.
     """
-    from kvstore.config import load_config  # noqa: PLC0415
+    from kvstore.config import StoreConfig, load_config  # noqa: PLC0415
 
     loaded = load_config(path=file, log_warnings=False)
-    values = loaded.config.shown()
+    values, defaults = loaded.config.shown(), StoreConfig().shown()
     tree = {"config": values, "origins": dict(loaded.origins), "warnings": list(loaded.warnings)}
     origins = {key: origin.removeprefix(f"file {file}, ") for key, origin in loaded.origins.items()}
-    return Answer(tree, [*_warnings(loaded), *_lines(values, origins)])
+    wanted = {key: value for key, value in values.items() if show_all or value != defaults[key]}
+    left_out = len(values) - len(wanted)
+    notes = [f"{left_out} settings have their defaults: --all shows them"] if left_out else []
+    return Answer(tree, [*_warnings(loaded), *_lines(wanted, origins), *notes])
 
 
 def show(
@@ -64,18 +71,28 @@ def from_lmcache(
     ] = None,
     force: Annotated[bool, typer.Option(help="Replace the output file if it exists.")] = False,
 ) -> Answer:
-    """Convert a configuration of LMCache's, and list what has no equivalent.
+    """Convert a configuration of LMCache's, list what has no equivalent, and say what is left to do.
 
-    Exits with 2 if the file cannot be used, or if the output file exists.
+    Exits with 1 if nothing would be cached, with 2 if the file cannot be used, or if the output file exists.
     """
     from kvstore.tools.configs import from_lmcache as convert  # noqa: PLC0415
 
     converted = convert(file)
     if output is not None:
         _write(output, converted.text, force=force)
-    tree = {"yaml": converted.text, "without_equivalent": list(converted.without_equivalent)}
+    tree = {
+        "yaml": converted.text,
+        "without_equivalent": list(converted.without_equivalent),
+        "recipes": list(converted.recipes),
+        "keeps_nothing": converted.keeps_nothing,
+    }
     text = [converted.text.removesuffix("\n")] if output is None else []
-    return Answer(tree, text, notes=[f"no equivalent: {line}" for line in converted.without_equivalent])
+    notes = [f"no equivalent: {line}" for line in converted.without_equivalent]
+    notes += [f"recipe: {line}" for line in converted.recipes]
+    if not converted.keeps_nothing:
+        return Answer(tree, text, notes=notes)
+    error = "nothing would be cached: set local_cpu: true, local_disk or remote_url"
+    return Answer(tree, text, FAILED, notes, error)
 
 
 def _lines(values: Mapping[str, object], origins: Mapping[str, str]) -> list[str]:

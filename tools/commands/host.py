@@ -13,11 +13,14 @@ import typer
 import kvstore
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import ConfigFile
-from kvstore.tools.console import FAILED, Answer, parse_numbers, size
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, parse_numbers, size
+from kvstore.tools.workers import Workers
 
 if TYPE_CHECKING:
     from kvstore.tools.calc import Sizes
+    from kvstore.tools.doctor.findings import Finding
     from kvstore.tools.modelgroups import KVModel
+    from kvstore.tools.vllmflags import ServeFlags
 
 _LLAMA_8B_BYTES = 131_072
 
@@ -25,32 +28,88 @@ ModelPath = Annotated[Path | None, typer.Option("--model", help="Folder of the m
 
 
 def doctor(
+    context: typer.Context,
     *,
     config: ConfigFile = None,
     model: ModelPath = None,
-    workers: Annotated[int, typer.Option(min=1, help="GPUs of the engine; each has a memory pool and a folder.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the engine; each has a memory pool and a folder.")
+    ] = None,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="How fast the model computes a prompt.")] = 5000.0,
 ) -> Answer:
     """Check whether this machine can do what the configuration asks: memory, disks, Redis, vLLM.
+
+    Put what stands after vllm serve behind --, and the flags are checked, too, before vLLM loads a model: connector,
+    role, policy, block size, workers, shutdown.
 
     Each disk is measured with a file of 64 MiB in its folder. Exits with 1 if there is an error, with 0 if there are
     warnings only, and with 2 if the configuration cannot be used.
     """
     from kvstore.config import load_config  # noqa: PLC0415
-    from kvstore.tools.calc import calculate  # noqa: PLC0415
+    from kvstore.tools.doctor.findings import Finding  # noqa: PLC0415
+    from kvstore.tools.doctor.flags import check_flags, extra_config  # noqa: PLC0415
     from kvstore.tools.doctor.machine import diagnose  # noqa: PLC0415
+    from kvstore.tools.doctor.together import check_sources, check_together  # noqa: PLC0415
+
+    flags = _serve_flags(context.args, workers)
+    findings = list(check_flags(flags)) if flags else []
+    try:
+        loaded = load_config(extra_config(flags.transfer) if flags else None, path=config, log_warnings=False)
+    except ConfigError as error:
+        findings.append(Finding("configuration", "error", str(error), "correct it: the rest is checked then"))
+        return _diagnosis(findings, WRONG_USAGE)
+    findings += check_sources(loaded)
+    if flags:
+        findings += check_together(flags, loaded.config)
+    shared = flags.workers if flags else Workers(workers or 1)
+    findings += diagnose(
+        loaded.config,
+        workers=shared,
+        bytes_per_token=_bytes_per_token(model, flags, shared),
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        starts=flags is not None,
+    )
+    return _diagnosis(findings, FAILED if any(one.state == "error" for one in findings) else 0)
+
+
+def _serve_flags(arguments: list[str], workers: int | None) -> ServeFlags | None:
+    """The flags behind ``--``; None without any.
+
+    Raises:
+        ConfigError: they are none of vLLM's, or say how many workers there are, which an option says, too.
+    """
+    from kvstore.tools.vllmflags import parse_serve  # noqa: PLC0415
+
+    if not arguments:
+        return None
+    if arguments[0].endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{arguments[0]} is not a flag of vllm serve: give a configuration as --config {arguments[0]}"
+        )
+    if workers is not None:
+        raise ConfigError("--workers is given beside flags of vllm serve, which say it: leave it out")
+    return parse_serve(arguments)
+
+
+def _bytes_per_token(model: Path | None, flags: ServeFlags | None, workers: Workers) -> int:
+    """Of KV, for each worker: the model's, or a usual one's."""
+    from kvstore.tools.calc import calculate  # noqa: PLC0415
     from kvstore.tools.modelconfig import model_of  # noqa: PLC0415
 
-    loaded = load_config(path=config, log_warnings=False)
-    bytes_per_token = _LLAMA_8B_BYTES // workers
-    if model is not None:
-        bytes_per_token = calculate(model_of(model), tp_size=workers).loaded_bytes_per_token
-    found = diagnose(
-        loaded.config, workers=workers, bytes_per_token=bytes_per_token, prefill_tokens_per_s=prefill_tokens_per_s
-    )
-    findings = list(found)
+    if model is None and flags and flags.model and Path(flags.model).is_dir():
+        model = Path(flags.model)
+    if model is None:
+        return _LLAMA_8B_BYTES // workers.per_replica
+    return calculate(model_of(model), tp_size=workers.per_replica).loaded_bytes_per_token
+
+
+def _diagnosis(findings: list[Finding], exit_code: int) -> Answer:
+    """What is worst comes last, where a terminal ends."""
+    from kvstore.tools.doctor.findings import STATES  # noqa: PLC0415
+
+    findings = sorted(findings, key=lambda finding: STATES.index(finding.state))
     tree = {"findings": [asdict(finding) for finding in findings]}
-    return Answer(tree, list(map(str, findings)), FAILED if any(one.state == "error" for one in findings) else 0)
+    return Answer(tree, list(map(str, findings)), exit_code)
 
 
 def calc(

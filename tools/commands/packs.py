@@ -46,10 +46,12 @@ def export_pack(
     was skipped; the pack then holds the rest. Exits with 2 if there is nothing to export, or if the pack cannot be
     written; with 130 if interrupted: start it again to go on.
     """
+    from kvstore.format.pack import refuse_written  # noqa: PLC0415
     from kvstore.tools.pack import Source, export  # noqa: PLC0415
     from kvstore.tools.warm import wanted  # noqa: PLC0415
     from kvstore.tools.warm.prompts import Rejected, check_format, read_prompts  # noqa: PLC0415
 
+    refuse_written(output)
     source = Source(_one_folder(config, folder), namespace)
     refs, rejected = None, list[Rejected]()
     if prompts is not None:
@@ -79,9 +81,10 @@ def import_pack(
     """
     from kvstore.format.pack import open_pack  # noqa: PLC0415
     from kvstore.tools.pack import import_pack as run  # noqa: PLC0415
-    from kvstore.tools.pack import refuse_other_model  # noqa: PLC0415
+    from kvstore.tools.pack import refuse_other_model, refuse_used  # noqa: PLC0415
 
     target, identity = _target(config, folder, redis, password, codec)
+    refuse_used(pack, target.folders)
     if model is not None:
         from kvstore.adapters.vllm.identity import fingerprint_folder  # noqa: PLC0415
 

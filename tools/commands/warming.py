@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,6 +48,7 @@ def warm(
     from kvstore.tools.warm.warming import warm as run  # noqa: PLC0415
 
     format_, adapter = check_format(prompt_format), wanted.Lora.parse(lora)
+    _require_free(config, context.args)
     found = read_prompts(prompts, format_=format_)
     with _stdout_aside(), interruptible(_FINISHING_BATCH) as should_stop:
         report = run(
@@ -116,6 +118,23 @@ def prefetch(
 
 def _exit_code(report: WarmReport | PrefetchReport) -> int:
     return INTERRUPTED if report.interrupted else 0 if report.is_complete else FAILED
+
+
+def _require_free(config: Path | None, arguments: list[str]) -> None:
+    """Refuse, before vLLM is imported, folders that another engine uses.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        FolderOwnedError: names the process.
+    """
+    from kvstore.config import load_config  # noqa: PLC0415
+    from kvstore.tools.locks import require_free  # noqa: PLC0415
+    from kvstore.tools.vllmflags import parse_serve  # noqa: PLC0415
+
+    workers = parse_serve(arguments).workers
+    left_out: dict[str, object] = {"kvstore.enable_pd": False, "kvstore.peers": []}  # as the run leaves them out
+    for folder in load_config(left_out, path=config, log_warnings=False).config.local_disk_folders:
+        require_free(workers.folders(Path(folder)))
 
 
 def _engine_args(arguments: list[str]) -> dict[str, object]:

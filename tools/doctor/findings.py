@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 State = Literal["ok", "warning", "error"]
+STATES: Final[tuple[State, ...]] = get_args(State)
+"""From good to bad."""
 
 
 @dataclass(frozen=True)

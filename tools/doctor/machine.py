@@ -6,7 +6,8 @@ import mmap
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from kvstore.adapters.vllm.glue.interface import TESTED, is_tested
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, FolderOwnedError, KVStoreError
 from kvstore.memory.limits import available_memory_bytes
-from kvstore.tiers.disk.folder import FolderLock, make_folder, probe_direct
+from kvstore.tiers.disk.folder import LOCK_FILE, FolderLock, make_folder, probe_direct
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tools.console import size
-from kvstore.tools.doctor.findings import Finding
+from kvstore.tools.doctor.findings import Finding, State
 from kvstore.tools.doctor.remote import elsewhere, needed_packages
+from kvstore.tools.workers import Workers
 
 GIB = 1 << 30
 MOST_OF_MEMORY = 0.9  # vLLM and the page cache of the weights need the rest
@@ -28,22 +30,24 @@ _MIN_OPEN_FILES = 4096
 
 
 def diagnose(
-    config: StoreConfig, *, workers: int, bytes_per_token: int, prefill_tokens_per_s: float
+    config: StoreConfig, *, workers: Workers, bytes_per_token: int, prefill_tokens_per_s: float, starts: bool = False
 ) -> Iterator[Finding]:
     """Check everything that a configuration needs.
 
     Args:
         config: the configuration to check.
-        workers: how many worker processes there are, one per GPU; each has a pool and a folder.
+        workers: those of the engine, one per GPU; each has a pool and a folder.
         bytes_per_token: KV of a token, for each worker.
         prefill_tokens_per_s: how fast the model computes; loading must be faster.
+        starts: the engine is about to start, so that a folder in use is an error.
     """
     yield from _software(config)
-    yield _memory(config, workers)
+    yield _memory(config, workers.count)
     yield _open_files()
     needed_bytes_per_s = bytes_per_token * prefill_tokens_per_s
     for folder in config.local_disk_folders:
-        yield from _folder(Path(folder), config, workers, needed_bytes_per_s / len(config.local_disk_folders))
+        share_bytes_per_s = needed_bytes_per_s / len(config.local_disk_folders)
+        yield from _folder(Path(folder), config, workers, share_bytes_per_s, starts=starts)
     yield from needed_packages(config)
     yield from elsewhere(config)
 
@@ -91,35 +95,48 @@ def _open_files() -> Finding:
     return Finding("open files", "ok", f"at most {soft:,}")
 
 
-def _folder(folder: Path, config: StoreConfig, workers: int, needed_bytes_per_s: float) -> Iterator[Finding]:
-    topic = f"disk {folder}"
-    try:
-        make_folder(folder)
-        lock = FolderLock(folder)
-    except FolderOwnedError as error:
-        yield Finding(topic, "warning", str(error), "stop that engine to measure the disk")
-        return
-    except ConfigError as error:
-        yield Finding(topic, "error", str(error), "name another local_disk")
-        return
-    try:
-        yield _room(topic, folder, config.max_local_disk_bytes * workers // len(config.local_disk_folders))
-        is_direct = probe_direct(folder)
-        if is_direct:
-            yield Finding(topic, "ok", "O_DIRECT works")
-        else:
-            remedy = "use a local ext4 or xfs: here, reads go through the page cache and compete with vLLM for memory"
-            yield Finding(topic, "error" if config.use_odirect else "warning", "O_DIRECT does not work", remedy)
-        yield _speed(topic, folder, needed_bytes_per_s, is_direct=is_direct)
-    except KVStoreError as error:
-        yield Finding(topic, "error", str(error), "name another local_disk")
-    finally:
-        lock.release()
+def _folder(
+    base: Path, config: StoreConfig, workers: Workers, needed_bytes_per_s: float, *, starts: bool
+) -> Iterator[Finding]:
+    topic = f"disk {base}"
+    folders = workers.folders(base)
+    with ExitStack() as locked:
+        try:
+            make_folder(folders[0])
+            for folder in folders:
+                if folder == folders[0] or (folder / LOCK_FILE).exists():
+                    locked.callback(FolderLock(folder).release)
+        except FolderOwnedError as error:
+            if starts:
+                yield Finding(
+                    topic, "error", str(error), "vLLM would not start: stop that engine, or name another local_disk"
+                )
+            else:
+                yield Finding(topic, "warning", str(error), "stop that engine to measure the disk")
+            return
+        except ConfigError as error:
+            yield Finding(topic, "error", str(error), "name another local_disk")
+            return
+        try:
+            yield _room(topic, folders, config.max_local_disk_bytes * workers.count // len(config.local_disk_folders))
+            is_direct = probe_direct(folders[0])
+            if is_direct:
+                yield Finding(topic, "ok", "O_DIRECT works")
+            else:
+                remedy = (
+                    "use a local ext4 or xfs: here, reads go through the page cache and compete with vLLM for memory"
+                )
+                state: State = "error" if config.use_odirect else "warning"
+                yield Finding(topic, state, "O_DIRECT does not work", remedy)
+            yield _speed(topic, folders[0], needed_bytes_per_s, is_direct=is_direct)
+        except (KVStoreError, OSError) as error:
+            yield Finding(topic, "error", str(error), "name another local_disk")
 
 
-def _room(topic: str, folder: Path, wanted_bytes: int) -> Finding:
-    status = os.statvfs(folder)
-    room_bytes = status.f_bavail * status.f_frsize + held_bytes(folder)
+def _room(topic: str, folders: Sequence[Path], wanted_bytes: int) -> Finding:
+    status = os.statvfs(folders[0])
+    held = sum(held_bytes(folder) for folder in folders if folder.is_dir())
+    room_bytes = status.f_bavail * status.f_frsize + held
     found = f"{size(wanted_bytes)} wanted, {size(room_bytes)} there"
     if wanted_bytes > room_bytes:
         return Finding(topic, "error", found, "lower max_local_disk_size, or name another local_disk")

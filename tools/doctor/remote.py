@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from importlib import import_module
+from urllib.parse import urlsplit
 
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, KVStoreError, TierSetupError
@@ -19,6 +21,10 @@ from kvstore.tools.doctor.findings import Finding, State
 _BAD_POLICIES = ("noeviction", "allkeys-random", "volatile-random")
 _MIN_REDIS = (6, 0)
 _MOST_WAIT_S = 5.0
+_LET_IN = {
+    True: "give it this engine's public key in its server_clients, and this engine its own in remote_server_key_file",
+    False: "it may want keys: set remote_key_file and remote_server_key_file; or it hangs, or is no cache server",
+}
 _ANY_LAYOUT = KVLayout(
     page_bytes=(4096,), planes=1, block_tokens=16, chunk_tokens=16, element="bf16", page_axes=(1, 16, 128)
 )
@@ -118,10 +124,26 @@ def _cache_server(topic: str, url: str, config: StoreConfig, *, is_required: boo
     except ConfigError as error:  # also a TierSetupError: it answers, but not to this
         return Finding(topic, "error", str(error), "correct its URL, or the key files")
     except KVStoreError as error:
+        if _listens(url):
+            return Finding(
+                topic, "error", "listens, and does not answer this engine", _LET_IN[bool(config.remote_key_file)]
+            )
         return Finding(topic, down, str(error), "start it, or correct its URL: until then nothing is shared")
     if status != "ok":
         return Finding(topic, down, f"says {status!r}", "start it again")
     return Finding(topic, "ok", f"answers in {1e3 * (time.perf_counter() - begin_s):.1f} ms, the connection included")
+
+
+def _listens(url: str) -> bool:
+    """Whether a process accepts connections where a server on the network should be."""
+    parts = urlsplit(url)
+    if parts.hostname is None or parts.port is None:
+        return False
+    try:
+        with socket.create_connection((parts.hostname, parts.port), _MOST_WAIT_S):
+            return True
+    except OSError:
+        return False
 
 
 def _redis(config: StoreConfig) -> Iterator[Finding]:

@@ -119,7 +119,15 @@ class TestErrors:
             ("max_local_cpu_size: .nan", "max_local_cpu_size: nan: must be a finite number"),
             ("max_local_cpu_size: .inf", "max_local_cpu_size: inf: must be a finite number"),
             ("max_local_cpu_size: -1", "max_local_cpu_size: -1: must be greater than 0"),
-            ("max_local_cpu_size: 1.0e+9", "max_local_cpu_size: 1000000000.0: must be less than or equal to 1000000"),
+            (
+                "max_local_cpu_size: 21474836480",
+                "max_local_cpu_size: 21474836480: looks like bytes; GiB are expected, such",
+            ),
+            (
+                "max_local_gpu_size: 2097152",
+                "max_local_gpu_size: 2097152: looks like KB or MB; GiB are expected, such as 2",
+            ),
+            ("pd_buffer_size: 4", "pd_buffer_size: 4: looks like GiB; bytes are expected, such as 4294967296"),
             (
                 "blocking_timeout_secs: 10s",
                 'blocking_timeout_secs: "10s": must be a number of seconds, such as 10.0, w',
@@ -135,6 +143,30 @@ class TestErrors:
     def test_one_value(self, file: Path, text: str, line: str) -> None:
         (actual,) = problems_of(file, text)
         assert actual.removeprefix("line 1").lstrip(":, ").startswith(line)
+
+    @pytest.mark.parametrize(
+        ("key", "meant"),
+        [
+            ("max_cpu_size", "max_local_cpu_size"),
+            ("disk_size", "max_local_disk_size"),
+            ("ssd_dir", "local_disk"),
+            ("redis_url", "remote_url"),
+            ("redis_password", "remote_password"),
+            ("chunk_tokens", "chunk_size"),
+            ("disk_codec", "local_disk_serde"),
+            ("eviction_policy", "cache_policy"),
+            ("maxLocalCpuSize", "max_local_cpu_size"),
+            ("enable_controler", "enable_controller"),
+        ],
+    )
+    def test_the_nearest_key_by_meaning(self, file: Path, key: str, meant: str) -> None:
+        (line,) = problems_of(file, f"{key}: 1")
+        assert line.endswith(f"unknown key; the nearest valid key is {meant}")
+
+    @pytest.mark.parametrize(("size", "count"), [(20480, 1), (4095, 0)])
+    def test_a_size_that_is_rather_one_of_megabytes_warns(self, file: Path, size: int, count: int) -> None:
+        warnings = load_text(file, f"max_local_cpu_size: {size}").warnings
+        assert [line.endswith("looks like MB; GiB are expected, such as 20") for line in warnings] == [True] * count
 
     @pytest.mark.parametrize("size", ["5GB", "5 GiB", "0.5 TB"])
     def test_a_size_with_a_unit(self, file: Path, size: str) -> None:

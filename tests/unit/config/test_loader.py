@@ -228,7 +228,7 @@ class TestLMCache:
         loaded = load_text(file, "remote_url: lm://host:1")
         assert loaded.config.shared_url is None
         assert [warning.partition("remote_url: ")[2] for warning in loaded.warnings] == [
-            "ignored: there is no such tier here: nothing will be shared between hosts"
+            "ignored: there is no such tier here, so nothing is shared: see kvstore config from-lmcache"
         ]
 
     @pytest.mark.parametrize("value", ["host:6379", "http://host", "redis:/host"])
