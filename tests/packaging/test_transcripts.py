@@ -147,3 +147,4 @@ class TestRunning:
         assert not _in_order(["TTFT: 2.033 s"], ["TTFT: 31 s"], any_numbers=False)
         assert not _in_order(["a", "...", "a"], ["a"], any_numbers=False)
         assert _in_order(["...", "b", "...", "b"], ["a", "b", "b", "c", "b"], any_numbers=False)
+        assert not _in_order(["...", "x", "..."], ["a", "b"], any_numbers=False)
