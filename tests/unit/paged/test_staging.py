@@ -80,7 +80,7 @@ def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
         by_layer = paged.gather_layers(range(number, number + 1), sources[2:])
         overwrite(device, cache)
     for chunk, moment, payload in zip(sources, [*moments, *[by_layer] * 3], wanted, strict=True):
-        paged.reach(moment)
+        paged.streams.reach(moment)
         assert chunk.payload[: len(payload)].tobytes() == payload
     ids = chunks_of(target, np.random.default_rng(1).permutation(BLOCKS))
     places = [place._replace(payload=chunk.payload) for place, chunk in zip(ids, sources, strict=True)]
