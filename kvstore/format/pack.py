@@ -129,11 +129,6 @@ class PackWriter(_File):
                 self.close()
                 raise
 
-    @property
-    def size_bytes(self) -> int:
-        """The bytes written so far."""
-        return self._end
-
     def add(self, shard: int, ref: ChunkRef, image: ByteArray) -> None:
         """Append the content of a chunk file, which the caller has checked.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -33,8 +32,6 @@ from kvstore.layout import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-logger = logging.getLogger(__name__)
 
 FREE_NAME = ".free"
 DEAD_PREFIX = ".dead-"

@@ -153,14 +153,8 @@ class Deadline(TierWrapper):
             del future  # or its exception and this frame would keep each other alive
 
     def _give_up(self, future: Future[Any]) -> None:
-        with self._lock:
-            if not future.cancelled():
-                self._stuck.add(future)
-        future.add_done_callback(self._come_back)  # runs at once if the call has just ended
-
-    def _come_back(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._stuck.discard(future)
+        self._stuck.add(future)
+        future.add_done_callback(self._stuck.discard)  # runs at once if the call has just ended
 
 
 def _end_late_loan(lending: Future[Loan]) -> None:

@@ -141,7 +141,6 @@ class RedisTarget:
 
 
 _KINDS = kinds_of(RedisTarget)
-OPTIONS = tuple(_KINDS)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:
