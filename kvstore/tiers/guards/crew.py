@@ -7,15 +7,13 @@ keep a process from ending.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError
 from kvstore.tiers.tasks import Work, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Result = TypeVar("Result")
 

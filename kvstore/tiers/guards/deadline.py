@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.keys import Namespace
 from kvstore.tiers.base import Loan, Tier
 from kvstore.tiers.guards.base import TierWrapper
 from kvstore.tiers.guards.crew import Crew, start_aside
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvstore.keys import Namespace
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from redis.exceptions import ResponseError
 
@@ -16,9 +17,6 @@ from kvstore.tiers.redis.chunk import Home, first_error
 from kvstore.tiers.redis.nodes import Node, Nodes, SlotMovedError, SlotMovingError, translated
 from kvstore.tiers.redis.url import Kind, RedisTarget
 from kvstore.tiers.redis.wire import Link, Reply, pack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 Result = TypeVar("Result")
 Question = tuple[bytes, list[bytes]]

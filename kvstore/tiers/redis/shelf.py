@@ -5,7 +5,8 @@ Engines may write meanwhile, so what looks damaged is checked twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home, num_parts
 from kvstore.tiers.redis.nodes import open_nodes
 from kvstore.tiers.redis.url import parse_target
 from kvstore.tiers.redis.wire import pack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 _ASKED = 256  # commits to infer the geometry of a namespace from
 _PARTS_AT_ONCE = 8

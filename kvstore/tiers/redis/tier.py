@@ -16,16 +16,19 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 try:
     from redis.exceptions import OutOfMemoryError
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'vllm-kvstore[redis]'") from error
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.format.codecs import open_codec
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
@@ -33,12 +36,6 @@ from kvstore.tiers.redis.coded import CodedIO
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
 from kvstore.tiers.redis.url import Kind, RedisTarget, parse_target
 from kvstore.tiers.redis.wire import Reply, checked, pack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
