@@ -23,6 +23,7 @@ from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
+from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
@@ -378,7 +379,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        self.index.check_invariants()
+        check_invariants(self.index)
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)
