@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
 
+from kvstore.catalog import invariants
 from kvstore.catalog.entries import (
     GATHERING,
     LOADING,
@@ -309,6 +310,16 @@ class ChunkIndex(Lookup):
             if stored and chunk.in_memory:
                 self._uses.supersede(chunk)
         self._uses.end(chunk)
+
+    def check_invariants(self) -> None:
+        """State what must hold between any two calls, chunk by chunk and lease by lease. For tests: it takes long."""
+        invariants.check_expiries(self._chunks)
+        invariants.check_slots(self._chunks, self._slots)
+        invariants.check_disk(self._disk)
+        invariants.check_sends(self._remote)
+        invariants.check_leases(self._leases)
+        invariants.check_uses(self._uses)
+        invariants.check_checkpoints(self._chunks)
 
     # -- leases and time ---------------------------------------------------------------------------------------------
 

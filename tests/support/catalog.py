@@ -9,7 +9,6 @@ from kvstore.catalog.plans import Place
 from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
-from support.invariants import check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,17 +54,17 @@ def store(index: ChunkIndex, num_tokens: int, seed: int = 0, *, write: bool = Tr
     for step in steps:
         if bool(step.targets) and write:
             index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    check_invariants(index)
+    index.check_invariants()
     return steps
 
 
 def known_tokens(index: ChunkIndex, num_tokens: int, seed: int = 0) -> int:
-    check_invariants(index)
+    index.check_invariants()
     return index.lookup(hasher_of(num_tokens, seed)).num_tokens
 
 
 def load(index: ChunkIndex, num_tokens: int, seed: int = 0) -> list[LoadStep]:
     steps = index.prepare_load(index.lookup(hasher_of(num_tokens, seed)).refs)
     index.complete_load(steps, set(), set())
-    check_invariants(index)
+    index.check_invariants()
     return steps

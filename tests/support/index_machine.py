@@ -23,7 +23,6 @@ from kvstore.catalog.sequence import chunk_refs
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
-from support.invariants import check_invariants
 from support.uses import uses_of
 
 if TYPE_CHECKING:
@@ -379,7 +378,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        check_invariants(self.index)
+        self.index.check_invariants()
         writing = self.world.written_to_disk()
         held = sum(stored_bytes(ref.num_blocks) for ref in writing)
         held += sum(self.world.sizes.get(ref, stored_bytes(ref.num_blocks)) for ref in self.world.disk - writing)

@@ -10,7 +10,6 @@ from kvstore.adapters.vllm.requests.params import NO_PARAMS, WITHOUT_CACHE, Requ
 from kvstore.errors import TierError
 from support.fake_parts import BLOCK, LAYERS, FakeRequest
 from support.fake_scheduler import FakeScheduler
-from support.invariants import check_invariants
 from support.remote import FakeServer
 
 HEADER = 4096
@@ -47,7 +46,7 @@ class RandomClient:
             self.vllm.ask("again", prompt)
         self.vllm.settle()
         self.vllm.assert_nothing_leaked()
-        check_invariants(self.vllm.index)
+        self.vllm.index.check_invariants()
 
     def act(self) -> None:
         """One random event."""

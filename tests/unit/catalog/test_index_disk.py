@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from support.catalog import CHUNK, FULL_BYTES, keys, known_tokens, load, make, refs_of, store, stored_bytes
-from support.invariants import check_invariants
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
@@ -62,14 +61,14 @@ def test_the_number_of_writes_is_bounded() -> None:
     steps = index.prepare_store(refs_of(64))
     assert [bool(step.targets) for step in steps] == [True, True, False, False]
     assert index.counters.writes_dropped == 2
-    check_invariants(index)
+    index.check_invariants()
 
 
 def test_a_chunk_larger_than_the_disk_is_only_kept_in_memory() -> None:
     index = ChunkIndex(2, disk_capacity_bytes=FULL_BYTES - 1, stored_bytes=stored_bytes)
     steps = index.prepare_store(refs_of(24))
     assert [bool(step.targets) for step in steps] == [False, True]  # the tail is smaller
-    check_invariants(index)
+    index.check_invariants()
 
 
 def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
@@ -84,7 +83,7 @@ def test_the_disk_evicts_all_that_is_needed_or_nothing() -> None:
     index.complete_store(steps, set())
     index.complete_load(refs, set(), set())
     index.complete_write(held[0].ref.prefix_key, Place.DISK, stored=True)
-    check_invariants(index)
+    index.check_invariants()
     assert uses_of(index) == 0
 
 
@@ -104,10 +103,10 @@ def test_a_passage_does_not_take_what_it_cannot_pass_on() -> None:
     steps = index.prepare_store(refs_of(48))
     assert len(steps) == 1
     assert index.counters.refused == index.counters.writes_dropped == 2
-    check_invariants(index)
+    index.check_invariants()
     index.complete_store(steps, set())
     index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=False)
-    check_invariants(index)
+    index.check_invariants()
     assert (len(index), index.slots_in_use) == (0, 0)
 
 
@@ -189,7 +188,7 @@ def test_what_could_not_be_read_is_stored_again(*, disk_answers: bool) -> None:
     index.complete_store([step], set())
     assert known_tokens(index, CHUNK) == CHUNK
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    check_invariants(index)
+    index.check_invariants()
 
 
 # Writes that were dropped
@@ -205,7 +204,7 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     index.complete_store([step], keys([step]))  # nothing was copied: the chunk is what it was
     assert known_tokens(index, 32) == 32
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
-    check_invariants(index)
+    index.check_invariants()
     assert (index.disk_used_bytes, uses_of(index), index.counters.writes_retried) == (2 * FULL_BYTES, 0, 1)
     assert index.prepare_store(refs_of(32)) == []
 
@@ -217,7 +216,7 @@ def test_what_a_codec_made_smaller_leaves_room() -> None:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=True, size_bytes=FULL_BYTES // 2)
     assert index.disk_used_bytes == FULL_BYTES
     store(index, 16, seed=1)
-    check_invariants(index)
+    index.check_invariants()
     assert index.counters.evicted_disk == 0
     assert index.disk_used_bytes == 2 * FULL_BYTES
 
@@ -246,6 +245,6 @@ def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
     assert (index.counters.superseded_tails, index.take_removals()) == (0, [])
     for step in steps:
         index.complete_write(step.ref.prefix_key, Place.DISK, stored=stored)
-    check_invariants(index)
+    index.check_invariants()
     assert index.counters.superseded_tails == stored
     assert index.take_removals() == refs_of(20)[1:] * stored

@@ -1,4 +1,4 @@
-"""What must hold in an index at all times: looked at chunk by chunk and lease by lease, between any two calls."""
+"""What must hold in the index at all times: looked at chunk by chunk and lease by lease, between any two calls."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from collections.abc import Mapping
 
 from kvstore.catalog.deadlines import _SLACK, Deadlines, Name
 from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, SENDING, WRITING, Entries
-from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.leases import Leases
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.keys import PrefixKey
-
-
-def check_invariants(index: ChunkIndex) -> None:
-    """State all of it."""
-    check_expiries(index._chunks)
-    check_slots(index._chunks, index._slots)
-    check_disk(index._disk)
-    check_sends(index._remote)
-    check_leases(index._leases)
-    check_uses(index._uses)
-    check_checkpoints(index._chunks)
 
 
 def check_expiries(chunks: Entries) -> None:
