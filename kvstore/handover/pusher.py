@@ -114,7 +114,8 @@ class Pusher:
         if any(sender.is_alive for sender in senders):
             logger.warning("a receiver of KV does not answer; its thread is left running")
         else:
-            self._paged.reach(self._paged.streams.launch(Way.OUT, lambda: None, None))  # the last copy to the buffer
+            streams = self._paged.streams
+            streams.reach(streams.launch(Way.OUT, lambda: None, None))  # the last copy to the buffer
             self._pool.close()
 
     def _sender(self, receiver: Receiver) -> Sender | None:

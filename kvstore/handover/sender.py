@@ -24,7 +24,7 @@ class Delivery:
         self.parcels = parcels
         self.slots = slots
         self._num_layers = paged.layout.num_layers
-        self._reach = paged.reach
+        self._reach = paged.streams.reach
         self._changed = threading.Condition()
         self._done_layers = 0
         self._moment: Moment = None

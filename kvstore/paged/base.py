@@ -76,7 +76,7 @@ class PagedKV(Protocol):
     def for_thread(self) -> PagedKV:
         """The same cache for one other thread, which may move blocks that no kernel uses, while the model runs.
 
-        On a device it has its own current stream: only ``after`` and ``fence`` order its launches with the model's.
+        On a device it has a current stream of its own: only ``streams.hold`` and ``fence`` order that with the model's.
         """
 
     def beside(self, other: PagedKV) -> PagedKV:
@@ -90,12 +90,6 @@ class PagedKV(Protocol):
 
     def bytes_of(self, block_ids: BlockIds) -> int:
         """Bytes of these blocks in all layers."""
-
-    def moment(self) -> Moment:
-        """The end of what the current stream has been given so far."""
-
-    def after(self, moment: Moment) -> None:
-        """Order what the current stream is given from now on after ``moment``, also of another ``for_thread()``."""
 
     def fence(self) -> None:
         """Order what the current stream is given from now on after all gathers so far, by any ``for_thread()`` too.
@@ -144,18 +138,6 @@ class PagedKV(Protocol):
 
         The payloads must not change before the moment it returns, which is also that of all layers before.
         """
-
-    def reach(self, moment: Moment) -> None:
-        """Wait for a moment. Any thread may call it."""
-
-    def is_reached(self, moment: Moment) -> bool:
-        """Whether a moment has come. Never waits. Any thread may call it."""
-
-    def seconds_between(self, begin: Moment, end: Moment) -> float:
-        """What the device took from one moment to another, both of them reached. 0 in host memory: clocks tell."""
-
-    def wait(self) -> None:
-        """Wait until everything launched so far is done. For ``close``, and for tests."""
 
     def restore(self) -> None:
         """Go on after the device's memory has lost what it held, at the same addresses, while nothing was under way."""
@@ -320,13 +302,6 @@ class HostPagedKV:
         same._copiers = copiers  # noqa: SLF001 - its own
         return same
 
-    def moment(self) -> Moment:
-        """See ``PagedKV``."""
-        return None
-
-    def after(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-
     def fence(self) -> None:
         """See ``PagedKV``."""
 
@@ -380,20 +355,6 @@ class HostPagedKV:
         """See ``PagedKV``."""
         self._copiers.each(self._copies_of(layers, chunks), _put)
         return None
-
-    def reach(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-
-    def is_reached(self, moment: Moment) -> bool:  # noqa: ARG002 - on the host everything is done at once
-        """See ``PagedKV``."""
-        return True
-
-    def seconds_between(self, begin: Moment, end: Moment) -> float:  # noqa: ARG002 - there is nothing between them
-        """See ``PagedKV``."""
-        return 0.0
-
-    def wait(self) -> None:
-        """See ``PagedKV``: on the host everything is done at once."""
 
     def restore(self) -> None:
         """See ``PagedKV``: host memory keeps what it holds."""

@@ -124,34 +124,10 @@ class DevicePagedKV:
         """See ``PagedKV``: the device copies by itself."""
         return self
 
-    def moment(self) -> Moment:
-        """See ``PagedKV``."""
-        return self.streams.now()
-
-    def after(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-        self.streams.hold(moment)
-
     def fence(self) -> None:
         """See ``PagedKV``."""
         for moment in list(self._gathered.values()):
             self.streams.hold(moment)
-
-    def reach(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-        self.streams.reach(moment)
-
-    def is_reached(self, moment: Moment) -> bool:
-        """See ``PagedKV``."""
-        return self.streams.is_reached(moment)
-
-    def seconds_between(self, begin: Moment, end: Moment) -> float:
-        """See ``PagedKV``."""
-        return self.streams.seconds_between(begin, end)
-
-    def wait(self) -> None:
-        """See ``PagedKV``."""
-        self.streams.wait()
 
     def restore(self) -> None:
         """See ``PagedKV``."""

@@ -106,33 +106,9 @@ class GroupedPagedKV:
         own = (block_ids >> _GROUP_SHIFT)[block_ids & _BLOCK_MASK > 0]
         return int(self._block_bytes[own].sum())
 
-    def moment(self) -> Moment:
-        """See ``PagedKV``."""
-        return self._first.moment()
-
-    def after(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-        self._first.after(moment)
-
     def fence(self) -> None:
         """See ``PagedKV``."""
         self._first.fence()
-
-    def reach(self, moment: Moment) -> None:
-        """See ``PagedKV``."""
-        self._first.reach(moment)
-
-    def is_reached(self, moment: Moment) -> bool:
-        """See ``PagedKV``."""
-        return self._first.is_reached(moment)
-
-    def seconds_between(self, begin: Moment, end: Moment) -> float:
-        """See ``PagedKV``."""
-        return self._first.seconds_between(begin, end)
-
-    def wait(self) -> None:
-        """See ``PagedKV``."""
-        self._first.wait()
 
     def restore(self) -> None:
         """See ``PagedKV``."""
@@ -143,7 +119,7 @@ class GroupedPagedKV:
         """See ``PagedKV``; nothing behind the rows is written."""
         chunks = [ChunkBlocks(block_ids, payload, len(block_ids), 0)]
         self._check_sources(chunks)
-        return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.moment())[0]
+        return self._move(chunks, lambda paged, parts: paged.gather_chunks(parts), self.streams.now())[0]
 
     def scatter(self, block_ids: BlockIds, payload: ByteArray, chunk_blocks: int, first_block: int) -> Moment:
         """See ``PagedKV``; the rows are all that the payload has."""
@@ -162,7 +138,7 @@ class GroupedPagedKV:
     def blank(self, parts: Sequence[ByteArray]) -> Moment:
         """See ``PagedKV``."""
         parts = [part for part in parts if len(part)]
-        return self._first.blank(parts) if parts else self.moment()
+        return self._first.blank(parts) if parts else self.streams.now()
 
     def _check_sources(self, chunks: Sequence[ChunkBlocks]) -> None:
         for chunk in chunks:  # a null block is no source
@@ -170,7 +146,7 @@ class GroupedPagedKV:
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
-        return self._move(chunks, lambda paged, parts: paged.scatter_chunks(parts), self.moment())
+        return self._move(chunks, lambda paged, parts: paged.scatter_chunks(parts), self.streams.now())
 
     def _move(
         self,

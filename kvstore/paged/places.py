@@ -43,7 +43,6 @@ class Places:
     def __init__(self, pieces: Sequence[Piece], begin: int, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
         self.pieces = pieces
         self.begin = begin
-        self.end = begin + on_host.numel()
         self.on_host = on_host
         self.on_device = on_device
         self.is_sent = False

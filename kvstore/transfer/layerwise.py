@@ -78,7 +78,7 @@ class LayerLoad:
         From the layer on at which a chunk fails, its blocks are left as they were.
         """
         begin_s = time.perf_counter()
-        self._mover.paged.after(self._turn)
+        self._mover.paged.streams.hold(self._turn)
         layers = self._mover.paged.layers_with(layer)
         if layer == layers.start:
             self._read_ahead(layers[-1])
@@ -95,7 +95,7 @@ class LayerLoad:
             self._read_ahead(following[-1])
             self._next_layer = self._mover.in_background(lambda: self._bring(following))
         self._done_layers = layer + 1
-        self._turn = self._mover.paged.moment()
+        self._turn = self._mover.paged.streams.now()
         self._returned_s = time.perf_counter()
 
     def _bring(self, layers: range) -> None:
@@ -255,9 +255,9 @@ class LayerStore:
 
     def move(self, layer: int) -> None:
         """Gather one layer of all chunks, the layers in order. Small ones wait for those that go with them."""
-        self._mover.paged.after(self._turn)
+        self._mover.paged.streams.hold(self._turn)
         self._gather(layer)
-        self._turn = self._mover.paged.moment()
+        self._turn = self._mover.paged.streams.now()
 
     def _gather(self, layer: int) -> None:
         if layer == 0:
@@ -285,7 +285,7 @@ class LayerStore:
         self._mover.launcher.note_uses(self._chunks, self._moment)  # in any case: the slots are given back
         if not trusted or self._done_layers < self._mover.paged.layout.num_layers:
             return self._mover.refuse(self._jobs)
-        self._mover.paged.reach(self._moment)
+        self._mover.paged.streams.reach(self._moment)
         failed = self._mover.refuse(job for job in self._jobs if job.step.slot in self._stuck)
         for job in self._jobs:
             if job.step.slot not in self._stuck:

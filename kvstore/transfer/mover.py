@@ -140,7 +140,7 @@ class Mover:
         self._stuck = {} if stuck is None else stuck
         self._is_passage = is_passage
         self.launcher = Launcher(cpu, paged.streams, self._note_failure)
-        self.launches = paged.moment() is not None  # copies, on a device, which end later
+        self.launches = paged.streams.now() is not None  # copies, on a device, which end later
         may_borrow = is_passage and Place.DISK not in self._lanes and not self.launches
         self._may_lend = self._lanes.get(Place.REMOTE) if may_borrow else None
 
@@ -249,7 +249,7 @@ class Mover:
         slots, ends = [job.step.slot], list[Moment]()
         if not self.launcher.attempt(slots, Way.OUT, lambda: ends.append(self.paged.gather(job.block_ids, fresh))):
             return None
-        self.paged.reach(ends[0])
+        self.paged.streams.reach(ends[0])
         return deviation(fresh, stored, self.paged.layout, num_blocks)
 
     def in_background(self, work: Callable[[], None]) -> Future[None]:
@@ -325,7 +325,7 @@ class Mover:
                 job, moment = waiting[0]
                 if job.step.gather and not self.launches:
                     (moment,) = self.paged.gather_chunks([self._source(job)])
-                self.paged.reach(moment)
+                self.paged.streams.reach(moment)
                 waiting.popleft()
                 failed |= self.note_store(job, sweeps)
         except BaseException:

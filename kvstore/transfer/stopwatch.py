@@ -21,29 +21,29 @@ class Stopwatch:
     """
 
     def __init__(self, paged: PagedKV) -> None:
-        self._paged = paged
+        self._streams = paged.streams
         self._host_s = 0.0
         self._begin_s = 0.0
         self._begin: Moment = None
         self._laps: list[tuple[Moment, Moment]] = []
 
     def __enter__(self) -> Self:
-        self._begin, self._begin_s = self._paged.moment(), time.perf_counter()
+        self._begin, self._begin_s = self._streams.now(), time.perf_counter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._host_s += time.perf_counter() - self._begin_s
-        self._laps.append((self._begin, self._paged.moment()))
+        self._laps.append((self._begin, self._streams.now()))
 
     @property
     def has_stopped(self) -> bool:
         """Whether the device has done what was launched. Never waits."""
-        return not self._laps or self._paged.is_reached(self._laps[-1][1])
+        return not self._laps or self._streams.is_reached(self._laps[-1][1])
 
     @property
     def seconds(self) -> float:
         """What it took; once it ``has_stopped``."""
-        device_s = sum(self._paged.seconds_between(begin, end) for begin, end in self._laps)
+        device_s = sum(self._streams.seconds_between(begin, end) for begin, end in self._laps)
         return max(self._host_s, device_s)

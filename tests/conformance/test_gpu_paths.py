@@ -61,7 +61,7 @@ def test_a_gather_reads_what_was_written_before_it_and_nothing_later(gpu: Gpu) -
         moments.append(gpu.paged.gather(ids, slot))
         gpu.fill(ids, LATER)
     for moment in moments:
-        gpu.paged.reach(moment)
+        gpu.paged.streams.reach(moment)
     assert [held(gpu, slot) for slot in gpu.slots()] == [{value} for value in VALUES]
 
 
@@ -72,8 +72,8 @@ def test_a_payload_is_there_when_its_own_moment_is_reached(gpu: Gpu) -> None:
     moment = gpu.paged.gather(ids, slot)
     gpu.hold_up()
     gpu.paged.gather(more, other)
-    gpu.paged.reach(moment)
-    assert gpu.paged.is_reached(moment)
+    gpu.paged.streams.reach(moment)
+    assert gpu.paged.streams.is_reached(moment)
     assert held(gpu, slot) == {value}
 
 
@@ -85,7 +85,7 @@ def test_several_chunks_in_one_call(gpu: Gpu) -> None:
     for ids in IDS:
         gpu.fill(ids, LATER)
     for moment in moments:
-        gpu.paged.reach(moment)
+        gpu.paged.streams.reach(moment)
     assert [held(gpu, slot) for slot in gpu.slots()] == [{value} for value in VALUES]
     gpu.paged.scatter_chunks([gpu.paged.chunk(ids, slot) for ids, _, slot in chunks_of(gpu)])
     seen = [gpu.read(ids) for ids in IDS]
@@ -125,7 +125,7 @@ def test_a_slot_may_change_when_the_moment_of_its_scatter_is_reached(gpu: Gpu) -
         slot[:] = value
         gpu.hold_up()
         moment = gpu.paged.scatter(ids, slot, CHUNK_BLOCKS, 0)
-        gpu.paged.reach(moment)
+        gpu.paged.streams.reach(moment)
         slot[:] = LATER
     assert [read_now(gpu, ids) for ids in IDS] == [{value} for value in VALUES]
 
@@ -148,7 +148,7 @@ def test_both_ways_in_turn(gpu: Gpu) -> None:
         gpu.fill(ids, value)
         moment = gpu.paged.gather(ids, slot)
         gpu.fill(ids, LATER)
-        gpu.paged.reach(moment)
+        gpu.paged.streams.reach(moment)
         other = IDS[number - 1]
         gpu.paged.scatter(other, slot, CHUNK_BLOCKS, 0)
         seen.append(gpu.read(other))
@@ -167,7 +167,7 @@ def test_layer_by_layer_out_with_each_layer_overwritten_at_once(gpu: Gpu) -> Non
         moment = gpu.paged.gather_layers(range(layer, layer + 1), chunks)
         for ids in IDS:
             gpu.fill(ids, LATER, range(layer, layer + 1))
-    gpu.paged.reach(moment)
+    gpu.paged.streams.reach(moment)
     for _, value, slot in chunks_of(gpu):
         layers = slot[: gpu.size_bytes].reshape(LAYERS, -1)
         assert [set(np.unique(layer).tolist()) for layer in layers] == [{value + 20 * layer} for layer in range(LAYERS)]
@@ -210,11 +210,11 @@ def test_a_gather_on_another_thread_reads_what_the_model_had_launched(gpu: Gpu) 
         for ids, value, slot in chunks_of(gpu):
             gpu.hold_up()
             gpu.fill(ids, value)
-            moment = gpu.paged.moment()
+            moment = gpu.paged.streams.now()
 
             def save(ids: BlockIds = ids, slot: ByteArray = slot, moment: object = moment) -> None:
-                side.after(moment)  # type: ignore[arg-type]
-                side.reach(side.gather(ids, slot))
+                side.streams.hold(moment)  # type: ignore[arg-type]
+                side.streams.reach(side.gather(ids, slot))
 
             thread.submit(save).result()
             gpu.fill(ids, LATER)
@@ -227,13 +227,13 @@ def test_blocks_may_be_written_behind_a_fence_while_a_save_is_under_way(gpu: Gpu
     for ids, value, slot in chunks_of(gpu):
         gpu.hold_up()
         gpu.fill(ids, value)
-        side.after(gpu.paged.moment())
+        side.streams.hold(gpu.paged.streams.now())
         moments.append(side.gather(ids, slot))
         gpu.paged.fence()
         gpu.fill(ids, LATER)
     assert gpu.is_behind, "the host waited for the device"
     for moment in moments:
-        gpu.paged.reach(moment)
+        gpu.paged.streams.reach(moment)
     assert [held(gpu, slot) for slot in gpu.slots()] == [{value} for value in VALUES]
 
 
@@ -244,12 +244,12 @@ def test_a_load_on_another_thread_is_there_when_it_has_ended(gpu: Gpu) -> None:
             slot[:] = value
             gpu.hold_up()
             gpu.fill(ids, LATER)  # launched before the load begins
-            moment = gpu.paged.moment()
+            moment = gpu.paged.streams.now()
 
             def load(ids: BlockIds = ids, slot: ByteArray = slot, moment: object = moment) -> None:
-                side.after(moment)  # type: ignore[arg-type]
+                side.streams.hold(moment)  # type: ignore[arg-type]
                 side.scatter(ids, slot, CHUNK_BLOCKS, 0)
-                side.wait()
+                side.streams.wait()
 
             thread.submit(load).result()
             slot[:] = LATER

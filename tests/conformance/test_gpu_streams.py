@@ -186,11 +186,11 @@ def test_slots_of_the_pool_and_other_buffers(gpu: Gpu, pinned: bool) -> None:
     assert torch.from_numpy(buffers[0]).is_pinned() == pinned
     for number, buffer in enumerate(buffers, start=1):
         gpu.fill(number)
-        gpu.paged.reach(gpu.paged.gather(IDS, buffer))
+        gpu.paged.streams.reach(gpu.paged.gather(IDS, buffer))
         assert (buffer[: gpu.layout.payload_bytes(CHUNK_BLOCKS)] == number).all()
         gpu.fill(0)
         gpu.paged.scatter(TARGETS, buffer, CHUNK_BLOCKS, 0)
-        gpu.paged.wait()
+        gpu.paged.streams.wait()
         assert [gpu.values(block) for block in (0, 1, 3, 4, 6)] == [{0}, *[{number}] * 4]
     pool.close()
 

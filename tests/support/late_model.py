@@ -69,7 +69,7 @@ class Model:
 
     def reach(self, slot: Slot) -> None:
         for moment in slot.busy:
-            self.paged.reach(moment)
+            self.paged.streams.reach(moment)
         slot.busy = []
         blocks = len(slot.values)
         begin = 0
@@ -112,7 +112,7 @@ class Model:
         self.note(slots, chunks, by_layer(paged, Way.IN, chunks) if layered else paged.scatter_chunks(chunks))
         for slot in slots:
             if self.dice.random() < 0.5:
-                self.paged.reach(slot.busy[0])
+                self.paged.streams.reach(slot.busy[0])
                 self.spoil(slot)
 
     def note(self, slots: Sequence[Slot], chunks: Sequence[ChunkBlocks], moments: Sequence[Moment]) -> None:

@@ -24,8 +24,8 @@ MALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_exten
 MALLOC_NAMES = ("MALLOC_CONF", "JE_MALLOC_CONF")
 _START_TIMEOUT_S = 10.0
 _LOOKUP_SLACK_S = 0.5e-3
-STORE = Subject("redis store", "plain socket SET", "the tier's put: xxh3, parts of 1 MiB, transaction")
-RETRIEVE = Subject("redis retrieve", "plain socket GET", "the tier's get: parts, xxh3 verified")
+STORE = Subject("redis store", "plain socket SET", "the tier's put, a chunk a call: xxh3, parts of 1 MiB, transaction")
+RETRIEVE = Subject("redis retrieve", "plain socket GET", "the tier's get, a chunk a call: parts, xxh3 verified")
 LOOKUP = Subject("redis lookup, 128 known keys", "3 round trips", "the tier's contains; the limit has 0.5 ms more")
 
 

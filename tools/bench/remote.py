@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from kvstore.chunks import ChunkRef, Outcome
@@ -43,14 +45,16 @@ class RemoteChunks:
     def move(self, tier: Tier, put_limit: Limit, get_limit: Limit, *, limit_first: bool) -> tuple[Pair, ...]:
         """Store all chunks, with other bytes than before, load them again, and remove them; the times of the first two.
 
+        As an engine's thread does: one chunk a call, one call after the other.
+
         Raises:
             BenchError: the tier lost or changed a byte.
         """
         self.stored += 1
         self._loaded[:] = 0
-        stored, outcomes = paired(put_limit, lambda: tier.put(self._puts), limit_first=limit_first)
+        stored, outcomes = paired(put_limit, lambda: _one_by_one(tier.put, self._puts), limit_first=limit_first)
         require(set(outcomes) == {Outcome.STORED}, f"the {tier.name} tier did not store everything")
-        loaded, outcomes = paired(get_limit, lambda: tier.get(self._gets), limit_first=limit_first)
+        loaded, outcomes = paired(get_limit, lambda: _one_by_one(tier.get, self._gets), limit_first=limit_first)
         require(set(outcomes) == {Outcome.HIT}, f"the {tier.name} tier did not find everything")
         require(bool((self.stored == self._loaded).all()), f"the {tier.name} tier changed a byte")
         tier.remove(self.refs)  # or the next round would not store but replace
@@ -71,3 +75,7 @@ class RemoteChunks:
             require(all(found), f"the {tier.name} tier did not find everything")
             pairs.append(Pair(LOOKUP_ROUND_TRIPS * ping_s + slack_s, path_s))
         return pairs
+
+
+def _one_by_one(call: Callable[[Sequence[Transfer]], Sequence[Outcome]], transfers: list[Transfer]) -> list[Outcome]:
+    return [call([transfer])[0] for transfer in transfers]

@@ -27,10 +27,14 @@ from kvstore.tools.bench.samples import Tick, alternating
 from kvstore.tools.bench.workbench import Workbench
 from kvstore.tools.processes import running
 
-STORE = Subject("server store", "memcpy", "the tier's put: asking for pages, copy, commit")
-RETRIEVE = Subject("server retrieve", "memcpy", "the tier's get: asking for pages, copy, release")
-TCP_STORE = Subject("server store over TCP", "plain pyzmq", "the tier's put: checksums made and compared, copies")
-TCP_RETRIEVE = Subject("server retrieve over TCP", "plain pyzmq", "the tier's get: checksums made and compared, copies")
+STORE = Subject("server store", "memcpy", "the tier's put, a chunk a call: asking for pages, copy, commit")
+RETRIEVE = Subject("server retrieve", "memcpy", "the tier's get, a chunk a call: asking for pages, copy, release")
+TCP_STORE = Subject(
+    "server store over TCP", "plain pyzmq", "the tier's put, a chunk a call: checksums made and compared, copies"
+)
+TCP_RETRIEVE = Subject(
+    "server retrieve over TCP", "plain pyzmq", "the tier's get, a chunk a call: checksums made and compared, copies"
+)
 LOOKUP = Subject("server lookup, 128 known keys", "3 round trips", "the tier's contains, over ipc")
 
 

@@ -8,7 +8,6 @@ examined and the adapter's tests run against the Python files of its wheel; the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,6 +22,8 @@ from xml.etree import ElementTree as ET
 
 from rich.console import Console
 from rich.table import Table
+
+from kvstore.tools.dev.arguments import parser_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLE: Final = """examples:
@@ -85,12 +86,7 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the matrix and print the table; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvstore.tools.dev.matrix",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("matrix", __doc__, EXAMPLE)
     parser.add_argument(
         "--only", metavar="VERSION", action="append", help="one of " + ", ".join(v.name for v in VERSIONS)
     )

@@ -66,12 +66,12 @@ class Background:
 
     def fetch(self, fetch: Fetch) -> None:
         """Start a load, after what the model's thread has launched so far."""
-        moment, watch = self._model.moment(), Stopwatch(self._loader.paged)
+        moment, watch = self._model.streams.now(), Stopwatch(self._loader.paged)
         self._fetching[fetch.number] = (fetch, self._loads.submit(self._load, fetch, moment, watch), watch)
 
     def save(self, step: int, jobs: Sequence[StoreJob], ended: Collection[str]) -> None:
         """Start a step's stores, after what the model's thread has launched so far, and after all earlier ones."""
-        self._storer.paged.after(self._model.moment())
+        self._storer.paged.streams.hold(self._model.streams.now())
         with record_function("kvstore::gather"):
             stores = self._storer.start_store(jobs)
         self._saving.append((step, ended, self._stores.submit(self._store, stores)))
@@ -136,7 +136,7 @@ class Background:
 
     def moments(self) -> list[Moment]:
         """The ends of what the device was given here so far."""
-        return [mover.paged.moment() for mover in (self._loader, self._storer)]
+        return [mover.paged.streams.now() for mover in (self._loader, self._storer)]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the threads are done with all loads and stores that have begun; False if time ran out first.
@@ -153,7 +153,7 @@ class Background:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, fetch: Fetch, moment: Moment, watch: Stopwatch) -> LoadResult:
-        self._loader.paged.after(moment)
+        self._loader.paged.streams.hold(moment)
         with record_function("kvstore::load"), watch:
             return self._loader.load(fetch.loads)
 

@@ -385,8 +385,8 @@ class StoreWorker:
             load.finish()
         self._pushes.finish(trusted=False)
         is_idle = self._background.wait(timeout_s)
-        ends = [self._paged.moment(), *self._background.moments()]
-        while not (self._tiers.cpu.is_settled and all(map(self._paged.is_reached, ends))):
+        ends = [self._paged.streams.now(), *self._background.moments()]
+        while not (self._tiers.cpu.is_settled and all(map(self._paged.streams.is_reached, ends))):
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(_POLL_S)

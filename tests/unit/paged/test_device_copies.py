@@ -101,7 +101,7 @@ def test_nothing_but_its_blocks_is_written_to_a_payload() -> None:
     slot = model.slots[0]
     model.spoil(slot)
     model.compute(7)
-    model.paged.reach(
+    model.paged.streams.reach(
         model.paged.gather_layers(range(LAYERS), [model.paged.chunk(as_block_ids([7]), slot.payload, 2, 1)])
     )
     for layer in range(LAYERS):

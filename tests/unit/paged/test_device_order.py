@@ -56,15 +56,15 @@ def work_at_random(model: Model) -> None:
             case 3:
                 model.scatter(model.paged, number, layered=layered)
             case 4:  # beside the model, which writes the same blocks at once
-                model.side.after(model.paged.moment())
+                model.side.streams.hold(model.paged.streams.now())
                 used = model.gather(model.side, number, layered=layered)
                 model.paged.fence()
                 for block in used:
                     model.compute(block)
             case _:
-                model.side.after(model.paged.moment())
+                model.side.streams.hold(model.paged.streams.now())
                 model.scatter(model.side, number, layered=layered)
-                model.paged.after(model.side.moment())
+                model.paged.streams.hold(model.side.streams.now())
     model.check()
 
 
@@ -80,14 +80,14 @@ def test_streams_that_change_between_calls(seed: int) -> None:
     model = Model(device)
     streams = [device.make_stream(), device.make_stream()]
     for _ in range(40):
-        moment = model.paged.moment()
+        moment = model.paged.streams.now()
         with device.on(device.dice.choice(streams)):
-            model.paged.after(moment)
+            model.paged.streams.hold(moment)
             model.compute(device.dice.randrange(BLOCKS))
             model.gather(model.paged, 2, layered=device.dice.random() < 0.5)
             model.scatter(model.paged, 2, layered=device.dice.random() < 0.5)
-            moment = model.paged.moment()
-        model.paged.after(moment)
+            moment = model.paged.streams.now()
+        model.paged.streams.hold(moment)
     model.check()
 
 
@@ -98,10 +98,10 @@ def test_another_thread_saves_while_the_model_computes(seed: int) -> None:
     for _ in range(10):
         for block in range(BLOCKS):
             model.compute(block)
-        moment = model.paged.moment()
+        moment = model.paged.streams.now()
 
         def save(moment: Moment = moment) -> None:
-            model.side.after(moment)
+            model.side.streams.hold(moment)
             model.gather(model.side, 3, layered=False)
 
         thread = threading.Thread(target=save)
@@ -121,7 +121,7 @@ def test_a_thread_of_its_own_does_not_wait_for_the_model(on_cuda: bool, monkeypa
         model.gather(model.side, 2, layered=layered)
         for slot in model.slots:
             for moment in slot.busy:
-                model.side.reach(moment)
+                model.side.streams.reach(moment)
     assert device.current.done < device.current.launched
 
 
@@ -136,7 +136,7 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [as_block_ids([2 * n, 2 * n + 1]) for n in range(6)]
     for block_ids, slot in zip(ids, slots, strict=True):
         moment = model.paged.gather(block_ids, slot.payload)
-        assert not model.paged.is_reached(moment)
+        assert not model.paged.streams.is_reached(moment)
         model.paged.scatter(block_ids, slot.payload, CHUNK_BLOCKS, 0)
     assert device.counts["reach"] == device.counts["wait"] == 0
 
@@ -149,16 +149,16 @@ def test_a_payload_is_free_before_its_blocks_are_there(on_cuda: bool, monkeypatc
     device.run_all()
     model.compute(0)
     device.stalled = [device.current]
-    begin = model.paged.moment()
+    begin = model.paged.streams.now()
     moments = model.paged.scatter_chunks([model.paged.chunk(as_block_ids([1]), model.slots[0].payload)])
-    model.paged.reach(moments[0])
-    assert model.paged.is_reached(moments[0])
-    assert not model.paged.is_reached(model.paged.moment())
+    model.paged.streams.reach(moments[0])
+    assert model.paged.streams.is_reached(moments[0])
+    assert not model.paged.streams.is_reached(model.paged.streams.now())
     device.stalled = []
-    end = model.paged.moment()
-    model.paged.reach(end)
-    assert model.paged.seconds_between(begin, end) > 0
-    assert model.paged.is_reached(None)
+    end = model.paged.streams.now()
+    model.paged.streams.reach(end)
+    assert model.paged.streams.seconds_between(begin, end) > 0
+    assert model.paged.streams.is_reached(None)
 
 
 @pytest.mark.parametrize(("first", "second"), [(Way.OUT, Way.OUT), (Way.OUT, Way.IN), (Way.IN, Way.OUT)])

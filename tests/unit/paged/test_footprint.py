@@ -44,8 +44,8 @@ def test_all_is_taken_at_start_and_was_said_before(width: int, planes: int) -> N
     assert sum(each.device_bytes for each in (paged, *others)) == sum(streams.taken) - said.tier
     taken = len(streams.taken)
     ids, payload = torch.arange(4).numpy(), torch.zeros(layout.slot_bytes, dtype=torch.uint8).numpy()
-    paged.reach(paged.gather(ids, payload))
+    paged.streams.reach(paged.gather(ids, payload))
     paged.scatter(ids, payload, 4, 0)
-    paged.wait()
+    paged.streams.wait()
     hot.close()
     assert len(streams.taken) == taken, "nothing is taken later"

@@ -193,7 +193,7 @@ def test_groups_in_the_same_memory_share_a_launch_and_so_do_chunks() -> None:
     for chunk, moment, runs in zip(
         chunks, moments, ([(0, [3, 7]), (0, [5]), (2, [2])], [(0, [1, 6]), (2, [4])], [(0, [9])]), strict=True
     ):
-        paged.reach(moment)
+        paged.streams.reach(moment)
         content = expected(layers, *runs)
         assert chunk.payload[: len(content)].tobytes() == content
 
@@ -227,7 +227,7 @@ def test_a_chunk_is_there_when_the_last_of_its_groups_is() -> None:
     device.run_all()
     chunk = ChunkBlocks(ids((2, 2), (0, 3)), np.zeros(4096, np.uint8), 2, 0)
     (moment,) = paged.gather_chunks([chunk])
-    paged.reach(moment)
+    paged.streams.reach(moment)
     content = expected(layers, (2, [2]), (0, [3]))
     assert chunk.payload[: len(content)].tobytes() == content
 
@@ -236,11 +236,11 @@ def test_the_rest_of_a_part_is_blanked_when_its_slot_has_been_read() -> None:
     """On a device: a slot that is still scattered is gathered into, and the host would be ahead of both."""
     device, layers = LateDevice(0, eagerness=0.0), caches()
     paged, slot = on_device(device, layers), np.zeros(4096, np.uint8)
-    paged.reach(paged.gather_chunks([ChunkBlocks(ids((0, 3), (0, 7)), slot, 2, 0)])[0])
+    paged.streams.reach(paged.gather_chunks([ChunkBlocks(ids((0, 3), (0, 7)), slot, 2, 0)])[0])
     (read,) = paged.scatter_chunks([ChunkBlocks(ids((0, 4), (0, 5)), slot, 2, 0)])
-    paged.after(read)  # as of a slot that is claimed
+    paged.streams.hold(read)  # as of a slot that is claimed
     (end,) = paged.gather_chunks([ChunkBlocks(ids((2, 2)), slot, 2, 0)])
-    paged.reach(end)
+    paged.streams.reach(end)
     device.run_all()
     assert all(torch.equal(cache[[4, 5]], cache[[3, 7]]) for cache in layers[0].values())
     content = expected(layers, (2, [2]))

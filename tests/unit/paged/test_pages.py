@@ -43,7 +43,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def gather(paged: PagedKV, block_ids: BlockIds, slot: ByteArray) -> None:
     """Gather, and wait for it."""
-    paged.reach(paged.gather(block_ids, slot))
+    paged.streams.reach(paged.gather(block_ids, slot))
 
 
 # The reference: for each block its pages, one per plane, as contiguous tensors in physical order.
@@ -219,9 +219,9 @@ def check_layers(
         targets = [again.chunk(as_block_ids([1, 6]), parts[0], 4, 1), again.chunk(as_block_ids([4]), parts[1], 2, 1)]
         for layer in range(paged.layout.num_layers):
             paged.gather_layers(range(layer, layer + 1), chunks)
-            paged.wait()
+            paged.streams.wait()
             again.scatter_layers(range(layer, layer + 1), targets)
-        again.wait()
+        again.streams.wait()
         assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
         moved, wanted = slot_for(paged), slot_for(paged)
         gather(again, as_block_ids([1, 6, 4, 0]), moved)

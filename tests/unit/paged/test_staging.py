@@ -80,7 +80,7 @@ def test_chunks_pass_from_one_cache_to_another(planes: int, seed: int) -> None:
         by_layer = paged.gather_layers(range(number, number + 1), sources[2:])
         overwrite(device, cache)
     for chunk, moment, payload in zip(sources, [*moments, *[by_layer] * 3], wanted, strict=True):
-        paged.reach(moment)
+        paged.streams.reach(moment)
         assert chunk.payload[: len(payload)].tobytes() == payload
     ids = chunks_of(target, np.random.default_rng(1).permutation(BLOCKS))
     places = [place._replace(payload=chunk.payload) for place, chunk in zip(ids, sources, strict=True)]
@@ -197,7 +197,8 @@ def test_a_ring_never_lends_a_part_twice(seed: int) -> None:
         held = [*held[-8:], ring.write(pieces)]
         ring.send(held[-1])
         for places, later in itertools.combinations([places for places in held if places.is_valid], 2):
-            assert places.end <= later.begin or later.end <= places.begin
+            ends = [each.begin + each.on_host.numel() for each in (places, later)]
+            assert ends[0] <= later.begin or ends[1] <= places.begin
         for places in held:
             if places.is_valid:
                 assert len({tuple(place) for place in places.on_device[::2].T.tolist()}) <= 1

@@ -141,7 +141,7 @@ class Worker:
         """Beside the steps; the blocks are given away at once, behind a fence, or when the save has ended."""
         jobs, values = self._new_chunks()
         blocks = [int(block) for job in jobs for block in job.block_ids]
-        self.storer.paged.after(self.mover.paged.moment())
+        self.storer.paged.streams.hold(self.mover.paged.streams.now())
         stores = self.storer.start_store(jobs)
         self.taken.update(job.step.slot for job in jobs)
         for job, held in zip(jobs, values, strict=True):
@@ -208,10 +208,10 @@ class Worker:
     def fetch(self) -> None:
         """Beside the steps."""
         jobs = self._some_loads()
-        self.loader.paged.after(self.mover.paged.moment())
+        self.loader.paged.streams.hold(self.mover.paged.streams.now())
         self._note_loads(jobs, self.loader.load(jobs))
-        slots = [job.step.slot for job in jobs]
-        self.fetches.append(Fetch(self.loader.paged.moment(), slots, [int(n) for job in jobs for n in job.block_ids]))
+        slots, end = [job.step.slot for job in jobs], self.loader.paged.streams.now()
+        self.fetches.append(Fetch(end, slots, [int(n) for job in jobs for n in job.block_ids]))
 
     def _some_loads(self) -> list[LoadJob]:
         """Loads of chunks, or their ends, to blocks that are theirs from now on."""
@@ -248,7 +248,7 @@ class Worker:
 
     def collect(self) -> None:
         """Take note of what has ended beside the steps."""
-        for fetch in [fetch for fetch in self.fetches if self.loader.paged.is_reached(fetch.end)]:
+        for fetch in [fetch for fetch in self.fetches if self.loader.paged.streams.is_reached(fetch.end)]:
             self.fetches.remove(fetch)
             self.taken.difference_update(fetch.slots)
             self._give_back(fetch.blocks)

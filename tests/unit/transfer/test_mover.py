@@ -185,7 +185,7 @@ def test_a_chunk_is_named_only_when_its_copy_is_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(paged, "gather", launch)
-        patch.setattr(paged, "reach", reach)
+        patch.setattr(paged.streams, "reach", reach)
         assert bench.store(1, 2, 3) == set()
     assert len(launched) == 3
     for number in (1, 2, 3):

@@ -78,7 +78,7 @@ class Bed:
             BenchError: a chunk was not stored.
         """
         require(not self.mover.store(self.stores(half, block_ids)), "a chunk was not stored")
-        self.paged.wait()
+        self.paged.streams.wait()
 
     def load(self, half: int, block_ids: torch.Tensor) -> None:
         """Load a batch, and wait until all of it is in its blocks.
@@ -87,7 +87,7 @@ class Bed:
             BenchError: a chunk was not loaded.
         """
         require(not self.mover.load(self.loads(half, block_ids)).failed, "a chunk was not loaded")
-        self.paged.wait()
+        self.paged.streams.wait()
 
     def check_slots(self, half: int) -> None:
         """Load half of the pool to random blocks, and compare every byte of the cache.

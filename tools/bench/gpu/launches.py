@@ -52,7 +52,7 @@ def _profiled(way: str, move: Callable[[], object], bed: Bed, folder: Path) -> I
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiled:
         move()
-        bed.paged.wait()
+        bed.paged.streams.wait()
     profiled.export_chrome_trace(str(folder / f"gpu-trace-{way}.json.gz"))
     on_device = [event for event in profiled.events() or () if _is_work(event)]
     kinds = Counter("copies" if event.name.startswith("Mem") else "kernels" for event in on_device)

@@ -103,7 +103,7 @@ def _both_ways(bed: Bed, copies: PinnedCopies, threads: list[ThreadPoolExecutor]
         bed.store(0, source)
         target = bed.workbench.other_blocks(source)
         stores, loads = bed.stores(1, source), bed.loads(0, target)
-        moment = bed.paged.moment()
+        moment = bed.paged.streams.now()
 
         def move() -> tuple[set[bytes], LoadResult]:
             saving = threads[0].submit(_after, moment, saver, lambda: saver.store(stores))  # noqa: B023 - awaited below
@@ -119,14 +119,14 @@ def _both_ways(bed: Bed, copies: PinnedCopies, threads: list[ThreadPoolExecutor]
 
 
 def _after(moment: Moment, mover: Mover, work: Callable[[], T]) -> T:
-    mover.paged.after(moment)
+    mover.paged.streams.hold(moment)
     return _done(mover, work)
 
 
 def _done(mover: Mover, work: Callable[[], T]) -> T:
     """Do something until its last copy has ended: a mover may return when all is launched."""
     result = work()
-    mover.paged.wait()
+    mover.paged.streams.wait()
     return result
 
 
@@ -149,7 +149,7 @@ def _issued(bed: Bed, launch: Callable[[list[ChunkBlocks]], object], block_ids: 
     begin_s = perf_counter()
     launch([bed.paged.chunk(ids, payload) for ids, payload in places])
     issued_s = perf_counter()
-    bed.paged.wait()
+    bed.paged.streams.wait()
     return Issue(issued_s - begin_s, perf_counter() - begin_s)
 
 

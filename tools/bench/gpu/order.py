@@ -78,7 +78,7 @@ class Ground:
 
     def wait(self) -> None:
         """Wait for everything."""
-        self.paged.wait()
+        self.paged.streams.wait()
         self._scale.wait()
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ def _out(ground: Ground, dice: random.Random, chunks: list[Chunk]) -> bool:
         moments.append(ground.paged.gather(chunk.ids, chunk.slot))
         ground.write(chunk.where, _LATER)
     for moment in moments:
-        ground.paged.reach(moment)
+        ground.paged.streams.reach(moment)
     return all(bool((chunk.slot[: ground.size_bytes] == chunk.value).all()) for chunk in chunks)
 
 

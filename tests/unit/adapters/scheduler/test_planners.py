@@ -42,12 +42,13 @@ class FakeMover:
         self.calls: list[str] = []
         self.counters = MoverCounters()
         self.launches = False
-        self.paged = SimpleNamespace(
-            moment=lambda: self.calls.append("moment"),
-            after=lambda _moment: self.calls.append("after"),
+        streams = SimpleNamespace(
+            now=lambda: self.calls.append("moment"),
+            hold=lambda _moment: self.calls.append("after"),
             is_reached=lambda _moment: True,
             seconds_between=lambda _begin, _end: 0.0,
         )
+        self.paged = SimpleNamespace(streams=streams)
 
     def for_thread(self) -> FakeMover:
         return self
