@@ -96,6 +96,8 @@ class PageRun:
         self._places = {"model": str(_build_model(model) if with_vllm else model), "folder": str(folder)}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUR_VARIABLES)}
         self._environment = {**kept, **_ENVIRONMENT}
+        if with_vllm:
+            os.environ.update(_ENVIRONMENT)  # a page's Python runs in this process, and so does its vLLM
 
     def __enter__(self) -> Self:
         return self
