@@ -10,7 +10,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models clean
+.PHONY: help venv venv-unit demo test test-unit test-gpu check format bench bench-gpu soak mutate mutate-gpu matrix models pages clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ matrix: venv  ## every supported version of vLLM, each in its environment; ARGS=
 
 models: venv  ## a tiny model of every architecture: does vLLM give the same outputs with kvstore? ARGS="--only NAME"
 	@$(BIN)/python -m kvstore.tools.dev.models $(ARGS)
+
+pages: venv  ## run all that the documentation shows, in page order, with real vLLM; ARGS="--fast" leaves that out
+	@$(BIN)/python -m kvstore.tools.dev.pages --log bench-results/pages.log $(ARGS)
 
 venv:  ## make or update the environment, with vLLM
 	@tools/dev/venv.sh full

@@ -71,32 +71,31 @@ class HandoverKeys(Keys):
     """Prefill and decode engines, and peers."""
 
     enable_pd: bool = False
-    """Hand KV over between prefill and decode engines (see [disaggregation.md](disaggregation.md))."""
+    """Hand KV over between prefill and decode engines ([disaggregation.md](disaggregation.md))."""
     pd_role: Annotated[str | None, AfterValidator(_check_role)] = None
     """LMCache's `sender`, `receiver` or `both`. A `sender` does not listen, unless `pd_bidirectional` is set. vLLM's
     `kv_role` decides which engine stores and which loads; a warning says if the two differ."""
     pd_bidirectional: bool = False
-    """A prefill engine also reads from the decode engine what that one holds of the next turn, if it is in
-    `pd_allowed_hosts` with its port, or in `peers`."""
+    """A prefill engine also reads what the decode engine holds of the next turn, if that one is in `pd_allowed_hosts`
+    with its port, or in `peers`."""
     pd_buffer_size: Annotated[int, Unit("bytes per worker"), Field(gt=0), AfterValidator(_check_bytes)] = GIB_BYTES
     """Memory of the server that each worker opens at `pd_peer_init_port`."""
     pd_peer_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address at which this engine's workers listen and at which other engines reach them."""
+    """Address at which this engine's workers listen and others reach them."""
     pd_peer_init_port: _Ports = None
-    """Port at which the first worker of this engine listens, so that other engines can send to it and read from it.
-    Worker number n adds n; a list gives each worker its port. Needs `enable_pd`, and replaces `remote_url`. If null,
-    the engine does not listen."""
+    """Port of this engine's first worker, for other engines to send to it and read from it. Worker n adds n; a list
+    gives each worker its port. Needs `enable_pd`, and replaces `remote_url`. If null, the engine does not listen."""
     pd_allowed_hosts: _Hosts = None
     """Hosts to which requests may have KV sent: a list, or text with commas. If null, loopback, `pd_peer_host` and the
     hosts in `peers`. With `pd_bidirectional`, an entry `host:port` is also an engine that a request may name as a
-    holder of its KV, which is then read for that request."""
+    holder of its KV."""
     pd_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=MAX_TIMEOUT_S * 1000)] = 10_000
     """How long a request waits for KV on its way to this engine. After that it is computed."""
     peers: _Peers = ()
     """Other engines whose KV is read: `kvs://host:port` of their first worker, a list or text with commas. Nothing is
     sent to them."""
     min_remote_tokens: Tokens = 0
-    """If the remote tier or peers would add fewer tokens than this to a hit, these are computed."""
+    """If the remote tier or peers would add fewer tokens to a hit, these are computed."""
 
     @property
     def listens(self) -> bool:

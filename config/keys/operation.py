@@ -15,24 +15,23 @@ class OperationKeys(Keys):
     """Start, administration, identity."""
 
     required: bool = True
-    """Stop vLLM if memory, the folder or another tier is not available at start. If false, vLLM then runs without the
-    cache, and a warning says why. A wrong key or flag always stops it."""
+    """Stop vLLM if memory, the folder or another tier is not available at start. If false, vLLM runs without the cache,
+    and a warning says why. A wrong key or flag always stops it."""
     allow_untested_vllm: bool = True
-    """Start with a version of vLLM that was not tested if it has all that kvstore uses of it (see
-    [versions.md](versions.md)); a line in the log says so. If false, only tested versions are served."""
+    """Serve a version of vLLM that was not tested if it has all that kvstore uses ([versions.md](versions.md)); a line
+    in the log says so."""
     internal_api_server_enabled: bool = False
-    """Serve administration over HTTP, in the scheduler's process (see
-    [operations.md](operations.md#the-admin-endpoint)). Needs the extra `admin`, whose packages vLLM brings along."""
+    """Serve [administration](operations.md#the-admin-endpoint) over HTTP. Needs the extra `admin`, whose packages vLLM
+    brings along."""
     internal_api_server_host: str = Field(default="127.0.0.1", validate_default=True)
     """Loopback address to listen on. There are no passwords, so any other address is refused."""
     internal_api_server_port_start: Annotated[int, Field(ge=0, le=65_000)] = 6999
     """Port to listen on; a data-parallel replica adds its rank. 0 for any free port, which the log names."""
     log_request_sample: Annotated[int, Field(ge=0)] = 0
-    """Of how many requests one gets a line in the log when it ends: tokens asked for and found, by tier, why not more,
-    and how long it waited for them. 0 for none."""
+    """One request of so many gets a [line in the log](operations.md#logs) when it ends. 0 for none."""
     model_id: Text = None
-    """Identity of the weights, in place of the one derived from the model's files. Engines with the same identity share
-    KV. Required with vLLM's `load_format=dummy`."""
+    """Identity of the weights, in place of the one [derived from the model's files](warming.md#packs). Engines with the
+    same identity share KV. Needed with vLLM's `load_format=dummy`."""
 
     @field_validator("internal_api_server_host")
     @classmethod

@@ -25,12 +25,12 @@ class RemoteKeys(Keys):
     """Where the shared tier is, how to log in, and what it may take."""
 
     remote_url: str | None = None
-    """Tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` (see [server.md](server.md)); Redis,
-    `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` (see [redis.md](redis.md)); or a pack,
-    read-only, `pack:///path` (see [warming.md](warming.md#a-pack-as-a-tier)). A package that adds a tier adds its
-    scheme (see [tiers.md](tiers.md)). If null, nothing is shared."""
+    """Tier that several engines share: a cache server, `kvs+ipc://` or `kvs://` ([server.md](server.md)); Redis,
+    `redis://`, `rediss://`, `unix://`, `redis-sentinel://` or `redis-cluster://` ([redis.md](redis.md)); a pack,
+    read-only, `pack:///path` ([warming.md](warming.md#a-pack-as-a-tier)); or the scheme of another package
+    ([tiers.md](tiers.md))."""
     remote_username: Text = None
-    """User name at the remote tier, unless its URL has one."""
+    """User name there, unless the URL has one."""
     remote_password: Text = Field(default=None, repr=False)
     """Password of that user. Best set as the variable `KVSTORE_REMOTE_PASSWORD`."""
     remote_key_file: Text = None
@@ -38,26 +38,23 @@ class RemoteKeys(Keys):
     remote_server_key_file: Text = None
     """File with that server's public key."""
     remote_required: bool = False
-    """Refuse to start if the remote tier cannot be used. If false, a warning says why, and the tier is tried again
-    later."""
+    """Refuse to start if the remote tier cannot be used. If false, a warning says why, and it is tried again later."""
     remote_ttl_secs: Annotated[int | None, Unit("seconds"), Field(ge=1)] = None
-    """How long a chunk stays at the remote tier after it is stored. If null, until that tier evicts it."""
+    """How long a chunk stays there after it is stored. If null, until that tier evicts it."""
     remote_serde: Annotated[str, BeforeValidator(_read_naught)] = "none"
-    """Codec of chunks at the remote tier: `none` (LMCache calls it `naive`), `lz4`, `split` (lossless, bf16 a third
-    smaller) or `int8` (lossy); see [codecs.md](codecs.md). Engines that share chunks need the same one. LMCache's
-    `cachegen` and `kivi` are replaced by `none`, with a warning."""
+    """Codec there, as for `local_disk_serde`; `naive` is `none`. Engines that share chunks need the same one."""
     remote_connections: Annotated[int, Unit("connections"), Field(ge=1, le=1024)] = 8
-    """Connections from each worker to each server of the remote tier."""
+    """Connections from each worker to each server."""
     remote_io_threads: Threads = 4
-    """Threads that read chunks from the remote tier."""
+    """Threads that read from there."""
     remote_lookup_cache_secs: Seconds = Field(default=3.0, ge=0)
-    """How long an answer of the remote tier about what it holds is reused. 0: only for the request that asked."""
+    """How long an answer about what it holds is reused. 0: only for the request that asked."""
     max_remote_queue: QueueLength = None
-    """Chunks that may wait to be sent to the remote tier; a chunk that finds the queue full is counted and not sent. If
-    null, a quarter of what fits in `max_local_cpu_size`."""
+    """Chunks that may wait to be sent; one that finds the queue full is counted and not sent. If null, a quarter of
+    what fits in `max_local_cpu_size`."""
     lookup_timeout_ms: Annotated[int, Unit("milliseconds"), Field(ge=1, le=60_000)] = 500
-    """How long a request may wait to learn what the remote tier holds. After that it is computed, and nothing is
-    concluded for other requests."""
+    """How long a request may wait to learn what is there. After that it is computed, and nothing is concluded for other
+    requests."""
 
     @cached_property  # the registry looks through all installed packages
     def shared_url(self) -> str | None:

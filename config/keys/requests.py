@@ -23,50 +23,47 @@ class RequestKeys(Keys):
     """Saving, loading, and the fields of a request."""
 
     save_decode_cache: bool = False
-    """Store the KV of generated tokens too, not only that of prompts."""
+    """Store the KV of generated tokens too."""
     save_unfull_chunk: bool = True
     """Store the tail of a prompt that does not fill a chunk, up to its last whole block."""
     discard_partial_chunks: bool = False
-    """LMCache's other name for `save_unfull_chunk: false`: if either says so, only whole chunks are stored. Also read
-    without a prefix from vLLM's extra config."""
+    """LMCache's other name for `save_unfull_chunk: false`; either suffices. Also read without a prefix from vLLM's
+    extra config."""
     skip_last_n_tokens: Tokens = 0
-    """How many tokens at the end of a sequence are neither stored nor loaded, such as the end of a chat template, which
-    the next turn replaces. Also read without a prefix from vLLM's extra config."""
+    """Tokens at the end of a sequence that are neither stored nor loaded, such as the end of a chat template, which the
+    next turn replaces. Also read without a prefix from vLLM's extra config."""
     priority_limit: int | None = None
-    """Requests whose vLLM priority is a larger number, so less urgent, are loaded but not stored. If null, requests of
-    every priority are stored."""
+    """Requests whose vLLM priority is a larger number, so less urgent, are loaded but not stored."""
     force_skip_save: Annotated[bool, BeforeValidator(_read_bit)] = False
-    """Store nothing; what is already stored is still loaded. Meant for the variable `KVSTORE_FORCE_SKIP_SAVE`, which
-    may also be 1 or 0."""
+    """Store nothing; what is stored is still loaded. Meant for the variable `KVSTORE_FORCE_SKIP_SAVE`, which may also
+    be 1 or 0."""
     request_fields: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = _SAFE_FIELDS
-    """The fields of requests that count (see [per-request.md](per-request.md)), of `skip_save`, `skip_load`, `ttl`,
-    `tag` and `pin`: a list, or text with commas. Other fields are ignored, with a warning. With `pin`, any client may
-    keep up to half of the pool."""
+    """Which [fields of requests](per-request.md) count, of `skip_save`, `skip_load`, `ttl`, `tag` and `pin`: a list, or
+    text with commas. With `pin`, any client may keep up to half of the pool."""
     pin_max_secs: Annotated[float, Unit("seconds"), Field(gt=0, le=_MAX_PIN_S)] = 86_400.0
-    """How long a pin that a request asked for lasts, unless it is renewed."""
+    """How long a pin lasts unless it is renewed."""
     min_retrieve_tokens: Tokens = 0
-    """A hit shorter than this is computed instead of loaded. 0 loads every hit."""
+    """A shorter hit is computed instead of loaded."""
     max_tokens_per_load: Tokens = 0
-    """A longer hit is cut to this many tokens, in whole blocks; the rest is computed. 0 for no limit."""
+    """A longer hit is cut to this, in whole blocks; the rest is computed. 0 for no limit."""
     enable_async_loading: Switch = None
-    """Whether a request waits for its load while other requests go on computing. If null or `auto`, decided for each
-    load: yes from disk or a remote tier, and for a long load from memory if other requests are running; otherwise the
-    step waits. If false, a slower tier needs vLLM's `--no-async-scheduling`. Always yes where several workers send
-    what they compute to a remote tier or another engine."""
+    """Whether a request waits for its load while others go on computing. If null or `auto`: yes from disk or a remote
+    tier, and for a long load from memory if other requests run; else the step waits. If false, a slower tier needs
+    vLLM's `--no-async-scheduling`. Always yes where several workers send what they compute to a remote tier or another
+    engine."""
     enable_async_saving: Switch = None
     """Whether what a step computed is copied to memory while the next step runs, so that vLLM keeps the blocks until
-    then; otherwise the step waits for the copy. If null or `auto`: yes on a GPU, no on a CPU."""
+    then. If null or `auto`: yes on a GPU, no on a CPU."""
     use_layerwise: bool = False
     """Load and store layer by layer, along with the model, what a step waits for. vLLM then captures piecewise CUDA
     graphs only. Not used with speculative decoding."""
     load_only_if_faster: bool = True
     """Compute a hit if loading it would take longer, as measured while running."""
     verify_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the hits that are computed anyway, to compare the result with what is stored (see
-    [operations.md](operations.md#verifying)). 0 for none."""
+    """Fraction of the hits that are computed anyway, to [compare](operations.md#verifying) with what is stored."""
     blocking_timeout_secs: Seconds = Field(default=10.0, gt=0)
-    """How long a read from a slower tier, or a flush, may make its caller wait. Closing flushes, and may then take as
-    long again."""
+    """How long a read from a slower tier, or a flush, may make its caller wait. Closing flushes, and may take as long
+    again."""
 
     @property
     def saves_tails(self) -> bool:

@@ -34,48 +34,46 @@ class StorageKeys(Keys):
     """Chunks, and where an engine keeps them for itself."""
 
     chunk_size: Annotated[int, Unit("tokens"), Field(gt=0)] = 256
-    """Tokens in a chunk, the unit that is stored and looked up. Rounded up to a multiple of vLLM's block size, and of
-    all block sizes of a model with several KV cache groups."""
+    """Tokens that are stored and found as one piece. Rounded up to whole blocks of vLLM's, of every KV cache group."""
     checkpoint_interval: Annotated[int, Unit("tokens"), Field(ge=0)] = 0
-    """Of models with windows or states ([models.md](models.md)): how often what a model needs besides chunks to go on
-    is stored within a prompt. It is always stored where a prompt ends or another one parted from it, and where it is no
-    larger than a chunk. 0 for no more than that."""
+    """Of models with windows or states ([models.md](models.md)): how often a checkpoint is stored within a prompt. One
+    is always stored where a prompt ends or another parted from it, and wherever it is no larger than a chunk. 0 for no
+    more than that."""
     local_cpu: bool = True
-    """Keep chunks in CPU memory. If false, CPU memory only stages chunks on their way to and from slower tiers."""
+    """Keep chunks in CPU memory. If false, it only stages what is on its way to and from slower tiers."""
     max_local_cpu_size: Gib = Field(default=5.0, gt=0)
-    """CPU memory that each worker (GPU) reserves at start, for the CPU tier and for staging."""
+    """CPU memory that each worker reserves at start, also for staging."""
     max_local_gpu_size: Gib = Field(default=0.0, ge=0)
-    """GPU memory for the most often loaded chunks ([gpu-tier.md](gpu-tier.md) says when it pays). vLLM must leave it
-    free: lower `--gpu-memory-utilization`. 0 for none."""
+    """GPU memory for the chunks loaded most often ([gpu-tier.md](gpu-tier.md)). vLLM must leave it free: lower
+    `--gpu-memory-utilization`."""
     pin_in_background: bool = False
-    """On a GPU, pin `max_local_cpu_size` while vLLM starts and serves, in small pieces, instead of before it starts,
-    which takes about 0.1 s a GiB ([gpu.md](gpu.md#pinned-memory)). Copies are slower until it is done."""
+    """On a GPU, pin memory while vLLM starts and serves, not before, which takes about 0.1 s a GiB
+    ([gpu.md](gpu.md#pinned-memory)). Copies are slower until then."""
     local_disk: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_folders)] = None
-    """Folder for chunks on disk: a path or a `file://` URI. `~` is expanded; a relative path starts at the working
-    directory. A list of folders, one on each disk, uses several disks at once (in a file or in vLLM's extra config).
-    A folder belongs to one engine. If null, nothing is kept on disk."""
+    """Folder for chunks: a path or a `file://` URI, or a list with one folder on each of several disks (in a file or in
+    vLLM's extra config). `~` is expanded; a relative path starts at the working directory. A folder belongs to one
+    engine."""
     max_local_disk_size: Gib = Field(default=0.0, ge=0, validate_default=True)
-    """Disk space that each worker may fill, divided equally among several folders. Must be set together with
+    """Disk space that each worker may fill, divided equally among several folders. Set it together with
     `local_disk`."""
     disk_io_threads: Threads = 4
-    """Threads that read and write chunks on disk. Also read from `extra_config`."""
+    """Threads that read and write. Also read from `extra_config`."""
     local_disk_serde: Codec = "none"
-    """Codec of chunks on disk: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or `int8` (lossy); see
+    """Codec on disk: `none`, `lz4`, `split` (lossless, bf16 a third smaller) or `int8` (lossy):
     [codecs.md](codecs.md)."""
     use_odirect: bool | None = None
     """Bypass the page cache (O_DIRECT). If null, wherever the folder supports it. Also read from `extra_config`."""
     max_write_queue: QueueLength = None
-    """Chunks that may wait to be written to disk; a chunk that finds the queue full is counted and not written. If
-    null, half of what fits in `max_local_cpu_size`."""
+    """Chunks that may wait to be written; one that finds the queue full is counted and not written. If null, half of
+    what fits in `max_local_cpu_size`."""
     cache_policy: Annotated[str, AfterValidator(check_policy)] = "ADAPTIVE"
-    """Decides which chunks to evict when memory or disk is full, and which are worth storing: `ADAPTIVE`, `LRU`,
-    `LFU`, `ARC` or `S3FIFO` (see [policies.md](policies.md)). LMCache's `FIFO` and `MRU` are replaced, with a
-    warning."""
+    """What goes first when memory or disk is full, and what is worth storing: `ADAPTIVE`, `LRU`, `LFU`, `ARC` or
+    `S3FIFO` ([policies.md](policies.md))."""
     disk_cache_policy: Annotated[str | None, AfterValidator(_check_if_given)] = None
-    """The same, for the disk only. If null, `cache_policy` applies."""
+    """The same, for the disk only. If null, `cache_policy`."""
     record_trace: Text = None
-    """File that records, as hashes, which chunks each request used, for `kvstore simulate`. If the file exists, `.1`,
-    `.2`, ... is appended to its name."""
+    """File that records, as hashes, which chunks each request used, for `kvstore simulate`. If it exists, `.1`, `.2`,
+    ... is appended."""
 
     @property
     def max_local_cpu_bytes(self) -> int:

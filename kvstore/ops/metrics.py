@@ -75,91 +75,84 @@ def _combined(labels: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], .
     return tuple(product(*labels.values())) if labels else ()
 
 
-LOOKUPS = _counter("lookups", "Requests that were looked up, counted once when they are first scheduled")
-ASKED_TOKENS = _counter("asked_tokens", "Tokens of these requests that vLLM's own prefix cache lacked")
-HIT_TOKENS = _counter("hit_tokens", "Of these, tokens that were found, by the tier they come from", tier=_TIERS)
+LOOKUPS = _counter("lookups", "Requests that were looked up, each once, when first scheduled")
+ASKED_TOKENS = _counter("asked_tokens", "Their tokens that vLLM's own prefix cache lacked")
+HIT_TOKENS = _counter("hit_tokens", "Of these, tokens that were found, by tier", tier=_TIERS)
 MISSES = _counter(
     "misses",
-    "Requests of which at least one whole block was not found, by the reason",
+    "Requests of which a whole block or more was not found, by reason",
     reason=tuple(reason.value for reason in MissReason),
 )
 REQUEST_FIELD_ERRORS = _counter(
     "request_field_errors",
-    "Requests served without the cache because a field of theirs was wrong, by the field that it is or is nearest to",
+    "Requests served without the cache because of a wrong field, by the one that it is or is nearest to",
     field=("skip_save", "skip_load", "ttl", "tag", "pin", "probe", "handover", "other"),
 )
-LOOKUP_TIMEOUTS = _counter(
-    "lookup_timeouts", "Lookups that the remote tier did not answer in time; they count as not stored there"
-)
+LOOKUP_TIMEOUTS = _counter("lookup_timeouts", "Lookups that the remote tier did not answer in time")
 STORED_CHUNKS = _counter("stored_chunks", "Chunks stored in memory")
-REFUSED_CHUNKS = _counter("refused_chunks", "Chunks not stored because no slot was free or the policy refused them")
-FAILED_STORES = _counter("failed_stores", "Chunks that could not be stored, or that were computed from invalid KV")
-EVICTED_CHUNKS = _counter("evicted_chunks", "Chunks evicted to make room for others", tier=("memory", "disk"))
-EXPIRED_CHUNKS = _counter("expired_chunks", "Chunks whose time to live was over")
-FAILED_LOADS = _counter("failed_loads", "Chunks that could not be loaded as promised; vLLM computed them")
-LOST_CHUNKS = _counter("lost_chunks", "Of these, chunks that were missing or damaged; they are forgotten")
+REFUSED_CHUNKS = _counter("refused_chunks", "Chunks not stored: no slot was free, or the policy refused them")
+FAILED_STORES = _counter("failed_stores", "Chunks that could not be stored, or came from invalid KV")
+EVICTED_CHUNKS = _counter("evicted_chunks", "Chunks evicted to make room", tier=("memory", "disk"))
+EXPIRED_CHUNKS = _counter("expired_chunks", "Chunks whose time to live ended")
+FAILED_LOADS = _counter("failed_loads", "Chunks not loaded as promised; vLLM computed them")
+LOST_CHUNKS = _counter("lost_chunks", "Of these, missing or damaged ones, which are forgotten")
 WRITES = _counter(
     "writes",
-    "Chunk writes to a slower tier; dropped ones found its queue or the tier full",
+    "Chunks written to a slower tier; dropped ones found its queue or the tier full",
     tier=_SLOW_TIERS,
     result=("done", "failed", "dropped"),
 )
-LOADED_CHUNKS = _counter(
-    "loaded_chunks", "Chunks loaded into the paged cache by all workers, by the tier they came from", tier=_TIERS
-)
-GPU_LOADED_CHUNKS = _counter("gpu_loaded_chunks", "Of these, chunks that were copied from the GPU tier")
+LOADED_CHUNKS = _counter("loaded_chunks", "Chunks loaded into the paged cache, by tier", tier=_TIERS)
+GPU_LOADED_CHUNKS = _counter("gpu_loaded_chunks", "Of these, from the GPU tier")
 MOVED_BYTES = _counter(
     "moved_bytes",
-    "Bytes moved by all workers: between the paged cache and memory, or between memory and a slower tier",
+    "Bytes between the paged cache and memory, or memory and a slower tier",
     tier=_TIERS,
     direction=("load", "store"),
 )
-CORRUPT_CHUNKS = _counter("corrupt_chunks", "Chunks whose bytes did not match their checksums", tier=_SLOW_TIERS)
+CORRUPT_CHUNKS = _counter("corrupt_chunks", "Chunks whose checksums did not match", tier=_SLOW_TIERS)
 MISLABELLED_SLOTS = _counter("mislabelled_slots", "Loads refused because a slot held another chunk")
-FAILED_COPIES = _counter("failed_copies", "Chunks not copied from or to the GPU, as it had no memory left")
-READ_TIMEOUTS = _counter("read_timeouts", "Reads given up; their slots stay out of use until the reads end")
+FAILED_COPIES = _counter("failed_copies", "Chunks not copied: the GPU had no memory left")
+READ_TIMEOUTS = _counter("read_timeouts", "Reads given up; their slots stay out of use until they end")
 VERIFIED_CHUNKS = _counter(
     "verified_chunks",
-    "Chunks that were computed again by all workers and compared with what was stored",
+    "Chunks computed again and compared with what was stored",
     result=("equal", "mismatch"),
 )
 VERIFY_DEVIATION = _gauge(
     "verify_deviation",
-    "Largest deviation among these: the largest difference relative to the layer's largest value, or the fraction of "
-    "bytes that differ where values are no floats",
+    "Largest deviation of these, relative to the layer's largest value; fraction of bytes where values are no floats",
     worst=True,
 )
-TIER_ERRORS = _counter("tier_errors", "Calls in which a tier failed as a whole, including time-outs", tier=_SLOW_TIERS)
-TIER_TIMEOUTS = _counter("tier_timeouts", "Calls to a tier that did not end in time", tier=_SLOW_TIERS)
+TIER_ERRORS = _counter("tier_errors", "Calls in which a tier failed as a whole, time-outs included", tier=_SLOW_TIERS)
+TIER_TIMEOUTS = _counter("tier_timeouts", "Calls that did not end in time", tier=_SLOW_TIERS)
 TIER_CALL_SECONDS = _histogram(
     "tier_call_seconds", "Time of a call to a slower tier, per chunk", tier=_SLOW_TIERS, direction=("load", "store")
 )
-LOAD_SECONDS = _histogram("load_seconds", "Time that a worker waited for the loads of one request")
+LOAD_SECONDS = _histogram("load_seconds", "Wait of a worker for the loads of one request")
 PUSHED_CHUNKS = _counter(
     "pushed_chunks",
-    "Chunks handed over to other engines by all workers; refused ones found no room, here or there",
+    "Chunks handed over to other engines; refused ones found no room, here or there",
     result=("sent", "refused", "failed"),
 )
 PUSHED_BYTES = _counter("pushed_bytes", "Bytes of the chunks that other engines received")
-PUSH_SECONDS = _histogram(
-    "push_seconds", "Time from the end of a step until the other engine had all that was handed over"
-)
-HANDOVER_TIMEOUTS = _counter("handover_timeouts", "Requests that waited in vain for KV from another engine")
-STORE_SECONDS = _histogram("store_seconds", "Time that a worker took to gather what one request stores in a step")
+PUSH_SECONDS = _histogram("push_seconds", "From the end of a step until the other engine had all of it")
+HANDOVER_TIMEOUTS = _counter("handover_timeouts", "Requests that waited in vain for KV")
+STORE_SECONDS = _histogram("store_seconds", "Time to gather what one request stores in a step")
 BREAKER_STATE = _gauge(
     "breaker_state",
-    "Whether a tier is left out: 0 no, 1 yes and being tried, 2 yes; the worst of all workers and folders",
+    "Whether a tier is left out: 0 no, 1 yes and being tried, 2 yes",
     "tier",
     worst=True,
 )
-ENABLED = _gauge("enabled", "Whether the cache is on: 0 after it was switched off", worst=True)
+ENABLED = _gauge("enabled", "0 after the cache was switched off", worst=True)
 KNOWN_CHUNKS = _gauge("known_chunks", "Chunks in memory and on disk")
 SLOTS = _gauge("slots", "Memory slots, equal in every worker")
 USED_SLOTS = _gauge("used_slots", "Slots that hold a chunk or are being filled")
 LEASES = _gauge("leases", "Leases that keep chunks from eviction")
-QUEUED_WRITES = _gauge("queued_writes", "Chunks waiting to be written to a tier, or being written", "tier")
-DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, including spare files")
-DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that all workers may fill on disk")
+QUEUED_WRITES = _gauge("queued_writes", "Chunks waiting to be written, or being written", "tier")
+DISK_USED_BYTES = _gauge("disk_used_bytes", "Bytes on disk, of all workers, spare files included")
+DISK_CAPACITY_BYTES = _gauge("disk_capacity_bytes", "Bytes that they may fill")
 
 METRICS: Final = {value.name: value for value in tuple(globals().values()) if isinstance(value, Metric)}
 """All metrics by name, in the order in which people read them."""

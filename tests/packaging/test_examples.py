@@ -1,4 +1,4 @@
-"""What a reader pastes runs: the Python of each page, as one program from top to bottom; files it shows are right."""
+"""Files and settings for other programs that pages show can be read, and are right."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from kvstore.tools import warm
 from kvstore.tools.cli import app
+from kvstore.tools.dev.pages.stand_ins import needs_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = [*PAGES, *sorted((ROOT / "config/examples").glob("*.yaml"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FILES_OF_THEIR_OWN = {"tiers.md"}  # a module and its test: tests/conformance/test_example.py
 
 
 def blocks(page: Path, *kinds: str) -> list[str]:
@@ -31,40 +31,26 @@ def blocks(page: Path, *kinds: str) -> list[str]:
     return [body for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in kinds]
 
 
-def program(page: Path) -> str:
-    """All Python of a page, each block on the lines where it stands."""
-    lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
-    for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        if match[1] == "python":
-            first = match.string.count("\n", 0, match.start(2))
-            body = match[2].splitlines()
-            lines[first : first + len(body)] = body
-    return "\n".join(lines)
-
-
 def named(page: Path) -> str:
     return page.name
 
 
-PROGRAMS = [page for page in PAGES if blocks(page, "python") and page.name not in FILES_OF_THEIR_OWN]
-
-
-def test_there_are_programs() -> None:
-    assert {"README.md", "configuration.md", "policies.md", "warming.md"} <= {page.name for page in PROGRAMS}
-
-
-@pytest.mark.parametrize("page", PROGRAMS, ids=named)
-def test_the_page_is_a_program(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, with nothing defined beforehand. Only warming, which needs a model, is stood in for."""
+def test_warm_takes_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``make pages`` runs it with a real model; all other Python of pages is run by test_transcripts.py."""
+    calls: list[tuple[Any, ...]] = []
 
     def warmed(*arguments: Any, **options: Any) -> warm.WarmReport:
         inspect.signature(real).bind(*arguments, **options)
+        calls.append(arguments)
         return warm.WarmReport()
 
-    real = warm.warm  # tests/e2e/test_warm.py runs it
+    real = warm.warm
     monkeypatch.setattr(warm, "warm", warmed)
     monkeypatch.chdir(tmp_path)
-    exec(compile(program(page), str(page), "exec"), {"__name__": page.stem})
+    for page in PAGES:
+        for body in filter(needs_vllm, blocks(page, "python")):
+            exec(compile(body, str(page), "exec"), {"__name__": page.stem})
+    assert calls
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:

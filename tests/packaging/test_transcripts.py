@@ -1,145 +1,150 @@
-"""What the documentation shows of a terminal is what happens, and its examples run."""
+"""What pages show works: commands print what stands under them, configurations load, programs run, in page order.
+
+``make pages`` runs the same with real vLLM; here is all that needs none.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from support.example_tier import install_example
-from support.sandbox import make_sandbox
 from typer.testing import CliRunner
 
 from kvstore.config import load_config
 from kvstore.tools.cli import app
+from kvstore.tools.dev.pages.blocks import COMMANDS, Block, Command, blocks, commands, pages
+from kvstore.tools.dev.pages.running import PageRun, Result, _in_any_order, _in_order
+from kvstore.tools.dev.pages.stand_ins import STAND_INS, needs_vllm, reason_of_command, server_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-VARYING = ("doctor", "version")  # their numbers are this machine's
-NEEDS_VLLM = ("warm", "prefetch", "demo", "bench")  # tests/e2e/test_warm.py and test_prefetch.py run them
-REMEDY = " " * 11
-ELSEWHERE = {"simulate", "serve"}  # tests of their own
+PAGES = pages()
+GROUPS = {"config", "engine", "pack"}
 
 
-class Shown(NamedTuple):
-    """A command in the documentation, and the output under it."""
-
-    page: str
-    command: str
-    output: list[str]
+def run(page: Path, folder: Path) -> list[Result]:
+    """All blocks of a page that need no vLLM."""
+    with PageRun(folder, with_vllm=False) as running:
+        return [result for block in blocks(page) for result in running.run(block)]
 
 
-def shown(page: Path) -> Iterator[list[Shown]]:
-    """The commands of each console block."""
-    for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if kind != "console":
-            continue
-        found: list[Shown] = []
-        for line in body.splitlines():
-            if line.startswith("$ "):
-                found.append(Shown(page.name, line[2:], []))
-            elif found:
-                found[-1].output.append(line)
-        ours = [item for item in found if item.command.startswith("kvstore ")]
-        if ours:
-            yield ours
-
-
-BLOCKS = [(f"{page.name} {number}", block) for page in PAGES for number, block in enumerate(shown(page))]
-
-
-def runnable(block: list[Shown]) -> list[Shown]:
-    return [item for item in block if shlex.split(item.command)[1] not in {*NEEDS_VLLM, *ELSEWHERE}]
-
-
-@pytest.fixture(scope="module")
-def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_it_shows_works(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("sandbox")
-    make_sandbox(folder)
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+    folder = tmp_path / "page"
+    folder.mkdir()
+    failed = [result for result in run(page, folder) if result.verdict == "failed"]
+    assert not failed, "\n".join(f"{result.place}: {result.text}\nprints\n{result.remark}" for result in failed)
+
+
+def shown() -> Iterator[Block]:
+    """The blocks of all pages that hold commands."""
+    return (block for page in PAGES for block in blocks(page) if block.kind in COMMANDS)
 
 
 def test_there_are_transcripts() -> None:
-    assert sum(len(runnable(block)) for _, block in BLOCKS) >= 15
+    listed = list(_all_commands())
+    assert sum(bool(command.output) and not needs_vllm(command.text) for command in listed) >= 15
+    assert sum(needs_vllm(command.text) for command in listed) >= 15
 
 
-@pytest.mark.parametrize("block", [b for _, b in BLOCKS if runnable(b)], ids=[n for n, b in BLOCKS if runnable(b)])
-def test_the_output_is_real(sandboxed: Path, block: list[Shown]) -> None:
-    """Word by word; ``...`` stands for any lines, and numbers of this machine for any others."""
-    for item in runnable(block):
-        _, *arguments = shlex.split(item.command)
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code in {0, 1}, f"{item.page}: {item.command}: {result.output}"
-        got = result.output.replace(f"{sandboxed}/", "").splitlines()
-        if not item.output:
-            assert result.exit_code == 0, f"{item.page}: {item.command}: {result.output}"
-            continue
-        said = f"{item.page}: {item.command} prints\n" + "\n".join(got)
-        if arguments[0] in VARYING:
-            check_in_any_order(item.output, got, said)
-        else:
-            assert re.fullmatch("\n".join(map(_pattern, item.output)), "\n".join(got)), said
+def test_commands_that_are_not_run_are_understood() -> None:
+    """Options that are shown exist."""
+    for command in _all_commands():
+        words = command.words
+        if words[0] == "kvstore":
+            own = words[1 : words.index("--")] if "--" in words else words[1:]
+            path = own[: 1 + (own[0] in GROUPS)]
+            options = [word.partition("=")[0] for word in own if re.match(r"--[a-z]", word)]
+            help_text = CliRunner().invoke(app, [*path, "--help"]).output
+            assert all(option in help_text for option in options), f"{command.page}:{command.line}: {command.text}"
 
 
-def check_in_any_order(shown_lines: list[str], got: list[str], said: str) -> None:
-    """What is worst comes last, and what is bad is this machine's."""
-    for line in shown_lines:
-        assert line == "..." or re.search(f"^{_varying(line)}$", "\n".join(got), re.MULTILINE), said
-    if "..." not in shown_lines:
-        assert len(without_remedies(shown_lines)) == len(without_remedies(got)), said
-
-
-def without_remedies(lines: list[str]) -> list[str]:
-    return [line for line in lines if not line.startswith(REMEDY)]
-
-
-def _pattern(line: str) -> str:
-    return r"(?:.*\n?)*" if line == "..." else re.escape(line)
-
-
-def _varying(line: str) -> str:
-    if line.startswith(REMEDY):
-        return re.escape(line)
-    state, _, rest = line.partition(" ")
-    topic = rest.partition(":")[0].strip()
-    return rf"(?:ok|warning|error) +{re.escape(topic)}: .*" if ":" in rest else f"{re.escape(state)} .*"
-
-
-def test_commands_in_shell_blocks_are_understood() -> None:
-    """Options that are shown exist; what needs a server or a GPU is not run here."""
+def test_every_reason_is_one() -> None:
+    """A block that nobody runs says why; a server of ours is run."""
     for page in PAGES:
-        for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")):
-            if kind not in {"sh", "bash", "text", ""}:
-                continue
-            for line in body.replace("\\\n", " ").splitlines():
-                words = shlex.split(line.removeprefix("$ "), comments=True) if re.match(r"(\$ )?kvstore ", line) else []
-                if words:
-                    own = words[1 : words.index("--")] if "--" in words else words[1:]
-                    options = [word.partition("=")[0] for word in own if word.startswith("--")]
-                    path = own[: 1 + (own[0] in {"config", "engine", "pack"})]
-                    help_text = CliRunner().invoke(app, [*path, "--help"]).output
-                    assert all(option in help_text for option in options), f"{page.name}: {line}"
+        for block in blocks(page):
+            assert not block.reason or len(block.reason.split()) >= 3, f"{page.name}:{block.line}: {block.reason}"
+    assert any(server_of(command.words) and not reason_of_command(command.text) for command in _all_commands())
 
 
-WITH_GOOD_YAML = [page for page in PAGES if page.name != "configuration.md"]  # that shows a bad one, and has its test
+def _all_commands() -> Iterator[Command]:
+    return (command for block in shown() for command in commands(block))
 
 
-@pytest.mark.parametrize("page", WITH_GOOD_YAML, ids=lambda page: page.name)
-def test_yaml_blocks_are_configurations(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page.name == "tiers.md":  # whose configuration is that of the package it shows
-        install_example(tmp_path)
-        monkeypatch.syspath_prepend(str(tmp_path))
-    for kind, body in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if kind == "yaml":
-            file = tmp_path / "kvstore.yaml"
-            file.write_text(body, encoding="utf-8")
-            assert load_config(path=file, environ={}).warnings == (), f"{page.name}: {body}"
+def test_every_stand_in_stands_in() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    unused = [item.pattern for item in STAND_INS if not re.search(item.pattern, text, re.MULTILINE)]
+    assert not unused
+
+
+def test_the_configuration_of_the_tier_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the package that its page shows."""
+    (page,) = (page for page in PAGES if page.name == "tiers.md")
+    install_example(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for number, block in enumerate(block for block in blocks(page) if block.kind == "yaml"):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block.body, encoding="utf-8")
+        assert load_config(path=file, environ={}).warnings == ()
+
+
+class TestRunning:
+    """What the script itself does with a page."""
+
+    @pytest.fixture
+    def page(self, tmp_path: Path) -> Path:
+        (tmp_path / "page").mkdir()
+        return tmp_path / "page.md"
+
+    def verdicts(self, page: Path, text: str) -> list[str]:
+        page.write_text(text, encoding="utf-8")
+        return [result.verdict for result in run(page, page.with_suffix(""))]
+
+    def test_output_that_differs(self, page: Path) -> None:
+        assert self.verdicts(page, "```console\n$ echo a 1\na 1\n$ echo a 1\na 2\n$ false\n```") == [
+            "ok",
+            "failed",
+            "failed",
+        ]
+
+    def test_lines_that_are_left_out(self, page: Path) -> None:
+        text = "```console\n$ printf 'a\\nb\\nc\\n'\na\n...\nc\n$ printf 'a\\nb\\n'\n...\nc\n```"
+        assert self.verdicts(page, text) == ["ok", "failed"]
+
+    def test_commands_of_several_lines(self, page: Path) -> None:
+        here = "cat > f <<'END'\nit's\nEND\ngrep -q s \\\n  f\ntest 'a\nb' != 'a b'"
+        assert self.verdicts(page, f"```sh\n# a comment\n{here}\n```") == ["ok"] * 3
+
+    def test_files_and_programs_of_a_page_go_together(self, page: Path) -> None:
+        text = "```yaml\n# a.yaml\nchunk_size: 32\n```\n```sh\ngrep 32 a.yaml\n```\n```python\na = 1\n```\n"
+        text += "```python\nassert a == 2\n```"
+        assert self.verdicts(page, text) == ["ok", "ok", "ok", "failed"]
+
+    def test_a_configuration_that_is_wrong(self, page: Path) -> None:
+        assert (
+            self.verdicts(page, "```yaml\nchunk_sise: 32\n```\n```yaml\nenable_blending: true\n```") == ["failed"] * 2
+        )
+
+    def test_what_is_not_run(self, page: Path) -> None:
+        text = (
+            "<!-- not run: needs a GPU -->\n```sh\nfalse\n```\n"
+            "<!-- not run: of something else -->\ntext\n```sh\nfalse\n```\n"
+            "```sh\npip install x\nno-such-program\n```\n```text\nfalse\n```\n```\nvllm serve MODEL\n```"
+        )
+        assert self.verdicts(page, text) == ["not run", "failed", "not run", "not run", "not run", "not run"]
+
+    def test_a_server_that_ends_at_once(self, page: Path) -> None:
+        assert self.verdicts(page, "```sh\nkvstore serve --config none.yaml\n```") == ["failed"]
+
+    def test_numbers_and_reports_of_a_machine(self) -> None:
+        shown = ["ok       a: 1 GiB", "warning  b: 2", "           mend it"]
+        assert _in_any_order(shown, ["error    b: 7", "           mend it", "ok       a: much"])
+        assert not _in_any_order(shown, ["error    b: 7", "ok       a: much"])
+        assert not _in_any_order(shown, ["error    b: 7", "           mend it", "ok       a: much", "ok       c: 1"])
+        assert _in_order(["...", "TTFT: 2.033 s", "..."], ["x", "TTFT: 31 s"], any_numbers=True)
+        assert not _in_order(["TTFT: 2.033 s"], ["TTFT: 31 s"], any_numbers=False)
+        assert not _in_order(["a", "...", "a"], ["a"], any_numbers=False)
+        assert _in_order(["...", "b", "...", "b"], ["a", "b", "b", "c", "b"], any_numbers=False)
+        assert not _in_order(["...", "x", "..."], ["a", "b"], any_numbers=False)

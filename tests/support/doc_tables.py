@@ -1,64 +1,141 @@
-"""The tables that the documentation has from the code."""
+"""The lists and tables that pages have from the code: ``python -m support.doc_tables`` in ``tests`` writes them."""
 
 from __future__ import annotations
 
-from kvstore.config.lmcache import FAMILIES
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
 from kvstore.config.reference import KEYS
-from kvstore.ops.metrics import METRICS
+from kvstore.ops.metrics import METRICS, Kind
 from kvstore.tools.calc import calculate, kept
 from kvstore.tools.console import size
 from kvstore.tools.modelconfig import parse_model
 from support.hybrid_configs import HYBRIDS
 
+TOPICS: Final = {
+    "Memory": (
+        "max_local_cpu_size local_cpu chunk_size checkpoint_interval cache_policy max_local_gpu_size pin_in_background "
+        "record_trace"
+    ),
+    "Disk": (
+        "local_disk max_local_disk_size local_disk_serde disk_cache_policy max_write_queue disk_io_threads use_odirect"
+    ),
+    "Shared": (
+        "remote_url remote_username remote_password remote_key_file remote_server_key_file remote_required "
+        "remote_ttl_secs remote_serde remote_connections remote_io_threads remote_lookup_cache_secs max_remote_queue "
+        "lookup_timeout_ms peers min_remote_tokens"
+    ),
+    "Loading": (
+        "enable_async_loading enable_async_saving use_layerwise load_only_if_faster min_retrieve_tokens "
+        "max_tokens_per_load blocking_timeout_secs verify_fraction"
+    ),
+    "Requests": (
+        "save_decode_cache save_unfull_chunk discard_partial_chunks skip_last_n_tokens priority_limit force_skip_save "
+        "request_fields pin_max_secs"
+    ),
+    "Prefill and decode": (
+        "enable_pd pd_role pd_bidirectional pd_buffer_size pd_peer_host pd_peer_init_port pd_allowed_hosts "
+        "pd_timeout_ms"
+    ),
+    "Server": (
+        "server_listen server_key_file server_clients server_operators server_quotas server_http_port server_drain_secs"
+    ),
+    "Operation": (
+        "required allow_untested_vllm internal_api_server_enabled internal_api_server_host "
+        "internal_api_server_port_start log_request_sample model_id"
+    ),
+}
+"""The keys by what a user has in mind, most wanted first."""
+_UNITS: Final = {"GiB per worker": "GiB", "bytes per worker": "bytes", "seconds": "s", "milliseconds": "ms"}
 
-def key_table() -> str:
-    """All keys as a Markdown table."""
-    rows = [f"| `{k.key}` | {k.kind} | {k.default} | {k.unit} | {k.meaning} |" for k in KEYS.values()]
-    return "\n".join(["| key | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |", *rows])
+
+def key_list() -> str:
+    """All keys as Markdown, by topic: name, default, meaning."""
+    listed = " ".join(TOPICS.values()).split()
+    assert sorted(listed) == sorted(KEYS), f"of one topic each: {set(listed) ^ set(KEYS)}"
+    parts = [f"### {topic}\n\n" + "\n".join(map(_key_item, keys.split())) for topic, keys in TOPICS.items()]
+    return "\n\n".join(parts)
 
 
-def lmcache_table() -> str:
-    """LMCache's keys that have no effect here, as a Markdown table."""
-    rows = [f"| {', '.join(f'`{key}`' for key in keys.split())} | {meaning} |" for keys, meaning in FAMILIES.items()]
-    return "\n".join(["| keys of LMCache | what their absence means |", "| --- | --- |", *rows])
+def _key_item(name: str) -> str:
+    key = KEYS[name]
+    value = json.loads(key.default)
+    words = ", ".join(value) if isinstance(value, list) else key.default.strip('"')
+    default = words if value in (None, []) else f"{words} {_UNITS.get(key.unit, key.unit)}".strip()
+    return f"- `{name}` ({default or 'none'}): {key.meaning}"
 
 
-def metric_table(prefix: str) -> str:
-    """All metrics as a Markdown table, their names with a prefix."""
-    rows = [
-        f"| `{prefix}{metric.name}` | {metric.kind.value} | {', '.join(f'`{label}`' for label in metric.labels)} "
-        f"| {metric.meaning}. |"
-        for metric in METRICS.values()
-    ]
-    return "\n".join(["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |", *rows])
+def metric_list(prefix: str) -> str:
+    """All metrics as Markdown, by kind: name with a prefix, labels, meaning."""
+    parts = []
+    for kind in Kind:
+        items = [
+            f"- `{prefix}{metric.name}{_in_braces(metric.labels)}`: {metric.meaning}."
+            for metric in METRICS.values()
+            if metric.kind is kind
+        ]
+        parts.append(f"{kind.value.capitalize()}s:\n\n" + "\n".join(items))
+    return "\n\n".join(parts)
+
+
+def _in_braces(labels: Sequence[str]) -> str:
+    return f"{{{', '.join(labels)}}}" if labels else ""
 
 
 def hybrid_table() -> str:
     """What ``kvstore calc`` says of public models with windows or states, as a Markdown table."""
     titles = (
         "model",
-        "layers that keep all",
         "other layers keep",
         "chunk",
         "checkpoint",
-        "worth",
         "a prompt stores",
-        "without the hybrid manager",
     )
     rows = []
     for name, config in HYBRIDS.items():
         sizes = calculate(parse_model(config))
-        checkpoint, prompt, (full, other) = sizes.checkpoint, sizes.prompt, sizes.groups
+        checkpoint, prompt, (_, other) = sizes.checkpoint, sizes.prompt, sizes.groups
         assert checkpoint is not None
         cells = (
             name,
-            str(full.layers),
             f"{kept(other)} ({other.layers})",
             f"{sizes.chunk_tokens} tokens, {size(sizes.chunk_bytes)}",
             size(checkpoint.size_bytes),
-            f"{checkpoint.worth_tokens:,} tokens",
             f"{prompt.chunks} + {prompt.checkpoints}: {size(prompt.stored_bytes)}",
-            size(prompt.promoted_bytes) if prompt.promoted_bytes else "does not start",
         )
         rows.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ("---",) * len(titles), *rows))
+
+
+DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
+GENERATED: Final[dict[tuple[str, str], Callable[[], str]]] = {
+    ("configuration.md", "keys"): key_list,
+    ("operations.md", "metrics"): lambda: metric_list("vllm:kvstore_"),
+    ("sizing.md", "hybrids"): hybrid_table,
+}
+"""By page and the comments between which it stands."""
+
+
+def section(page: str, name: str) -> str:
+    """What stands in a page between two comments."""
+    match = re.search(_between(name), (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert match is not None, f"{page} has no {name}"
+    return match[2]
+
+
+def _between(name: str) -> str:
+    return rf"(<!-- {name} -->\n\n?)(.*?)(\n\n?<!-- /{name} -->)"
+
+
+def write(page: str, name: str, content: str) -> None:
+    """Put it between the two comments."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (DOCS / page).write_text(re.sub(_between(name), lambda m: m[1] + content + m[3], text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    for (page, name), make in GENERATED.items():
+        write(page, name, make())

@@ -47,6 +47,11 @@ enable_p2p: true
 extra_config:
   use_odirect: true
 """
+TRACE = """\
+{"format":"kvstore-trace","version":1,"chunk_tokens":256}
+{"time_s":0.0,"num_tokens":600,"keys":["9f86d081884c7d65","9a2fb0a361ae1d1c","1b4f0e9851971998"]}
+{"time_s":1.0,"num_tokens":600,"keys":["9f86d081884c7d65","9a2fb0a361ae1d1c","1b4f0e9851971998"]}
+"""
 PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in (700, 300, 1000)]
 
 
@@ -56,7 +61,7 @@ def refs_of(prompt: list[int]) -> list[ChunkRef]:
 
 
 def make_sandbox(folder: Path) -> None:
-    """``cache``, ``broken`` (one bit of one chunk), ``llama/``, configurations of models and ours, prompts."""
+    """``cache``, ``broken`` (one bit of one chunk), ``llama/``, configurations of models and ours, prompts, a trace."""
     refs = [ref for prompt in PROMPTS for ref in refs_of(prompt)]
     for name in ("cache", "broken"):
         tier = DiskTier(folder / name, NAMESPACE, LAYOUT, 1 << 28)
@@ -67,10 +72,11 @@ def make_sandbox(folder: Path) -> None:
     flip_payload(path_of(folder / "broken", refs[1], NAMESPACE))
     build_llama(folder / "llama", TINY)
     for name, model in {"llama-8b": LLAMA_8B, "qwen3-next": HYBRIDS["Qwen3-Next-80B-A3B"]}.items():
-        (folder / name).mkdir()
+        (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(model), encoding="utf-8")
     lines = [json.dumps({"prompt": as_text(prompt)}) for prompt in PROMPTS]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "trace.jsonl").write_text(TRACE, encoding="utf-8")
     (folder / "lmcache.yaml").write_text(LMCACHE, encoding="utf-8")
     config = "max_local_cpu_size: 0.25\nlocal_disk: cache\nmax_local_disk_size: 0.25\n"
     (folder / "kvstore.yaml").write_text(config, encoding="utf-8")

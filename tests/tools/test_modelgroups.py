@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doc_tables import hybrid_table
+from support.doc_tables import hybrid_table, section
 from support.hybrid_configs import FULL, HYBRIDS, WINDOW
 
 from kvstore.checkpoints.groups import Kind
@@ -284,5 +284,4 @@ def test_command(tmp_path: Path, run: Any, run_json: Any) -> None:
 
 
 def test_the_table_of_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs/sizing.md").read_text(encoding="utf-8")
-    assert page.partition("<!-- hybrids -->\n")[2].partition("\n<!-- end -->")[0] == hybrid_table()
+    assert section("sizing.md", "hybrids") == hybrid_table()
