@@ -165,6 +165,18 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
+def test_a_buffer_is_filled_when_what_its_memory_was_used_for_is_done() -> None:
+    """By a copy stream, while the memory was lent to the current one."""
+    device = LateDevice(0, eagerness=0.0)
+    staging, seen = Staging(8, LateStreams(device)), list[int]()
+    device.stalled = [device.current]
+    staging.carry_in(partial(torch.fill_, value=7), lambda buffer: seen.append(int(buffer[0])))
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert seen == [7]
+
+
 # The ring of places
 
 
@@ -203,6 +215,33 @@ def test_a_ring_never_lends_a_part_twice(seed: int) -> None:
                 assert len({tuple(place) for place in places.on_device[::2].T.tolist()}) <= 1
     with pytest.raises(InvalidCallError, match="6 blocks in one launch: 5 have room"):
         ring.write([Piece(as_block_ids(range(6)), 6, 0)])
+
+
+def test_places_are_sent_when_what_their_memory_was_used_for_is_done() -> None:
+    device = LateDevice(0, eagerness=0.0)
+    ring = PlaceRing(4, streams := LateStreams(device))
+    places = ring.write([Piece(as_block_ids([3]), 1, 0)])
+    device.stalled = [device.current]
+    streams.launch(Way.IN, partial(ring.send, places), None)
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert places.on_device[:, 0].tolist() == [3, 0, 1, 0]
+
+
+def test_a_ring_that_is_dropped_is_lent_again_when_places_have_been_sent() -> None:
+    device = LateDevice(0, eagerness=0.0)
+    ring = PlaceRing(4, streams := LateStreams(device))
+    places = ring.write([Piece(as_block_ids([3]), 1, 0)])
+    device.stalled = [streams.copying[Way.IN]]
+    streams.launch(Way.IN, partial(ring.send, places), None)
+    device.memory.drop(ring._on_device)
+    other = streams.allocate(ring.device_bytes)
+    streams.run(partial(other.fill_, 0xAA))
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert (other == 0xAA).all()
 
 
 def test_places_tell_where_blocks_lie() -> None:

@@ -72,6 +72,22 @@ def test_a_closed_pool_has_no_slot_in_use(bench: Bench, monkeypatch: pytest.Monk
     assert seen == [True]
 
 
+def test_a_load_that_failed_under_way_uses_its_slots(bench: Bench) -> None:
+    """Some of its copies may have been launched."""
+    bench.mover.store([store_job(1, 0)])
+    bench.device.failures.append(Failure(FULL, is_under_way=True))
+    assert bench.mover.load([load_job(1, 0)]).failed
+    assert not bench.cpu.is_settled
+    bench.device.run_all()
+    assert bench.cpu.is_settled
+
+
+def test_what_is_verified_is_compared_when_it_has_come(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 0)])
+    computed_again = LoadJob(LoadStep(ref_of(1), 0, Place.MEMORY), as_block_ids(blocks_of(1)), 0)
+    assert bench.mover.deviation(computed_again) == 0
+
+
 # -- who waits -----------------------------------------------------------------------------------------------------
 
 
