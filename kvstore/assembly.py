@@ -147,22 +147,27 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
             opened.callback(disk.close)
             survivors = disk.scan()
             _log_foreign(folders, namespace)
-        if options.max_local_gpu_bytes:
+        if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
+        elif options.max_local_gpu_bytes:  # several groups of layers are loaded beside the steps
+            logger.warning(
+                "max_local_gpu_size is left out, and takes no memory of the GPU: the chunks of a model with windows or "
+                "states are never loaded from there; set it to 0"
+            )
         opened.pop_all()
     return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
 
 
-def log_device_bytes(paged: PagedKV, options: EngineOptions, *, threads: int) -> None:
+def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:
     """Say what is taken of a GPU, which the serving engine must leave free.
 
     Args:
         paged: the model's KV cache.
-        options: how much stays on the device.
+        tiers: one of which may be on the device.
         threads: how many move chunks at once.
     """
     if paged.device.type != "cpu":
-        taken = device_bytes(paged.layout, threads=threads, tier_bytes=options.max_local_gpu_bytes)
+        taken = device_bytes(paged.layout, threads=threads, tier_bytes=tiers.hot.size_bytes if tiers.hot else 0)
         logger.info("%.1f MiB of %s are taken: %s", taken.total / 2**20, paged.device, taken)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from kvstore.chunks import ByteArray
 from kvstore.errors import InvalidCallError
-from kvstore.layout import KVLayout
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
@@ -42,9 +42,10 @@ class DevicePagedKV:
         num_blocks: of the cache.
         reserved_blocks: as of ``bind_paged_kv``.
         streams: how work is put in order on the device; None for the device's own.
-        staging_bytes: of each buffer, at least a chunk's.
+        staging_bytes: of each buffer, at least ``piece_bytes``.
+        piece_bytes: the most that is moved at once; 0 for a chunk of these layers.
         copy_bytes: to begin a copy takes about as long as to copy so many bytes.
-        beside: a cache whose streams and buffers are used, instead of those that the two arguments before describe.
+        beside: a cache whose streams and buffers are used, instead of those that the arguments before describe.
     """
 
     moves_layers = True
@@ -58,6 +59,7 @@ class DevicePagedKV:
         *,
         streams: Streams | None = None,
         staging_bytes: int = STAGING_BYTES,
+        piece_bytes: int = 0,
         copy_bytes: int = COPY_BYTES,
         beside: DevicePagedKV | None = None,
     ) -> None:
@@ -77,7 +79,7 @@ class DevicePagedKV:
         self._gathered: dict[Streams, Moment] = {}  # the end of the last gather of every thread's
         if beside is None:
             streams = streams_of(self.device) if streams is None else streams
-            self._settle_on(streams, max(staging_bytes, layout.slot_bytes))
+            self._settle_on(streams, max(staging_bytes, round_up(piece_bytes, ALIGNMENT_BYTES) or layout.slot_bytes))
         else:
             self._settle_beside(beside)
         self._kernels: Kernels = kernels_for(rows, self.streams, self._staging.buffers[0])

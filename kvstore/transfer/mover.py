@@ -275,7 +275,7 @@ class Mover:
         self.counters.bytes_scattered += self.paged.bytes_of(job.block_ids)
         if self._hot is None or filling is None or is_hot:
             return
-        if len(job.block_ids) == job.step.ref.num_blocks:
+        if self.paged.bytes_of(job.block_ids) == self.paged.layout.payload_bytes(job.step.ref.num_blocks):
             self._hot.note_load(job.step.ref, filling, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:

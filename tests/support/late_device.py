@@ -316,6 +316,9 @@ class LateStreams(Streams):
     def for_thread(self) -> LateStreams:
         return LateStreams(self.late, self.late.make_stream())
 
+    def ends(self) -> list[Any]:
+        return [stream.now() for stream in (self.current, *self.copying.values())]
+
     def wait(self) -> None:
         self.late.counts["wait"] += 1
         for stream in (self.current, *self.copying.values()):

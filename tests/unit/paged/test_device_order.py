@@ -192,6 +192,17 @@ def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
     model.check()
 
 
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("way", Way)
+def test_streams_have_ended_when_all_of_them_have(way: Way, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(6, eagerness=0.0)
+    streams = late_cuda(device, monkeypatch) if on_cuda else LateStreams(device)
+    streams.launch(way, lambda: None, None)
+    assert not all(map(streams.is_reached, streams.ends()))
+    device.run_all()
+    assert all(map(streams.is_reached, streams.ends()))
+
+
 # Memory
 
 

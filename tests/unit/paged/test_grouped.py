@@ -110,6 +110,8 @@ def test_a_null_block_in_the_middle_is_refused() -> None:
         paged.scatter(ids((1, 3), (1, 0), (1, 4)), payload, 4, 0)
     with pytest.raises(InvalidCallError, match="block id 0"):
         paged.gather(ids((1, 0)), payload)
+    with pytest.raises(InvalidCallError, match="block id 0"):
+        paged.gather_on_device(ids((1, 0), (1, 3)), torch.from_numpy(payload))
 
 
 def test_the_device_moves_the_same_bytes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,13 @@ from kvstore.adapters.vllm.plan import Fetch, ReqMeta, StepPlan
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import Place
+from kvstore.chunks import Outcome
+from kvstore.handover.pusher import PushCounters, Pusher, PushJob
+from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
+from kvstore.paged.streams import Way
+from kvstore.transfer.mover import as_block_ids
 
 
 @pytest.fixture
@@ -244,6 +249,42 @@ def test_a_worker_is_not_at_rest_before_blocks_are_there(bench: Bench, *, beside
     bench.device.stalled = []
     assert bench.drain(worker)
     worker.close()
+
+
+def test_a_worker_is_not_at_rest_before_what_it_hands_over_is_copied() -> None:
+    """Into memory that is no slot of the pool."""
+    with Bench.running(copy_bytes=1 << 18) as bench:
+        worker, gate = worker_of(bench), threading.Event()
+        pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: HeldUp(gate), PushCounters())
+        worker._pushes._pusher = pusher
+        job = PushJob(ref_of(1), as_block_ids(blocks_of(1)))
+        pusher.begin([(Receiver("there", 1), [job])]).finish(trusted=True)
+        copies = bench.paged.streams.copying[Way.OUT]  # type: ignore[attr-defined]
+        bench.device.stalled = [copies]
+        bench.device.run_unstalled()
+        assert bench.device.current.done == bench.device.current.launched
+        assert not worker.drain(0.0)
+        bench.device.stalled = []
+        assert bench.drain(worker)
+        assert copies.done == copies.launched
+        gate.set()
+        worker.close()
+
+
+class HeldUp(Transport):
+    """Takes nothing before a gate opens."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        assert self.gate.wait(HANG_GUARD_S)
+        for _ in ready:
+            pass
+        return [Outcome.STORED] * len(parcels)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def test_a_worker_does_not_wait_for_ever_for_a_device_that_hangs(bench: Bench) -> None:
