@@ -68,7 +68,8 @@ class DevicePagedKV:
         self._allowed = range(reserved_blocks, num_blocks)
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
-        rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
+        with torch.inference_mode(mode=False):  # in which engines start: nobody could write to them outside
+            rows = [part.view(word) for part in rows]  # one width: every part of the staging is aligned to it
         self._all_planes = range(len(rows))
         self._planes = [(plane.data_ptr(), plane.stride(0), plane.shape[1], word) for plane in rows]
         self._planes_per_layer = len(layers[0])
@@ -129,6 +130,11 @@ class DevicePagedKV:
         """See ``PagedKV``."""
         for moment in list(self._gathered.values()):
             self.streams.hold(moment)
+
+    def settle(self) -> None:
+        """See ``PagedKV``."""
+        for moment in (*self._staging.ends(), *self._ring.ends()):
+            self.streams.reach(moment)
 
     def restore(self) -> None:
         """See ``PagedKV``."""

@@ -110,6 +110,10 @@ class GroupedPagedKV:
         """See ``PagedKV``."""
         self._first.fence()
 
+    def settle(self) -> None:
+        """See ``PagedKV``: the buffers are shared."""
+        self._first.settle()
+
     def restore(self) -> None:
         """See ``PagedKV``."""
         for group in self._bound:

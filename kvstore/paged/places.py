@@ -119,6 +119,10 @@ class PlaceRing:
             known.key, self._kept[key] = key, known
         return known
 
+    def ends(self) -> list[Moment]:
+        """The ends of all uses of places in the ring."""
+        return [places.last_use for places in self._oldest_first]
+
     def forget(self) -> None:
         """Send all places again: the device has lost what it held."""
         self._kept.clear()

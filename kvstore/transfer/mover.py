@@ -410,9 +410,8 @@ class Mover:
         return is_written
 
     def _end(self) -> None:
-        closers = [
-            threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in self._lanes.values()
-        ]
+        lanes = self._lanes.values()
+        closers = [threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in lanes]
         for closer in closers:
             closer.start()
         for closer in closers:
@@ -422,6 +421,7 @@ class Mover:
         self.cpu.close()
         if self._hot is not None:
             self._hot.close()
+        self.paged.settle()
 
     def reads_layers(self, place: Place) -> bool:
         """Whether some layers of a chunk can be read from there before the others."""
