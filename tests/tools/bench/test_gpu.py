@@ -198,7 +198,7 @@ def test_one_step_does_not_end_the_others(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits in a driver for a device that hangs."""
     kill, spared = os.killpg, list[int]()
-    monkeypatch.setattr(run.os, "killpg", lambda group, _: spared.append(group))
+    monkeypatch.setattr(os, "killpg", lambda group, _: spared.append(group))
     monkeypatch.setattr(run, "END_WAIT_S", 0.1)
     listed = [python("hangs", "import time; time.sleep(20)", 2.0), python("works", "")]
     try:
