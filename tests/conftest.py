@@ -18,7 +18,10 @@ TESTS = Path(__file__).parent
 # Long files go to the workers first, so that none of them ends long after the others: folders by how long a file takes,
 # and the longest files of all.
 FOLDERS = ("e2e", "tools", "faults", "conformance", "unit", "adapters", "packaging")
-LONGEST = ("test_mixed", "test_outputs", "test_crowded", "test_handover", "test_faults", "test_window", "test_ranks")
+LONGEST = (
+    *("test_mixed", "test_outputs", "test_crowded", "test_handover", "test_faults", "test_window", "test_ranks"),
+    *("test_kernels", "test_group_model", "test_peers", "test_adapter_model", "test_device_order", "test_layouts"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,6 +80,7 @@ def _log_of_one_test(request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay to the end: no collection need look at them
+    gc.set_threshold(10_000)  # nor so often: what a test leaves behind is soon the next one's
     gc.enable()
 
 

@@ -2,6 +2,9 @@
 
 With weights from N(0, 2/sqrt(fan_in)), embeddings and the output head from N(0, 1) and norms at 1, greedy outputs
 depend on the whole prompt, so equal outputs mean equal KV. The same arguments give the same bytes.
+
+The ids of a vocabulary are words, ``w0``, ``w1``, ..., with the number of each, then the bytes and the beginning of a
+word, then the special tokens. What is no such word is read byte by byte: different texts are different tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 DType = Literal["float32", "bfloat16", "float16"]
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>")
-"""The last ids of every vocabulary. All others are the words ``w0``, ``w1``, ..., whose numbers are their ids."""
+"""The last ids of every vocabulary."""
+_SPACE = "\u0120"  # how tokenizers write a space's byte
+_WORD = f"{_SPACE}w"
+_PIECES = (*sorted(ByteLevel.alphabet()), _WORD)
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,9 @@ class LlamaShape:
         return self.kv_heads * self.head_dim
 
 
-TINY = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=1024)
+TINY = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=1281)
 """Large enough to check outputs: 14 MB in float32, built in no time."""
-DEMO = LlamaShape(layers=12, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2560, vocab=2048)
+DEMO = LlamaShape(layers=12, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2560, vocab=2305)
 """Large enough to measure: 520 MB in float32; computing 3,000 tokens takes seconds on a small machine."""
 
 
@@ -75,27 +82,36 @@ def build_llama(
         name: (torch.ones(size) if std is None else torch.randn(size, generator=generator) * std).to(torch_dtype)
         for name, size, std in _llama_weights(shape)
     }
+    words = count_words(shape.vocab)
+    weights["lm_head.weight"][words : words + len(_PIECES)] = 0  # it answers in words, which can be sent back as text
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     receipt.write_text(built_from, encoding="utf-8")
     return folder
 
 
+def count_words(vocab: int) -> int:
+    """How many ids of a vocabulary are words; these come first."""
+    return vocab - len(_PIECES) - len(SPECIAL_TOKENS)
+
+
 def random_tokens(num_tokens: int, *, vocab: int, seed: int) -> list[int]:
-    """Token ids of a random prompt, without special tokens."""
-    return random.Random(seed).choices(range(vocab - len(SPECIAL_TOKENS)), k=num_tokens)  # noqa: S311 - not a secret
+    """Token ids of a random prompt of words."""
+    return random.Random(seed).choices(range(count_words(vocab)), k=num_tokens)  # noqa: S311 - not a secret
 
 
 def as_text(tokens: list[int]) -> str:
-    """The text that the tokenizer turns into exactly these tokens."""
+    """The text that the tokenizer turns into exactly these tokens, which are words."""
     return " ".join(f"w{token}" for token in tokens)
 
 
 def write_tokenizer(folder: Path, vocab: int, max_position: int) -> None:
-    """Write the tokenizer of any model that has so many token ids."""
-    words = [f"w{number}" for number in range(vocab - len(SPECIAL_TOKENS))]
-    ids = {word: number for number, word in enumerate([*words, *SPECIAL_TOKENS])}
-    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))  # noqa: S106 - a word, not a password
-    tokenizer.pre_tokenizer = WhitespaceSplit()
+    """Write the tokenizer of any model that has so many token ids: a space is part of the word behind it."""
+    words = [f"{_WORD}{number}" for number in range(count_words(vocab))]
+    ids = {word: number for number, word in enumerate([*words, *_PIECES, *SPECIAL_TOKENS])}
+    merges = [(_SPACE, "w"), *((word[:-1], word[-1]) for word in words)]  # a word grows digit by digit
+    tokenizer = Tokenizer(BPE(ids, merges))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.decoder = ByteDecoder()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -21,6 +21,7 @@ from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
+from kvstore.tools.interrupts import ShouldStop, never
 from kvstore.tools.verify import Fault, Tick, place_in_pack
 
 _SHARD_FIELD = "shard"
@@ -44,6 +45,7 @@ class PackReport:
         faults: damaged in the source, and left out.
         size_bytes: of the chunks moved by this run.
         broke: the error that ended the run in the middle; None if there was none.
+        interrupted: whether the run was stopped before the last chunk; start it again to complete it.
     """
 
     path: str
@@ -54,11 +56,12 @@ class PackReport:
     faults: list[Fault] = field(default_factory=list)
     size_bytes: int = 0
     broke: str | None = None
+    interrupted: bool = False
 
     @property
     def is_complete(self) -> bool:
         """Whether everything asked for is there."""
-        return not (self.missing or self.refused or self.faults or self.broke)
+        return not (self.missing or self.refused or self.faults or self.broke or self.interrupted)
 
 
 class Source:
@@ -113,7 +116,14 @@ def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
     return Shard(first.namespace, first.layout, tuple("" if name == "." else name for name in folders))
 
 
-def export(source: Source, path: Path, *, refs: Iterable[ChunkRef] | None = None, tick: Tick = _ignore) -> PackReport:
+def export(
+    source: Source,
+    path: Path,
+    *,
+    refs: Iterable[ChunkRef] | None = None,
+    tick: Tick = _ignore,
+    should_stop: ShouldStop = never,
+) -> PackReport:
     """Write chunks to a pack; each is read, checked and copied on its own. The next call continues an interrupted one.
 
     Args:
@@ -121,6 +131,7 @@ def export(source: Source, path: Path, *, refs: Iterable[ChunkRef] | None = None
         path: the pack. An existing one is replaced when the new one is complete.
         refs: which chunks, in order; all if None.
         tick: called after each chunk.
+        should_stop: asked before each chunk; if so, the pack is left to the next call.
 
     Raises:
         ConfigError: the pack cannot be written.
@@ -129,6 +140,9 @@ def export(source: Source, path: Path, *, refs: Iterable[ChunkRef] | None = None
     report = PackReport(str(path))
     with PackWriter(path, source.shards) as writer:
         for ref in wanted:
+            if should_stop():
+                report.interrupted = True
+                return report
             for number, same in enumerate(source.shelves):
                 moved_bytes = _export_one(writer, report, same, number, ref)
                 tick(len(wanted) * len(source.shelves), moved_bytes)
@@ -174,7 +188,9 @@ class Target:
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick = _ignore) -> PackReport:
+def import_pack(
+    path: Path, target: Target, *, anyway: bool = False, tick: Tick = _ignore, should_stop: ShouldStop = never
+) -> PackReport:
     """Put all chunks of a pack where an engine finds them, except those already there.
 
     Args:
@@ -182,6 +198,7 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
         target: where they go; no engine may be using the folders.
         anyway: import even into folders whose chunks are of another model or other settings.
         tick: called after each chunk.
+        should_stop: asked before each chunk.
 
     Raises:
         ConfigError: the pack is not complete, or was made for something else than what the folders hold.
@@ -205,6 +222,9 @@ def import_pack(path: Path, target: Target, *, anyway: bool = False, tick: Tick 
                 with closing(_open_target(target, shard, folder, pack.extents[number])) as tier:
                     slot = np.frombuffer(mmap.mmap(-1, shard.layout.slot_bytes), np.uint8)
                     for ref, extent in pack.extents[number].items():
+                        if should_stop():
+                            report.interrupted = True
+                            return report
                         transfer = Transfer(ref, slot)
                         moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
                         tick(total, moved_bytes)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from kvstore.format.pack import Pack, Shard, open_pack
 from kvstore.tiers import leads_to, load_tier
 from kvstore.tiers.disk.folder import FOLDER_MODE, LOCK_FILE, FolderLock
 from kvstore.tiers.disk.shelf import Place, Shelf, shelves
+from kvstore.tools.interrupts import ShouldStop, never
 
 if TYPE_CHECKING:
     from kvstore.tiers.redis.chunk import Home
@@ -48,12 +50,14 @@ class VerifyReport:
         size_bytes: of the sound ones.
         faults: one for each damaged chunk, and each name that is no chunk's.
         left: namespaces in which nothing was fixed, because no chunk in them is sound.
+        unread: how many were left when the run was interrupted.
     """
 
     chunks: int = 0
     size_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    unread: int = 0
 
     @property
     def fixed(self) -> int:
@@ -99,6 +103,7 @@ def verify(
     remove: bool = False,
     options: Mapping[str, object] | None = None,
     tick: Tick = lambda _total, _size: None,
+    should_stop: ShouldStop = never,
 ) -> VerifyReport:
     """Check every chunk of all namespaces.
 
@@ -109,6 +114,7 @@ def verify(
         remove: with ``fix``, delete those of a folder too.
         options: of the Redis tier, besides the URL.
         tick: called after each chunk.
+        should_stop: asked before each chunk; of what was read until then, damaged chunks are fixed.
 
     Raises:
         ConfigError: there is no such folder, or the URL is wrong.
@@ -120,7 +126,7 @@ def verify(
         from kvstore.tiers.redis.shelf import RedisShelf  # noqa: PLC0415 - redis-py may not be installed
 
         with closing(RedisShelf(target, options or {})) as shelf:
-            return _verify(_in_redis(shelf), fix=fix, tick=tick)
+            return _verify(_in_redis(shelf), fix=fix, tick=tick, should_stop=should_stop)
     if "://" in target:
         raise ConfigError(f"verify reads a folder, a pack or a Redis: {target.partition('://')[0]}:// is none of them")
     path = Path(target)
@@ -128,7 +134,7 @@ def verify(
         if fix:
             raise ConfigError("a pack is not changed: export it again without the damaged chunks")
         with open_pack(path) as pack:
-            return _verify(_in_pack(pack), fix=False, tick=tick)
+            return _verify(_in_pack(pack), fix=False, tick=tick, should_stop=should_stop)
     found = shelves(path)
     if not found and not (path / LOCK_FILE).exists():
         raise ConfigError(f"{path} is no folder of the disk tier: there is no namespace in it")
@@ -136,7 +142,9 @@ def verify(
         if fix:  # a running engine would count bytes that are gone, and find names that it did not make
             for owned in sorted({owner for shelf in found for owner in shelf.owners()}):
                 locks.callback(FolderLock(owned).release)
-        return _verify([_in_folder(shelf, remove=remove) for shelf in found], fix=fix, tick=tick)
+        return _verify(
+            [_in_folder(shelf, remove=remove) for shelf in found], fix=fix, tick=tick, should_stop=should_stop
+        )
 
 
 def place_in_pack(shard: Shard, ref: ChunkRef) -> str:
@@ -144,14 +152,15 @@ def place_in_pack(shard: Shard, ref: ChunkRef) -> str:
     return f"{shard.namespace.id.hex()}/{ref.prefix_key.hex()}-{ref.num_blocks}"
 
 
-def _verify(namespaces: Iterable[_Namespace[_P]], *, fix: bool, tick: Tick) -> VerifyReport:
+def _verify(namespaces: Iterable[_Namespace[_P]], *, fix: bool, tick: Tick, should_stop: ShouldStop) -> VerifyReport:
     report, namespaces = VerifyReport(), list(namespaces)
-    total = sum(len(namespace.places) for namespace in namespaces)
+    report.unread = total = sum(len(namespace.places) for namespace in namespaces)
     for namespace in namespaces:
         faults: list[tuple[str, _P, str]] = []
         sound = 0
-        for text, place in namespace.places:
+        for text, place in takewhile(lambda _: not should_stop(), namespace.places):
             damage, size_bytes = namespace.check(place)
+            report.unread -= 1
             report.chunks += bool(size_bytes) or damage not in {None, NOT_A_NAME}
             report.size_bytes += size_bytes
             sound += size_bytes > 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvstore.catalog.plans import MissReason
-    from kvstore.keys import PrefixKey
+from kvstore.catalog.plans import MissReason
+from kvstore.keys import PrefixKey
 
 MAX_DEPARTED = 65_536  # about 12 MB; beyond that the oldest are dropped, and look as if they had never been stored
 

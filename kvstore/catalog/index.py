@@ -34,7 +34,6 @@ from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
 from kvstore.catalog.slots import Slots
-from kvstore.catalog.tails import Tails
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
@@ -98,7 +97,6 @@ class ChunkIndex(Lookup):
         self._orders = [memory_order, disk_order] if disk_capacity_bytes else [memory_order]
         self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
         self._loads = Loads(chunks, self._slots, self._remote, self._uses)
-        self._tails = Tails(chunks, self._leases, self._uses)
         self._last_used: Sequence[PrefixKey] = ()  # the chain
 
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
@@ -201,7 +199,7 @@ class ChunkIndex(Lookup):
         for order in self._orders:
             order.refresh_chain(chain, whole.keys())  # with the new ones, or they would outlive their prefix
         if hasher is not None and steps:
-            self._tails.note(steps, hasher)
+            self._uses.note_tails(steps, hasher)
         for parts in checkpoints:
             self._chunks.note_checkpoint(parts)
         return steps
@@ -299,7 +297,7 @@ class ChunkIndex(Lookup):
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
             if chunk.tails and step.ref.prefix_key not in failed:
-                self._tails.supersede(chunk)
+                self._uses.supersede(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
         """Take the result of a write behind, and the bytes it took, if these are not those reserved for it."""
@@ -309,7 +307,7 @@ class ChunkIndex(Lookup):
         else:
             self._disk.complete(chunk, stored=stored, size_bytes=size_bytes)
             if stored and chunk.in_memory:
-                self._tails.supersede(chunk)
+                self._uses.supersede(chunk)
         self._uses.end(chunk)
 
     # -- leases and time ---------------------------------------------------------------------------------------------

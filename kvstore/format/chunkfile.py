@@ -20,19 +20,16 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
+from kvstore.chunks import ByteArray
+from kvstore.keys import ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from kvstore.chunks import ByteArray
-    from kvstore.keys import ChunkKey
 
 FORMAT_VERSION = "1"
 _LENGTH = struct.Struct("<Q")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import xxhash
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import CodecError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage, Encoding
+from kvstore.format.codecs.base import Codec
+from kvstore.keys import ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-
-if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
-    from kvstore.format.codecs.base import Codec
-    from kvstore.keys import ChunkKey
 
 
 class ChunkCoder:

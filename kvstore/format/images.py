@@ -7,20 +7,17 @@ a pure function and thread-safe.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import xxhash
 
+from kvstore.chunks import ByteArray
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import CODEC_NAMES
+from kvstore.keys import ChunkKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvstore.chunks import ByteArray
-    from kvstore.keys import ChunkKey
 
 _ANY_PAGE_BYTES = 1 << 40  # longer than any layer: only the file bounds the lengths then
 MAX_HEADER_BYTES = 1 << 20  # of any chunk

@@ -10,27 +10,23 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
 
 from kvstore import __version__
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.format.images import MAX_HEADER_BYTES, check_image, read_facts
 from kvstore.format.wholeio import read_front, read_whole, write_whole
 from kvstore.keys import ChunkKey, Namespace
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
-
-    from kvstore.chunks import ByteArray
 
 MAGIC = b"KVSPACK1"
 END_MAGIC = b"KVSPEND1"
@@ -128,11 +124,6 @@ class PackWriter(_File):
             except BaseException:
                 self.close()
                 raise
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes written so far."""
-        return self._end
 
     def add(self, shard: int, ref: ChunkRef, image: ByteArray) -> None:
         """Append the content of a chunk file, which the caller has checked.

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 
 def read_whole(fd: int, views: Sequence[memoryview], offset_bytes: int) -> bool:

@@ -9,8 +9,16 @@ What every transport promises:
 - *Once.* A chunk that the receiver has is not sent again.
 - *Compatible engines only.* A receiver whose KV is not interchangeable with ours refuses, and names the difference.
 
-The bytes are in host memory, as sockets need them. docs/disaggregation.md says what transports between devices would
-need in addition.
+The bytes are in host memory, as sockets need them. The scheme of a receiver's URL would choose another transport, and
+whoever cannot use it falls back to TCP. What those between devices would need in addition:
+
+- *NIXL, UCX (RDMA)* write from memory that was registered once: the pusher's buffer is one mapping, of which
+  ``Parcel.payload`` is a view, and so are the receiver's pages. ``Reserve`` would answer with the remote key and the
+  addresses of its runs; ``Commit`` stays, with a checksum a layer, as nothing else notices a torn write.
+- *NCCL* needs both sides in a call at once, and blocks before it is known that all of a chunk is right. So the receiver
+  needs places in device memory that nobody can find yet, ``deliver`` begins with a message that says what is to come,
+  and ``Parcel`` gets a form on the device. A rank that dies takes the communicator with it: one for each pair of
+  engines, made anew after a failure.
 """
 
 from __future__ import annotations

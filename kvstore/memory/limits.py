@@ -6,16 +6,13 @@ versions of control groups are read, from the process's own group up to the root
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from kvstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _GIB_BYTES = 2**30
 _ROOT = Path("/")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
+from kvstore.chunks import ByteArray
 
 _STEP_BYTES = 8 << 20  # populated between two checks whether to stop
 _MADV_DONTFORK = 10

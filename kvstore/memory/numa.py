@@ -8,14 +8,12 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
+from kvstore.chunks import ByteArray
 from kvstore.memory.cudart import find_runtime
-
-if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
 
 logger = logging.getLogger(__name__)
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, LifoQueue
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import TierError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.chunks import ByteArray
 
 SCRATCH_BUFFERS = 4  # the number of threads that encode at once; more than there are cores would not be faster
 

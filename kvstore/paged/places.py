@@ -47,7 +47,6 @@ class Places:
     ) -> None:
         self.pieces = pieces
         self.begin = begin
-        self.end = begin + on_host.numel()
         self.on_host = on_host
         self.on_device = on_device
         self.is_sent = False

@@ -202,7 +202,7 @@ class Stats(Request, tag=13, frozen=True):
 class ClearSpaces(Request, tag=14, frozen=True):
     """Forget all chunks of a namespace, by id, or of all (empty). ``Report``."""
 
-    space: Annotated[bytes, msgspec.Meta(max_length=8)]
+    namespace: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
 class Pin(Request, tag=15, frozen=True):
@@ -231,7 +231,7 @@ class Pins(Request, tag=17, frozen=True):
 class UnpinSpaces(Request, tag=18, frozen=True):
     """Unpins all chunks of a namespace, by id, or of all (empty). ``Report``."""
 
-    space: Annotated[bytes, msgspec.Meta(max_length=8)]
+    namespace: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
 Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import xxhash
 
+from kvstore.chunks import ByteArray
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from kvstore.chunks import ByteArray
 
 _STEP_BYTES: Final = 256 << 10  # what a processor's own cache holds
 

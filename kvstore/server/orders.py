@@ -33,9 +33,9 @@ class Orders:
         """Carry out an order and report its result."""
         match order:
             case messages.ClearSpaces():
-                return report(order, {"chunks": sum(map(self._clear, self._spaces(order.space)))})
+                return report(order, {"chunks": sum(map(self._clear, self._spaces(order.namespace)))})
             case messages.UnpinSpaces():
-                pinned = [chunk for chunk in self._stock.pins if order.space in {b"", chunk.space.id}]
+                pinned = [chunk for chunk in self._stock.pins if order.namespace in {b"", chunk.space.namespace.id}]
                 return report(order, {"chunks": self._stock.unpin(pinned)})
             case messages.Pins():
                 return report(order, self._stock.pins.listed(self._core.now(), _MAX_LISTED))
@@ -52,8 +52,8 @@ class Orders:
             count = self._stock.unpin([space.chunks[ref] for ref in refs if ref in space.chunks])
         return report(order, {"chunks": count})
 
-    def _spaces(self, space_id: bytes) -> list[Space]:
-        return [space for space in self._stock.spaces.values() if not space_id or space.id == space_id]
+    def _spaces(self, namespace_id: bytes) -> list[Space]:
+        return [space for space in self._stock.spaces.values() if namespace_id in {b"", space.namespace.id}]
 
 
 def report(request: messages.Request, tree: object) -> messages.Report:

@@ -51,8 +51,8 @@ class Pins:
         for end_s in sorted(self._by_end):
             chunks, sizes = Counter[str](), Counter[str]()
             for chunk in self._by_end[end_s]:
-                chunks[chunk.space.id.hex()] += 1
-                sizes[chunk.space.id.hex()] += chunk.size_bytes
+                chunks[chunk.space.namespace.id.hex()] += 1
+                sizes[chunk.space.namespace.id.hex()] += chunk.size_bytes
             ends_in_s = max(0, round(end_s - now_s))
             found += [
                 {"namespace": name, "chunks": count, "bytes": sizes[name], "ends_in_s": ends_in_s}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
 from itertools import accumulate
@@ -57,7 +58,8 @@ def _tiers(core: Core, num_unwritten: int) -> dict[str, Any]:
 
 def _space(space: Space) -> dict[str, Any]:
     return {
-        "id": space.id.hex(),
+        "id": space.namespace.id.hex(),
+        "space": space.id.hex(),
         "fields": dict(space.namespace.fields),
         "chunk_tokens": space.layout.chunk_tokens,
         "block_tokens": space.layout.block_tokens,
@@ -85,16 +87,20 @@ def exposition(tree: Mapping[str, Any]) -> str:
         lines += _metric(f"kvstore_server_tier_{what}", "gauge", f"Of each tier: {what}.", values)
     spaces = tree["namespaces"]
     for what in ("chunks", "used_bytes", "clients"):
-        values = [(_labels(space), space[what]) for space in spaces]
+        values = _by_namespace((space, space[what]) for space in spaces)
         lines += _metric(f"kvstore_server_namespace_{what}", "gauge", f"Of each namespace: {what}.", values)
     for what in spaces[0]["counters"] if spaces else ():
-        values = [(_labels(space), space["counters"][what]) for space in spaces]
+        values = _by_namespace((space, space["counters"][what]) for space in spaces)
         lines += _metric(f"kvstore_server_{what}_total", "counter", f"Since the start: {what}.", values)
     return "\n".join(lines) + "\n"
 
 
-def _labels(space: Mapping[str, Any]) -> dict[str, str]:
-    return {"namespace": space["id"], "model": str(space["fields"].get("model", ""))}
+def _by_namespace(values: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[dict[str, str], float]]:
+    """Values by namespace: clients may come to one with several geometries, and a series must not be there twice."""
+    totals = Counter[tuple[str, str]]()
+    for space, value in values:
+        totals[space["id"], str(space["fields"].get("model", ""))] += value
+    return [({"namespace": name, "model": model}, total) for (name, model), total in totals.items()]
 
 
 def _metric(name: str, kind: str, meaning: str, values: list[tuple[dict[str, str], float]]) -> Iterator[str]:

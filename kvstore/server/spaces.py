@@ -84,7 +84,7 @@ class Space:
     """A namespace.
 
     Attributes:
-        id: 8 bytes that stand for the namespace and the geometry.
+        id: 8 bytes that stand for the namespace and the geometry; people see the namespace's own id.
         namespace: its fields.
         layout: the geometry of its chunks.
         quota_bytes: what it may hold, in memory and on disk together, each chunk counted once.

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from kvstore.chunks import Outcome
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
-from kvstore.keys import ChunkKey
+from kvstore.keys import ChunkKey, Namespace
+from kvstore.layout import KVLayout
 from kvstore.tiers.base import GIVEN_BY_URL, Tier, TierCounters, TierSetup, Transfer, payload_view
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from kvstore.chunks import ByteArray, ChunkRef
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
 
 SCHEME = "pack"
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.memory.device import DeviceSlots
-
-if TYPE_CHECKING:
-    from kvstore.chunks import ChunkRef
-    from kvstore.memory.labelled import Filling
-    from kvstore.paged.base import BlockIds, PagedKV
+from kvstore.memory.labelled import Filling
+from kvstore.paged.base import BlockIds, PagedKV
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 OUTPUT_TOKENS = 12
 LONG = 3500  # takes many seconds
 LENGTHS = (40, 64, 255, 256, 257, 300, 513, 700, 1000, 1500)
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+TEMPLATE = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
 ENGINE = """
 remote_url: {url}
 max_local_cpu_size: 0.25

@@ -193,7 +193,7 @@ def test_a_sweep_that_began_before_a_clear_leaves_what_came_after_it(server: Red
     before = one._home
     two.clear()
     put(two, *REFS[:2])
-    one._sweeper.sweep(before)
+    one._calls.sweep(before)
     assert two.contains(REFS[:2]) == [True, True]
     for tier in (one, two):
         tier.close()
@@ -208,7 +208,7 @@ def test_a_put_that_was_cleared_before_it_ended_does_not_say_that_it_stored(
     def commit(*arguments: Any) -> Any:
         ended = real_commit(*arguments)
         monkeypatch.undo()
-        two._sweeper.renew(two._current_home())  # as a clear that has not swept yet
+        two._calls.renew(two._current_home())  # as a clear that has not swept yet
         return ended
 
     monkeypatch.setattr(ChunkIO, "commit", commit)
@@ -240,7 +240,7 @@ def test_chunks_of_an_epoch_that_has_ended_are_not_there(server: RedisServer, mo
     """Though their keys still are: whoever cleared did not come to delete them."""
     one, two = (open_redis(f"redis://127.0.0.1:{server.port}") for _ in range(2))
     put(one, *REFS)
-    monkeypatch.setattr(two._sweeper, "sweep", lambda _home: None)
+    monkeypatch.setattr(two._calls, "sweep", lambda _home: None)
     two.clear()
     assert values(server)
     assert not any(one.contains(REFS) + two.contains(REFS))
@@ -268,7 +268,7 @@ def test_a_put_under_way_during_a_clear(server: RedisServer, monkeypatch: pytest
 def test_killed_in_the_middle_of_a_clear(server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is unreachable though nothing was deleted; the next clear deletes it."""
     put_large(tier, *WHOLE[:3])
-    monkeypatch.setattr(tier._sweeper, "sweep", killed)
+    monkeypatch.setattr(tier._calls, "sweep", killed)
     with pytest.raises(TierError, match="killed"):
         tier.clear()
     assert len(values(server)) == 18

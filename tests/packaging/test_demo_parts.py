@@ -11,7 +11,15 @@ from support.lora import build_lora
 from tokenizers import Tokenizer
 
 from kvstore.tools.demo.run import DemoResult, drop_page_cache
-from kvstore.tools.models import TINY, as_text, build_llama, random_tokens
+from kvstore.tools.models import (
+    SPECIAL_TOKENS,
+    TINY,
+    as_text,
+    build_llama,
+    count_words,
+    random_tokens,
+    write_tokenizer,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +33,7 @@ GOOD = DemoResult(
     disk_bytes=73_000_000,
     outputs_identical=True,
 )
-SMALL = replace(TINY, layers=1, vocab=128)
+SMALL = replace(TINY, layers=1, vocab=512)
 
 
 def test_success_has_no_problems() -> None:
@@ -70,6 +78,25 @@ def test_text_has_exactly_its_tokens(tmp_path: Path) -> None:
     tokens = random_tokens(300, vocab=SMALL.vocab, seed=3)
     tokenizer = Tokenizer.from_file(str(build_llama(tmp_path, SMALL) / "tokenizer.json"))
     assert tokenizer.encode(as_text(tokens)).ids == tokens
+
+
+def test_different_texts_are_different_tokens(tmp_path: Path) -> None:
+    """Words that it does not know are read byte by byte, so a text comes back from its tokens."""
+    write_tokenizer(tmp_path, SMALL.vocab, 4096)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = ["What is the capital of France?", "What is the capital of Spain?", "ab", "a b", "a\nb", "w1 w2", "w1w2"]
+    texts += ["w01", "W1", "w0001", "w99999", "na\u00efve \u65e5\u672c \x00"]
+    ids = [tokenizer.encode(text).ids for text in texts]
+    assert len(set(map(tuple, ids))) == len(texts)
+    assert [tokenizer.decode(found) for found in ids] == [f" {text}" for text in texts]
+    assert max(max(found) for found in ids) < SMALL.vocab - len(SPECIAL_TOKENS)
+
+
+def test_a_model_answers_in_words(tmp_path: Path) -> None:
+    head = load_file(build_llama(tmp_path, SMALL) / "model.safetensors")["lm_head.weight"]
+    silent = (head == 0).all(dim=1)
+    assert silent.sum() == 257
+    assert not silent[: count_words(SMALL.vocab)].any()
 
 
 def test_lora_adapters_differ_in_their_weights_only(tmp_path: Path) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.bounded_client import used_bytes
 from support.cache_server import ServerThread, serving_ipc
 from typer.testing import CliRunner
 
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
+from kvstore.server.reports import exposition
 from kvstore.testing.harness import EVEN, MINE, make_transfer
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.server.tier import ServerTier
 from kvstore.tools.cli import app
+from kvstore.tools.commands.cache_server import _tables
 
 RUNNER = CliRunner()
 COMMANDS = ["serve", "keygen", "ping", "stats", "lookup", "explain", "pin", "pins", "unpin", "clear"]
@@ -71,8 +76,9 @@ def test_ping(server: ServerThread, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_there_and_one_that_is_not(server: ServerThread, tier: ServerTier, prompt: list[str]) -> None:
-    assert "no such namespace" in run(server, "explain", *prompt)
-    run(server, "lookup", *prompt, code=1)
+    for command, code in (("explain", 0), ("lookup", 1)):
+        assert "the server is empty: it holds no chunks, and no engine" in run(server, command, *prompt, code=code)
+        assert "no namespace with 'llama'" in run(server, command, *prompt, "--model", "llama", code=code)
     refs = chunks_of(TOKENS)
     tier.put([make_transfer(EVEN, ref) for ref in refs[:2]])
     assert "128 of 200 tokens" in run(server, "lookup", *prompt)
@@ -83,7 +89,7 @@ def test_a_prompt_that_is_there_and_one_that_is_not(server: ServerThread, tier: 
     tier.put([make_transfer(EVEN, ref) for ref in refs[1:]])
     assert "all of it that can be stored is there" in run(server, "explain", *prompt)
     assert "192 of 200 tokens" in run(server, "lookup", *prompt, "--model", "conf")
-    run(server, "lookup", *prompt, "--salt", "other", code=1)
+    assert "kvstore explain says why" in run(server, "lookup", *prompt, "--salt", "other", code=1)
 
 
 def test_a_tail_counts(server: ServerThread, tier: ServerTier, prompt: list[str]) -> None:
@@ -124,6 +130,58 @@ def test_stats_and_clear(server: ServerThread, tier: ServerTier, prompt: list[st
     assert run(server, "clear", "--namespace", space["id"]) == "3 chunks forgotten\n"
     assert run(server, "clear", "--all") == "0 chunks forgotten\n"
     run(server, "lookup", *prompt, code=1)
+
+
+def test_a_namespace_has_one_id(tier: ServerTier, server: ServerThread, prompt: list[str]) -> None:
+    """That of engines' folders, whatever the geometry with which a client comes."""
+    refs = chunks_of(TOKENS)
+    tier.put([make_transfer(EVEN, ref) for ref in refs])
+    odd = replace(EVEN, page_bytes=(2 * EVEN.page_bytes[0], *EVEN.page_bytes[1:]))
+    other = ServerTier.open(TierSetup(MINE, odd, UNBOUNDED_BYTES, {"url": server.url}))
+    other.put([make_transfer(odd, refs[0])])
+    name = MINE.id.hex()
+    assert name in run(server, "lookup", *prompt)
+    assert name in run(server, "explain", *prompt)
+    run(server, "pin", *prompt)
+    assert name in run(server, "pins")
+    tree = json.loads(run(server, "stats", "--json"))
+    assert [space["id"] for space in tree["namespaces"]] == [name, name]
+    page = exposition(server.hub.snapshot(5.0))
+    (line,) = (line for line in page.splitlines() if line.startswith("kvstore_server_namespace_chunks{"))
+    assert line == f'kvstore_server_namespace_chunks{{namespace="{name}",model="{MINE.fields["model"]}"}} 4'
+    assert run(server, "clear", "--namespace", name) == "4 chunks forgotten\n"
+    other.close()
+
+
+def test_stats_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with large numbers, and with long names of models, which alone are cut."""
+    counters = dict.fromkeys(("found", "missing", "stored", "read", "evicted"), 98_765_432)
+    space = {
+        "id": "24b851fdbab6ab70",
+        "fields": {"model": "files 0123456789abcdef of [a] model"},
+        "clients": 16,
+        "chunks": 987_654,
+        "used_bytes": 5 << 40,
+        "quota_bytes": 8 << 40,
+        "counters": {f"{name}_chunks": count for name, count in counters.items()},
+    }
+    tier = {"used_bytes": 15 << 40, "capacity_bytes": 64 << 40, "chunks": 12_345_678}
+    tree = {
+        "version": "0.1.0",
+        "status": "ok",
+        "uptime_s": 1_234_567.0,
+        "clients": 16,
+        "tiers": {"memory": tier, "disk": tier},
+        "namespaces": [space] * 2,
+        "namespaces_left_out": 12,
+    }
+    printed = io.StringIO()
+    Console(width=80, file=printed).print(_tables(tree))
+    text = printed.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("24b851fdbab6ab70") == 4
+    for whole in ("5,242,880", "8,388,608", "987,654", "98,765 k", "67,108,864", "12,345,678", "12 namespaces more"):
+        assert whole in text, text
 
 
 @pytest.mark.parametrize("text", ["{}", "[1, true]", "[1.5]", "no"])

@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 from kvstore.policies import POLICIES, open_policy
 from kvstore.policies.simulation import SimulatedStore, best_hits
 from kvstore.tools.cli import app
+from kvstore.tools.simulate import report
+from kvstore.tools.simulate.cells import Cell, Scale
+from kvstore.tools.simulate.report import _ticks
 
 RUNNER = CliRunner()
 
@@ -126,6 +129,34 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path) -> None:
     assert b"<svg" in picture.read_bytes()
     result = RUNNER.invoke(app, ["simulate", str(trace), "--chunks", "4", "--plot", str(tmp_path / "plot.what")])
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "labels"),
+    [
+        ([20, 50, 100, 200, 400], ["20", "50", "100", "200", "400"]),
+        ([1, 4, 12, 1_000_000, 1_200_000], ["1", "4", "12", "1,000,000"]),
+        ([0.25, 0.5, 1000.4], ["0.25", "0.5", "1,000"]),
+        ([8], ["8"]),
+    ],
+)
+def test_ticks_do_not_collide(sizes: list[float], labels: list[str]) -> None:
+    places, found = _ticks(sizes)
+    assert found == labels
+    assert set(places) <= set(sizes)
+
+
+def test_a_picture_has_a_panel_a_trace_and_one_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: the extra `plot`")
+    drawn: list[Any] = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, _file: drawn.append(figure))
+    found = [Cell(trace, policy, 8, 4, 0.5) for trace in ("a/t", "b/t", "c/u") for policy in ("LRU", "best possible")]
+    report.plot(found, Scale(None), tmp_path)
+    (figure,) = drawn
+    shown = [axes for axes in figure.axes if axes.axison]
+    assert [axes.get_title() for axes in shown] == ["a/t", "b/t", "u"]
+    assert {axes.get_xlabel() for axes in shown} == {"chunks of memory; disk of 4 chunks below"}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["LRU", "best possible"]
 
 
 def test_the_best_possible_is_no_less_than_any_choice() -> None:

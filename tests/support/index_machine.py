@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 from hypothesis import assume
@@ -35,6 +36,13 @@ FAMILIES = [COMMON + list(range(10, 30)), COMMON[:6] + list(range(30, 60)), list
 
 def stored_bytes(num_blocks: int) -> int:
     return 10 + 30 * num_blocks
+
+
+@cache  # every schedule asks for the same few, again and again
+def _hasher(family: int, length: int) -> PrefixHasher:
+    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher.update(FAMILIES[family][:length])
+    return hasher
 
 
 @dataclass
@@ -110,9 +118,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.stored.update(ref.prefix_key for ref in adopted)
 
     def hasher(self, family: int, length: int) -> PrefixHasher:
-        hasher = PrefixHasher(CHUNK, BLOCK)
-        hasher.update(FAMILIES[family][:length])
-        return hasher
+        return _hasher(family, length)
 
     def carry_out_removals(self) -> None:
         for ref in self.index.take_removals():

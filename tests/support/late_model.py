@@ -76,7 +76,7 @@ class Model:
         for layer in range(LAYERS if blocks else 0):
             begin, end = self.paged.layout.layer_range(layer, blocks)
             pages = slot.payload[begin:end].reshape(2, blocks, -1)
-            found = [sorted({int(byte) for byte in pages[:, n].flatten()}) for n in range(blocks)]
+            found = [sorted(set(pages[:, n].tobytes())) for n in range(blocks)]
             assert found == [[(value + 31 * layer) % 256] for value in slot.values]
 
     def spoil(self, slot: Slot) -> None:
@@ -124,7 +124,7 @@ class Model:
         for slot in self.slots:
             self.reach(slot)
         for layer, cache in enumerate(self.caches.values()):
-            found = [sorted({int(byte) for byte in cache[:, block].flatten()}) for block in range(BLOCKS)]
+            found = [sorted(set(cache[:, block].numpy().tobytes())) for block in range(BLOCKS)]
             assert found == [[(value + 31 * layer) % 256] for value in self.wanted]
 
 

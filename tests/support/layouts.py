@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -89,14 +90,17 @@ def put_elements(plane: Plane, block: int, values: Mapping[tuple[int, ...], byte
 def _addresses(plane: Plane, block: int) -> list[tuple[tuple[int, ...], int]]:
     """The place inside the block, and the address in the storage, of each of a block's elements."""
     tensor, axis, ratio = plane
-    found: list[tuple[tuple[int, ...], int]] = []
-    strides = [int(stride) for stride in tensor.stride()]
-    inner = [range(ratio) if dim == axis else range(size) for dim, size in enumerate(tensor.shape)]
-    for place in itertools.product(*inner):
-        index = [block * ratio + number if dim == axis else number for dim, number in enumerate(place)]
-        offset = sum(map(math.prod, zip(index, strides, strict=True)))
-        found.append((place, int(tensor.storage_offset()) + offset))
-    return found
+    first = int(tensor.storage_offset()) + block * ratio * int(tensor.stride(axis))
+    return [(place, first + offset) for place, offset in _offsets(tensor.shape, tensor.stride(), axis, ratio)]
+
+
+@cache  # the same for every block, and for all layers of a model
+def _offsets(
+    shape: tuple[int, ...], strides: tuple[int, ...], axis: int, ratio: int
+) -> list[tuple[tuple[int, ...], int]]:
+    """The place of each of a block's elements, and its distance from the first."""
+    inner = [range(ratio) if dim == axis else range(size) for dim, size in enumerate(shape)]
+    return [(place, sum(map(math.prod, zip(place, strides, strict=True)))) for place in itertools.product(*inner)]
 
 
 def take_blocks(paged: Paged, blocks: Sequence[int]) -> list[list[dict[tuple[int, ...], bytes]]]:

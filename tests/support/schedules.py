@@ -60,6 +60,11 @@ def schedules(examples: int = EXAMPLES) -> Callable[[Test], Test]:
     return decorate
 
 
+def seeds(some: int) -> range:
+    """For tests that draw by themselves: so many seeds, or a hundred times as many in a soak."""
+    return range(100 * some if _Mode.is_soak else some)
+
+
 def join_soak(item: pytest.Item) -> None:
     """Make a test that tries random schedules a part of the soak, with time for thousands."""
     if item.get_closest_marker("schedules") and _Mode.is_soak:

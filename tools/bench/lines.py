@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from kvstore.tools.bench.floors import Bound, bound_of
 from kvstore.tools.bench.geometry import Geometry
+from kvstore.tools.bench.load import Load
 from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair
 from kvstore.tools.bench.workbench import Workbench
 
@@ -118,14 +118,18 @@ class BenchReport:
         batch_bytes: by one call.
         rounds: samples of most lines.
         lines: what was measured.
+        load: of the machine meanwhile.
         skipped: what was not measured, and why.
+        interrupted: whether the run was stopped before the last line.
     """
 
     geometry: Geometry
     batch_bytes: int
     rounds: int
     lines: list[Line]
+    load: Load
     skipped: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def failed(self) -> list[Line]:
@@ -140,13 +144,16 @@ class BenchReport:
             "rounds": self.rounds,
             "machine": {
                 "platform": platform.platform(),
-                "cpus": os.cpu_count(),
-                "load": os.getloadavg()[0],
+                "cpus": self.load.cores,
+                "load": self.load.begin,
+                "load_at_end": self.load.end,
+                "others_cores": self.load.others_cores,
                 "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 "torch": str(torch.__version__),
                 "numpy": np.__version__,
             },
             "lines": [line.to_json() for line in self.lines],
             "skipped": self.skipped,
+            "interrupted": self.interrupted,
             "failed": [line.subject.name for line in self.failed],
         }

@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from kvstore.tools.bench.lines import BenchReport
+from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.load import cpu_name
 from kvstore.tools.figures import new_figure, save_figure
 
 _COLOURS = {"ok": "tab:green", "below goal": "tab:orange", "BELOW FLOOR": "tab:red"}
 _WIDEST = 1.5  # longer bars are cut: how far a path is beyond the limit matters little
+_CUT = "\u00bb"
 
 
 def plot_report(report: BenchReport, file: Path) -> None:
-    """Draw the fractions of a run; the limit is a line, goals are ticks.
+    """Draw the fractions of a run; the limit is a line, goals are ticks, and a bar that is cut has its end marked.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write this file.
     """
     lines = report.lines[::-1]
-    figure = new_figure(9.0, 1.2 + 0.32 * len(lines))
+    figure = new_figure(9.0, 1.8 + 0.3 * len(lines))
     axes = figure.subplots()
+    limit = axes.axvline(1.0, color="black", linestyle="--", zorder=0, label="limit")
+    bars = _draw_bars(axes, lines)
     places = range(len(lines))
-    fractions = [line.fraction for line in lines]
-    axes.barh(places, [min(one, _WIDEST) for one in fractions], color=[_COLOURS[line.verdict] for line in lines])
-    axes.plot([line.bound.goal for line in lines], places, "|", color="black", markersize=14, label="goal")
-    axes.axvline(1.0, color="black", linestyle="--", label="limit")
-    for place, line in zip(places, lines, strict=True):
-        axes.text(0.02, place, f"{line.fraction:.2f} of {line.subject.limit_name}", va="center", fontsize=8)
+    goals = axes.vlines(
+        [line.bound.goal for line in lines],
+        [place - 0.4 for place in places],
+        [place + 0.4 for place in places],
+        color="black",
+        linewidth=2,
+        label="goal",
+    )
     axes.set_yticks(places, [line.subject.name for line in lines])
-    axes.set(title=f"kvstore bench, {report.geometry.name}", xlabel="fraction of the limit", xlim=(0, _WIDEST))
-    axes.legend(loc="lower right")
+    axes.set(xlabel=f"fraction of the limit ({_CUT}: the bar is cut)", xlim=(0, _WIDEST), ylim=(-0.6, len(lines) - 0.4))
+    busy = "\nthe machine was BUSY: run again on a quiet one" if report.load.is_busy else ""
+    figure.suptitle(f"kvstore bench, {report.geometry.name}, on {cpu_name()}\n{report.load}{busy}", fontsize=10)
+    figure.legend(handles=[*bars.values(), goals, limit], loc="outside lower center", ncols=5, frameon=False)
     save_figure(figure, file)
+
+
+def _draw_bars(axes: Any, lines: list[Line]) -> dict[str, Any]:  # noqa: ANN401 - matplotlib's
+    """Draw a bar for each line; those of each verdict, for the legend."""
+    drawn = {}
+    for verdict, colour in _COLOURS.items():
+        chosen = [(place, line) for place, line in enumerate(lines) if line.verdict == verdict]
+        widths = [min(line.fraction, _WIDEST) for _, line in chosen]
+        if chosen:
+            drawn[verdict] = axes.barh([place for place, _ in chosen], widths, color=colour, label=verdict.lower())
+    for place, line in enumerate(lines):
+        below = ": BELOW FLOOR" if line.failed else ""
+        axes.text(0.02, place, f"{line.fraction:.2f} of {line.subject.limit_name}{below}", va="center", fontsize=8)
+        if line.fraction > _WIDEST:
+            axes.text(_WIDEST - 0.01, place, _CUT, va="center", ha="right", color="white", fontsize=12, weight="bold")
+    return drawn

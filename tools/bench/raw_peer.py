@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.chunks import ByteArray
+
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import zmq
-
-    from kvstore.chunks import ByteArray
 
 _TIMEOUT_S = 60.0
 

@@ -16,6 +16,7 @@ from kvstore.tools.bench.disk import measure_disk
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.gpu.calls import measure_gpu
 from kvstore.tools.bench.lines import BenchReport, Line
+from kvstore.tools.bench.load import Mark
 from kvstore.tools.bench.lookup import measure_lookups, measure_touches
 from kvstore.tools.bench.redis import measure_redis
 from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick, one_torch_thread
@@ -24,6 +25,7 @@ from kvstore.tools.bench.server import measure_server
 from kvstore.tools.bench.start import measure_start
 from kvstore.tools.bench.vllm import measure_vllm
 from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.interrupts import Interruption
 
 MAX_BATCH_CHUNKS = 64  # the disk tier keeps as many files for reuse
 MIB = 1 << 20
@@ -77,7 +79,7 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport:
-    """Measure all lines asked for.
+    """Measure all lines asked for. Of an interrupted run there are the lines that were measured.
 
     Raises:
         BenchError: a path did not move what it should have.
@@ -87,17 +89,22 @@ def run_bench(options: BenchOptions, tick: Tick = lambda _: None) -> BenchReport
     require_memory(8 * options.batch_chunks * options.geometry.chunk_bytes, "the bench", key="--batch-mib")
     lines: list[Line] = []
     skipped = []
+    interrupted = False
+    begin = Mark.now()
     with one_torch_thread():
         for name, measure in _sections(Workbench(options.geometry, options.batch_chunks), options, tick):
-            if measure is None:
-                skipped.append(f"{name}: not asked for")
+            if measure is None or interrupted:
+                skipped.append(f"{name}: {'not asked for' if measure is None else 'interrupted'}")
                 continue
             try:
                 lines += measure()
             except ConfigError as error:
                 skipped.append(f"{name}: {error}")
-    batch_bytes = options.batch_chunks * options.geometry.chunk_bytes
-    return BenchReport(options.geometry, batch_bytes, options.rounds, lines, skipped)
+            except Interruption:
+                skipped.append(f"{name}: interrupted")
+                interrupted = True
+    batch_bytes, load = options.batch_chunks * options.geometry.chunk_bytes, begin.until(Mark.now())
+    return BenchReport(options.geometry, batch_bytes, options.rounds, lines, load, skipped, interrupted)
 
 
 Section = tuple[str, Callable[[], list[Line]] | None]

@@ -28,6 +28,7 @@ from kvstore.tools.bench import redis, server
 from kvstore.tools.bench.samples import BenchError
 from kvstore.tools.bench.vllm import VOCABULARY, environment, require_vllm
 from kvstore.tools.console import numbers
+from kvstore.tools.interrupts import Interruption
 from kvstore.tools.models import DEMO, build_llama
 from kvstore.tools.processes import running
 
@@ -73,7 +74,7 @@ def parse_connectors(text: str) -> list[str]:
 def measure_turns(
     connectors: list[str], rounds: int, folder: Path, redis_server: Path | None
 ) -> dict[str, dict[str, Samples]]:
-    """Samples by connector, each with those of the two plain vLLMs next to it.
+    """Samples by connector, each with those of the two plain vLLMs next to it; if interrupted, of those before.
 
     Raises:
         ConfigError: vLLM is not installed, or a server does not start.
@@ -86,14 +87,21 @@ def measure_turns(
         for connector in connectors:
             place = Path(made) / connector
             place.mkdir()
-            with ExitStack() as stack:
-                transfer = stack.enter_context(_transfer(connector, place, redis_server))
-                engines = {
-                    name: stack.enter_context(_engine(model, given))
-                    for name, given in ((PLAIN, None), (connector, transfer), (CONTROL, None))
-                }
-                found[connector] = _converse(engines, rounds)
+            try:
+                found[connector] = _measure(connector, model, rounds, place, redis_server)
+            except Interruption:
+                break
     return found
+
+
+def _measure(connector: str, model: Path, rounds: int, folder: Path, redis_server: Path | None) -> dict[str, Samples]:
+    with ExitStack() as stack:
+        transfer = stack.enter_context(_transfer(connector, folder, redis_server))
+        engines = {
+            name: stack.enter_context(_engine(model, given))
+            for name, given in ((PLAIN, None), (connector, transfer), (CONTROL, None))
+        }
+        return _converse(engines, rounds)
 
 
 def turns_table(found: dict[str, dict[str, Samples]]) -> Table:

@@ -15,15 +15,14 @@ from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import BenchError, Pair
 from kvstore.tools.bench.server import private_server
-from kvstore.tools.models import DEMO, build_llama
+from kvstore.tools.models import DEMO, build_llama, count_words
 
 _MODULE: Final = "kvstore.adapters.vllm.offline.measuring"
 _HANDOVER_MODULE: Final = "kvstore.adapters.vllm.offline.measuring_handover"
 _RECEIVER_BYTES: Final = 512 << 20
 _MARK: Final = "BENCH SAMPLES "
-_NO_WORDS: Final = 8  # at the end of the random model's vocabulary
 _TIMEOUT_S: Final = 1800.0
-VOCABULARY: Final = DEMO.vocab - _NO_WORDS
+VOCABULARY: Final = count_words(DEMO.vocab)
 _SETTINGS: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.tools.console import FAILED, AsJson
+from kvstore.tools.console import AsJson
 
 BENCH_FOLDER = Path("/var/tmp")  # noqa: S108 - on a disk where /tmp may be memory; the folder made in it is private
 
@@ -53,7 +53,8 @@ def bench(
 ) -> None:
     """Measure every path against the limit of this machine, in one run.
 
-    Exits with 1 if a fraction is below its recorded floor, or if a path lost a byte.
+    Exits with 1 if a fraction is below its recorded floor, or if a path lost a byte; with 130 if interrupted, after
+    showing what was measured.
     """
     from kvstore.tools.bench.command import converse_and_print, measure_and_print  # noqa: PLC0415
     from kvstore.tools.bench.geometry import parse_geometry  # noqa: PLC0415
@@ -62,8 +63,8 @@ def bench(
     program = shutil.which("redis-server") if parts.redis else None
     redis_server = Path(program) if program else None
     if turns is not None:
-        converse_and_print(turns, rounds, folder, redis_server, as_json=as_json)
-        return
+        code = converse_and_print(turns, rounds, folder, redis_server, as_json=as_json)
+        raise typer.Exit(code)
     options = BenchOptions(
         parse_geometry(geometry),
         batch_mib * MIB,
@@ -75,5 +76,4 @@ def bench(
         gpu=parts.gpu,
         vllm=parts.vllm,
     )
-    if not measure_and_print(options, plot=plot, compare_with=compare, as_json=as_json):
-        raise typer.Exit(FAILED)
+    raise typer.Exit(measure_and_print(options, plot=plot, compare_with=compare, as_json=as_json))

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Column, Table
 
 from kvstore.errors import ConfigError, InvalidCallError, KVStoreError
-from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up, numbers
+from kvstore.tools.console import FAILED, WRONG_USAGE, Answer, AsJson, give_up
 
 if TYPE_CHECKING:
     from kvstore.tiers.server.operator import Found, Operator
 
 _MIB = 1 << 20
+_COUNTED = ("found", "missing", "stored", "read", "evicted")
 _REASONS = {
     "never_stored": "it was never stored, or so long ago that the server has forgotten",
     "evicted": "it was evicted: raise max_local_cpu_size, the disk's size, or the quota",
@@ -142,23 +144,24 @@ def lookup(server: Server, prompt: Prompt) -> Answer:
     """Show how much of a prompt the server holds. Exits with 1 if it holds nothing."""
     with server.operator() as operator:
         num_tokens, found = prompt.find(operator)
-    tree = {"tokens": num_tokens, "found": {each.space_id: each.num_tokens for each in found}}
-    text = [f"{each.space_id}: {each.num_tokens} of {num_tokens} tokens ({_model(each)})" for each in found]
-    return Answer(tree, text, 0 if any(each.num_tokens for each in found) else FAILED)
+    tree = {"tokens": num_tokens, "found": {each.namespace_id: each.num_tokens for each in found}}
+    text = [f"{each.namespace_id}: {each.num_tokens} of {num_tokens} tokens ({_model(each)})" for each in found]
+    if any(each.num_tokens for each in found):
+        return Answer(tree, text)
+    return Answer(tree, text or [_why_none(prompt)], FAILED, ["kvstore explain says why"] if found else [])
 
 
 def explain(server: Server, prompt: Prompt) -> Answer:
     """Show whether the server holds a prompt, and if not, why."""
     with server.operator() as operator:
         num_tokens, found = prompt.find(operator)
-    reasons = {each.space_id: _reason(each, found) for each in found}
-    tree = {"tokens": num_tokens, "reasons": reasons, "chunks": {each.space_id: each.chunks for each in found}}
+    reasons = {each.namespace_id: _reason(each, found) for each in found}
+    tree = {"tokens": num_tokens, "reasons": reasons, "chunks": {each.namespace_id: each.chunks for each in found}}
     text = []
     for each in found:
-        text.append(f"{each.space_id} ({_model(each)}): {each.num_tokens} of {num_tokens} tokens")
-        text.append(f"  {reasons[each.space_id]}")
-    nothing = "there is no such namespace: no engine with this model has connected since the server was started"
-    return Answer(tree, text or [nothing])
+        text.append(f"{each.namespace_id} ({_model(each)}): {each.num_tokens} of {num_tokens} tokens")
+        text.append(f"  {reasons[each.namespace_id]}")
+    return Answer(tree, text or [_why_none(prompt)])
 
 
 def pin(
@@ -225,6 +228,13 @@ def _changed(done: str, changed: int) -> Answer:
     return Answer({done: changed}, [f"{changed} chunks {done}"], 0 if changed else FAILED)
 
 
+def _why_none(prompt: Prompt) -> str:
+    """Why there is no namespace to look into."""
+    if prompt.model:
+        return f"there is no namespace with {prompt.model!r} in its id or model: kvstore stats lists them"
+    return "the server is empty: it holds no chunks, and no engine is connected to it"
+
+
 def _model(each: Found) -> str:
     return str(each.fields.get("model", ""))
 
@@ -247,24 +257,41 @@ def _reason(each: Found, others: list[Found]) -> str:
     if longest.num_tokens > each.num_tokens:
         names = each.fields.keys() | longest.fields.keys()
         differing = sorted(name for name in names if each.fields.get(name) != longest.fields.get(name))
-        text += f"; {longest.space_id}, which differs in {', '.join(differing) or 'geometry'}, has more of it"
+        text += f"; {longest.namespace_id}, which differs in {', '.join(differing) or 'geometry'}, has more of it"
     return text
 
 
 def _tables(tree: dict[str, Any]) -> Group:
-    """The state of a server as two tables."""
+    """The state of a server as tables of at most 80 columns."""
     title = f"kvstore {tree['version']}, {tree['status']}, up {tree['uptime_s']:.0f} s, {tree['clients']} clients"
-    tiers = Table("tier", *numbers("used MiB", "of MiB", "chunks"), title=title, title_justify="left")
+    tiers = Table("tier", *_figures("used MiB", "of MiB", "chunks"), title=title, title_justify="left")
     for name, tier in tree["tiers"].items():
-        tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), str(tier["chunks"]))
-    counted = ("found", "missing", "stored", "read", "evicted")
-    columns = Column("namespace", no_wrap=True), *numbers("clients", "chunks", "MiB", *counted)
-    spaces = Table(*columns, caption="found, missing: chunks looked up; MiB: of how many, if there is a quota")
+        tiers.add_row(name, _mib(tier["used_bytes"]), _mib(tier["capacity_bytes"]), f"{tier['chunks']:,}")
+    model = Column("model", overflow="ellipsis")  # alone gives way where the terminal is narrow
+    ids = [Column("namespace", no_wrap=True) for _ in range(2)]
+    held = Table(ids[0], model, *_figures("clients", "chunks", "MiB", "quota MiB"))
+    done = Table(ids[1], *_figures(*_COUNTED), caption="chunks; found and missing: of those looked up")
     for space in tree["namespaces"]:
-        quota = f" of {_mib(space['quota_bytes'])}" if space["quota_bytes"] is not None else ""
-        row = [space["id"], space["clients"], space["chunks"], _mib(space["used_bytes"]) + quota]
-        spaces.add_row(*map(str, [*row, *(space["counters"][f"{name}_chunks"] for name in counted)]))
-    return Group(tiers, spaces)
+        quota = "" if space["quota_bytes"] is None else _mib(space["quota_bytes"])
+        sizes = f"{space['clients']:,}", f"{space['chunks']:,}", _mib(space["used_bytes"]), quota
+        held.add_row(space["id"], escape(str(space["fields"].get("model", ""))), *sizes)
+        done.add_row(space["id"], *(_count(space["counters"][f"{name}_chunks"]) for name in _COUNTED))
+    left_out = tree["namespaces_left_out"]
+    held.caption = f"and {left_out:,} namespaces more, which hold less" if left_out else None
+    return Group(tiers, held, done) if tree["namespaces"] else Group(tiers)
+
+
+def _figures(*titles: str) -> list[Column]:
+    return [Column(title, justify="right", no_wrap=True) for title in titles]
+
+
+def _count(number: int) -> str:
+    """At most 7 characters."""
+    for unit in ("", " k", " M", " G"):
+        if number < 100_000:
+            return f"{number:,}{unit}"
+        number //= 1000
+    return f"{number:,} T"
 
 
 def _mib(size_bytes: int) -> str:

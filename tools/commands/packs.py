@@ -11,6 +11,7 @@ import typer
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import Lora, Password, PromptFormat, Salt
 from kvstore.tools.console import FAILED, Answer, chunk_progress, size
+from kvstore.tools.interrupts import INTERRUPTED, interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of the engine whose local_disk is used.")]
 Folder = Annotated[Path | None, typer.Option(help="An engine's local_disk, instead of --config.", file_okay=False)]
+_FINISHING = "finishing the chunk under way; what was moved stays"
 
 
 def export_pack(
@@ -42,7 +44,7 @@ def export_pack(
 
     The engine may be running. Exits with 1 if chunks are damaged, if chunks of a prompt are not stored, or if a prompt
     was skipped; the pack then holds the rest. Exits with 2 if there is nothing to export, or if the pack cannot be
-    written.
+    written; with 130 if interrupted: start it again to go on.
     """
     from kvstore.tools.pack import Source, export  # noqa: PLC0415
     from kvstore.tools.warm import wanted  # noqa: PLC0415
@@ -53,8 +55,8 @@ def export_pack(
     if prompts is not None:
         sharing = wanted.Sharing.of(wanted.Lora.parse(lora), salt)
         refs, rejected = _refs(source, read_prompts(prompts, format_=check_format(prompt_format)), model, sharing)
-    with chunk_progress("exporting") as tick:
-        report = export(source, output, refs=refs, tick=tick)
+    with chunk_progress("exporting") as tick, interruptible(_FINISHING) as should_stop:
+        report = export(source, output, refs=refs, tick=tick, should_stop=should_stop)
     return _answer(report, rejected, "exported")
 
 
@@ -73,7 +75,7 @@ def import_pack(
 
     A pack made for another model, revision, dtype or layout than the chunks in the folder is refused, naming the fields
     that differ. Exits with 2 then, or if the target cannot be used. Exits with 1 if chunks are damaged, if there is no
-    room for them, or if the target fails midway.
+    room for them, or if the target fails midway; with 130 if interrupted: start it again to go on.
     """
     from kvstore.format.pack import open_pack  # noqa: PLC0415
     from kvstore.tools.pack import import_pack as run  # noqa: PLC0415
@@ -87,8 +89,8 @@ def import_pack(
     if identity is not None and not anyway:
         with open_pack(pack) as opened:
             refuse_other_model(opened, identity)
-    with chunk_progress("importing") as tick:
-        report = run(pack, target, anyway=anyway, tick=tick)
+    with chunk_progress("importing") as tick, interruptible(_FINISHING) as should_stop:
+        report = run(pack, target, anyway=anyway, tick=tick, should_stop=should_stop)
     return _answer(report, [], "imported")
 
 
@@ -149,8 +151,11 @@ def _answer(report: PackReport, rejected: list[Rejected], verb: str) -> Answer:
     notes = [*map(str, rejected), *map(str, report.faults)]
     if report.broke:
         notes.append(f"ended in the middle: {report.broke}; start it again to go on")
+    if report.interrupted:
+        notes.append("interrupted: start it again to go on")
     rest = {"there already": report.present, "not stored": report.missing, "without room": report.refused}
     beside = "".join(f", {count:,} {what}" for what, count in rest.items() if count)
     text = f"{report.path}: {report.chunks:,} chunks {verb}, {size(report.size_bytes)}{beside}"
     tree = asdict(report) | {"rejected": [asdict(item) for item in rejected]}
-    return Answer(tree, [text], FAILED if rejected or not report.is_complete else 0, notes)
+    failed = FAILED if rejected or not report.is_complete else 0
+    return Answer(tree, [text], INTERRUPTED if report.interrupted else failed, notes)

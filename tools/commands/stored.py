@@ -10,6 +10,7 @@ import typer
 
 from kvstore.tools.commands.options import Password
 from kvstore.tools.console import FAILED, Answer, chunk_progress, size
+from kvstore.tools.interrupts import INTERRUPTED, interruptible
 
 _MAX_SHOWN = 50
 
@@ -39,14 +40,15 @@ def verify(
     """Read every chunk and check its key, namespace, length, format version and checksums.
 
     --fix touches only files of chunks that were read twice and are damaged, and lists each of them. An engine may be
-    running, except for --fix on its folder. Exits with 1 if chunks are damaged, fixed or not, and with 2 if the target
-    cannot be read.
+    running, except for --fix on its folder. Exits with 1 if chunks are damaged, fixed or not, with 2 if the target
+    cannot be read, and with 130 if interrupted.
     """
     from kvstore.tools.verify import verify as run  # noqa: PLC0415
 
-    with chunk_progress("verifying") as tick:
+    finishing = "finishing the chunk under way, then telling what was found"
+    with chunk_progress("verifying") as tick, interruptible(finishing) as should_stop:
         options = {"password": password} if password else {}
-        report = run(target, fix=fix, remove=remove, options=options, tick=tick)
+        report = run(target, fix=fix, remove=remove, options=options, tick=tick, should_stop=should_stop)
     left = [fault for fault in report.faults if not fault.fixed]
     text = [str(fault) for fault in report.faults if fault.fixed]
     text += [f"{fault}{', left as it is' if fix else ''}" for fault in left[:_MAX_SHOWN]]
@@ -58,4 +60,7 @@ def verify(
     text.append(f"{report.chunks:,} chunks, {size(report.size_bytes)} sound, {len(report.faults):,} damaged{fixed}")
     if report.faults:
         text.append("damaged chunks are never served: an engine finds them when it reads them, and computes instead")
-    return Answer(asdict(report) | {"fixed": report.fixed}, text, FAILED if report.faults else 0)
+    tree = asdict(report) | {"fixed": report.fixed}
+    if report.unread:
+        return Answer(tree, text, INTERRUPTED, [f"interrupted: {report.unread:,} chunks were not read"])
+    return Answer(tree, text, FAILED if report.faults else 0)

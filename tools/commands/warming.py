@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +14,14 @@ import typer
 from kvstore.errors import ConfigError
 from kvstore.tools.commands.options import ConfigFile, Lora, PromptFiles, PromptFormat, Salt
 from kvstore.tools.console import FAILED, Answer, errors, progress, size, some
-from kvstore.tools.processes import handled
+from kvstore.tools.interrupts import INTERRUPTED, interruptible
 
 if TYPE_CHECKING:
     from kvstore.tools.prefetch import PrefetchReport
     from kvstore.tools.warm.warming import WarmReport
 
-_INTERRUPTED = 130
+_FINISHING_BATCH = "finishing the batch under way; what is stored stays"
+_FINISHING_PROMPT = "finishing the prompt under way"
 
 
 def warm(
@@ -49,7 +48,7 @@ def warm(
 
     format_, adapter = check_format(prompt_format), wanted.Lora.parse(lora)
     found = read_prompts(prompts, format_=format_)
-    with _stdout_aside(), _stopped_by_signals() as is_stopped:
+    with _stdout_aside(), interruptible(_FINISHING_BATCH) as should_stop:
         report = run(
             model,
             found,
@@ -59,7 +58,7 @@ def warm(
             engine_args=_engine_args(context.args),
             progress=True,
             total=count_prompts(prompts, format_=format_),
-            should_stop=is_stopped.is_set,
+            should_stop=should_stop,
         )
     for line in some(report.skipped, "skipped"):
         errors().print(line)
@@ -97,7 +96,7 @@ def prefetch(
 
     format_ = check_format(prompt_format)
     found = read_prompts(prompts, format_=format_)
-    with progress("tokens") as bar, _stopped_by_signals() as is_stopped:
+    with progress("tokens") as bar, interruptible(_FINISHING_PROMPT) as should_stop:
         task = bar.add_task("prefetching", total=count_prompts(prompts, format_=format_), rate="0")
         report = run(
             server,
@@ -106,7 +105,7 @@ def prefetch(
             salt=salt,
             api_key=api_key,
             tick=lambda so_far: bar.update(task, advance=1, rate=f"{so_far.tokens / so_far.seconds:,.0f}"),
-            should_stop=is_stopped.is_set,
+            should_stop=should_stop,
         )
     text = (
         f"{report.prompts:,} prompts of {report.tokens:,} tokens; {report.tokens_loaded:,} tokens loaded in "
@@ -116,7 +115,7 @@ def prefetch(
 
 
 def _exit_code(report: WarmReport | PrefetchReport) -> int:
-    return _INTERRUPTED if report.interrupted else 0 if report.is_complete else FAILED
+    return INTERRUPTED if report.interrupted else 0 if report.is_complete else FAILED
 
 
 def _engine_args(arguments: list[str]) -> dict[str, object]:
@@ -144,17 +143,3 @@ def _stdout_aside() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[threading.Event]:
-    """Let the first SIGINT or SIGTERM end the run after the current batch; a second one acts as usual."""
-    is_stopped = threading.Event()
-    with ExitStack() as handlers:
-
-        def stop(_number: int, _frame: object) -> None:
-            is_stopped.set()
-            handlers.close()
-
-        handlers.enter_context(handled((signal.SIGINT, signal.SIGTERM), stop))
-        yield is_stopped

@@ -8,7 +8,6 @@ examined and the adapter's tests run against the Python files of its wheel; the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,17 +16,22 @@ import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
+from xml.etree import ElementTree as ET
 
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.tools.dev.arguments import parser_of
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLE: Final = """examples:
-  make matrix                                    all versions, about half an hour each
+  make matrix                                    all versions, about a quarter of an hour each
   make matrix ARGS="--short --only 0.30"         one version, its interface and one test of outputs
 """
 _LIMIT_S: Final = 3600
+_SIDE_BY_SIDE: Final = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")  # as in the Makefile
 
 
 class Version(NamedTuple):
@@ -71,7 +75,7 @@ STEPS: Final = (
 
 
 class Outcome(NamedTuple):
-    """What became of a step with a version."""
+    """What became of a step with a version; ``seconds`` are those of its tests, which run side by side."""
 
     version: str
     step: str
@@ -82,12 +86,7 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the matrix and print the table; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvstore.tools.dev.matrix",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("matrix", __doc__, EXAMPLE)
     parser.add_argument(
         "--only", metavar="VERSION", action="append", help="one of " + ", ".join(v.name for v in VERSIONS)
     )
@@ -124,13 +123,12 @@ def run(versions: Sequence[Version], steps: Sequence[Step], folder: Path) -> Ite
             yield Outcome(version.name, "environment", "failed", str(error), time.monotonic() - begin_s)
             continue
         variables = {**variables, **({"OTHER_VLLM_PYTHON": str(other)} if other else {})}
-        for step in steps:
-            if step.needs_engine and not version.runs:
-                yield Outcome(version.name, step.name, "-", "no CPU build", 0.0)
-            elif step.name == "upgrade" and other is None:
-                yield Outcome(version.name, step.name, "-", "the oldest", 0.0)
-            else:
-                yield carry_out(version, step, python, variables)
+        left_out = {step.name: "no CPU build" for step in steps if step.needs_engine and not version.runs}
+        if other is None:
+            left_out.setdefault("upgrade", "the oldest")
+        wanted = [step for step in steps if step.name not in left_out]
+        yield from carry_out(version, wanted, python, variables) if wanted else ()
+        yield from (Outcome(version.name, s.name, "-", left_out[s.name], 0.0) for s in steps if s.name in left_out)
 
 
 def prepare(version: Version, folder: Path) -> tuple[Path, dict[str, str]]:
@@ -177,19 +175,41 @@ def unpack(python: Path, version: Version, files: Path) -> None:
         wheel.extractall(files, [name for name in wheel.namelist() if name.endswith(".py")])
 
 
-def carry_out(version: Version, step: Step, python: Path, variables: Mapping[str, str]) -> Outcome:
-    """Run the tests of a step."""
-    begin_s = time.monotonic()
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *step.paths]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", **variables}
-    done = subprocess.run(  # noqa: S603 - made here
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-    )
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing said"]
-    verdict = "ok" if done.returncode == 0 else "failed"
-    if verdict == "failed":
+def carry_out(version: Version, steps: Sequence[Step], python: Path, variables: Mapping[str, str]) -> Iterator[Outcome]:
+    """Run the tests of all steps, side by side."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junit-xml={report}")
+        paths = dict.fromkeys(path for step in steps for path in step.paths)
+        done = subprocess.run(  # noqa: S603 - made here
+            [str(python), "-m", "pytest", "-q", *_SIDE_BY_SIDE, *options, *paths],
+            cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+        )  # fmt: skip
+        cases = list(ET.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - pytest's own
+    if done.returncode != 0:
         sys.stderr.write(done.stdout[-6000:] + done.stderr[-2000:])
-    return Outcome(version.name, step.name, verdict, lines[-1].strip("= "), time.monotonic() - begin_s)
+    outcomes = [outcome_of(version, step, [case for case in cases if step_of(case, steps) == step]) for step in steps]
+    if done.returncode != 0 and not any(outcome.verdict == "failed" for outcome in outcomes):
+        said = (done.stdout.strip().splitlines() or ["nothing said"])[-1].strip("= ")
+        outcomes = [outcome._replace(verdict="failed", summary=said) for outcome in outcomes]
+    yield from outcomes
+
+
+def step_of(case: ET.Element, steps: Sequence[Step]) -> Step | None:
+    """To which step a test belongs: one that names its file, or else its folder."""
+    file = Path(case.get("file", ""))
+    places = {Path(path): step for step in steps for path in step.paths}
+    return next((places[place] for place in (file, *file.parents) if place in places), None)
+
+
+def outcome_of(version: Version, step: Step, cases: Sequence[ET.Element]) -> Outcome:
+    """Count the tests of a step. One that ran none has failed."""
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    counts = {"failed": failed, "passed": len(cases) - failed - skipped, "skipped": skipped}
+    summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no tests"
+    seconds = sum(float(case.get("time", 0)) for case in cases)
+    return Outcome(version.name, step.name, "ok" if counts["passed"] and not failed else "failed", summary, seconds)
 
 
 def table(versions: Sequence[Version], steps: Sequence[Step], outcomes: Sequence[Outcome]) -> Table:

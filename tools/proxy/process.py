@@ -13,10 +13,13 @@ import asyncio
 import logging
 import math
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from starlette.requests import Request
 
 from kvstore.errors import ConfigError
 from kvstore.ops.admin_http import listen
@@ -38,10 +41,6 @@ try:
 except ImportError as missing:
     raise ConfigError(f"the proxy: {missing.name} is not installed: pip install 'vllm-kvstore[proxy]'") from missing
 
-if TYPE_CHECKING:
-    import socket
-
-    from starlette.requests import Request
 
 _GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
 _FORWARDED: Final = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST"}

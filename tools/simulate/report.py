@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
+from math import inf, log
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from kvstore.tools.console import numbers
 from kvstore.tools.figures import new_figure, save_figure
 from kvstore.tools.simulate.cells import BEST, Cell, Scale
+
+_PANELS_BESIDE = 2
+_LETTER_WIDTH = 0.017  # of the axis of a panel
+_MANY = 1000  # from here on a size is shown without a fraction
 
 
 def table(cells: Sequence[Cell], scale: Scale) -> Table:
@@ -56,18 +62,56 @@ def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
         ConfigError: matplotlib is not installed, or cannot write this file.
     """
     traces = list(dict.fromkeys(cell.trace for cell in cells))
-    figure = new_figure(6.4 * len(traces), 4.8)
-    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
-        shown = [cell for cell in cells if cell.trace == trace]
-        for policy in _policies(shown):
-            row = [cell for cell in shown if cell.policy == policy]
-            style = {"color": "black", "linestyle": "--"} if policy == BEST else {"marker": "o"}
-            axes.plot([cell.size for cell in row], [cell.hit_rate for cell in row], label=policy, **style)
-        axes.set(title=trace, xscale="log", ylabel="hit rate", ylim=(0, None))
-        axes.set_xlabel("chunks" if scale.bytes_per_token is None else "GiB of memory")
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
+    names = [Path(trace).name for trace in traces]
+    columns = min(len(traces), _PANELS_BESIDE)
+    rows = -(-len(traces) // columns)
+    figure = new_figure(6.4 * columns, 4.8 * rows)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, trace, name in zip(panels, traces, names, strict=False):
+        _draw_curves(axes, [cell for cell in cells if cell.trace == trace], scale)
+        axes.set_title(name if names.count(name) == 1 else trace)
+    for axes in panels[len(traces) :]:
+        axes.set_axis_off()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 * columns, frameon=False)
     save_figure(figure, file)
+
+
+def _draw_curves(axes: Any, cells: Sequence[Cell], scale: Scale) -> None:  # noqa: ANN401 - matplotlib's
+    """One trace; curves that lie on each other are told apart by their hollow markers."""
+    for policy, marker in zip(_policies(cells), cycle("os^Dv")):
+        row = [cell for cell in cells if cell.policy == policy]
+        style: dict[str, object] = {"color": "black", "linestyle": "--"}
+        if policy != BEST:
+            style = {"marker": marker, "fillstyle": "none", "markersize": 9, "markeredgewidth": 1.5}
+        axes.plot([cell.size for cell in row], [cell.hit_rate for cell in row], label=policy, **style)
+    sizes = list(dict.fromkeys(cell.size for cell in cells))
+    axes.set(xscale="log", ylabel="hit rate", ylim=(0, None))
+    if len(sizes) == 1:
+        axes.set_xlim(sizes[0] / 2, sizes[0] * 2)
+    axes.set_xticks(*_ticks(sizes))
+    axes.set_xticks([], minor=True)
+    unit = (
+        "chunks of memory" if scale.bytes_per_token is None else f"GiB of memory, {scale.bytes_per_token:,} B a token"
+    )
+    disk = cells[0].disk
+    axes.set_xlabel(unit if disk is None else f"{unit}; disk of {scale.label(disk)}{_unit(scale)} below")
+    axes.grid(visible=True, alpha=0.3)
+
+
+def _ticks(sizes: Sequence[float]) -> tuple[list[float], list[str]]:
+    """The sizes that have a tick on a logarithmic axis, and their labels: none that would touch the one before."""
+    low, high = log(min(sizes)), log(max(sizes))
+    kept: list[tuple[float, str]] = []
+    end = -inf  # of the last label, where the axis is from 0 to 1
+    for size in sorted(sizes):
+        place = (log(size) - low) / (high - low) if high > low else 0.5
+        label = f"{size:,g}" if size < _MANY else f"{size:,.0f}"
+        half = _LETTER_WIDTH * len(label) / 2
+        if place - half > end:
+            kept.append((size, label))
+            end = place + half + _LETTER_WIDTH
+    return [size for size, _ in kept], [label for _, label in kept]
 
 
 def _policies(cells: Sequence[Cell]) -> list[str]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs.base import Codec
 from kvstore.format.codecs.int8 import Int8Codec
 from kvstore.format.codecs.lossless import Lz4Codec, SplitCodec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvstore.layout import KVLayout
+from kvstore.layout import KVLayout
 
 __all__ = ["CODEC_NAMES", "Codec", "CodecError", "open_codec"]
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import CodecError, ConfigError
-
-if TYPE_CHECKING:
-    from kvstore.chunks import ByteArray
 
 
 class Codec(ABC):

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs.base import Codec
+from kvstore.layout import KVLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    from kvstore.chunks import ByteArray
-    from kvstore.layout import KVLayout
-
     Floats = npt.NDArray[np.float32]
 
 _LEVELS = 127

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import CodecError, ConfigError
 from kvstore.format.codecs.base import Codec, require
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvstore.chunks import ByteArray
-    from kvstore.layout import KVLayout
+from kvstore.layout import KVLayout
 
 _LENGTH_BYTES = 4
 _PROBE_GAIN = 1 / 32  # the first piece has to shrink by this much

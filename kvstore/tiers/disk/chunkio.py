@@ -10,10 +10,12 @@ import mmap
 import os
 import stat
 import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +28,6 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.tiers.base import Transfer, payload_view
 from kvstore.tiers.disk.folder import opened
 from kvstore.tiers.disk.shared_reads import SharedReads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
-    from pathlib import Path
 
 PIECE_BYTES = 8 << 20  # for shorter chunks the hand-over to another thread would cost more than the checksums
 SUM_THREADS = 2

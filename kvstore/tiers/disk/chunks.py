@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.folder import (
     DEAD_PREFIX,
@@ -23,14 +27,7 @@ from kvstore.tiers.disk.folder import (
     chunk_name,
     reason,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvstore.chunks import ChunkRef
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
-    from kvstore.tiers.disk.space import Space
+from kvstore.tiers.disk.space import Space
 
 
 class Held(NamedTuple):

@@ -6,25 +6,19 @@ read is decoded layer by layer while the rest arrives, on the threads that other
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from kvstore.chunks import ByteArray
 from kvstore.format.chunkfile import Damage
-from kvstore.format.coding import ChunkCoder
+from kvstore.format.codecs import Codec
+from kvstore.format.coding import ChunkCoder, Image
 from kvstore.format.wholeio import read_whole
+from kvstore.layout import KVLayout
 from kvstore.memory.scratch import Scratch
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk.chunkio import PIECE_BYTES, Body, ChunkIO, Writable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-
-    from kvstore.chunks import ByteArray
-    from kvstore.format.codecs import Codec
-    from kvstore.format.coding import Image
-    from kvstore.layout import KVLayout
-    from kvstore.tiers.base import Transfer
 
 
 class CodedIO(ChunkIO):

@@ -16,25 +16,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
 import shutil
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.keys import NAMESPACE_ID_BYTES, PREFIX_KEY_BYTES
 from kvstore.layout import ALIGNMENT_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-logger = logging.getLogger(__name__)
 
 FREE_NAME = ".free"
 DEAD_PREFIX = ".dead-"

@@ -11,18 +11,20 @@ import mmap
 import os
 import re
 import stat
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
 from kvstore.format.wholeio import read_front, read_whole
-from kvstore.keys import ChunkKey
+from kvstore.keys import ChunkKey, Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk.folder import (
     FREE_NAME,
@@ -35,12 +37,6 @@ from kvstore.tiers.disk.folder import (
     reason,
 )
 from kvstore.tiers.disk.survey import names, read_namespace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.chunks import ByteArray, ChunkRef
-    from kvstore.keys import Namespace
 
 _ASKED = 256  # headers that the layout is inferred from where no note tells it
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo must not block

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvstore.tiers.disk.folder import delete, prune, reason
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

@@ -15,22 +15,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
 from kvstore.tiers.disk.folder import unusable
-from kvstore.tiers.disk.survey import check_room, in_order_of_use
+from kvstore.tiers.disk.survey import Use, check_room, in_order_of_use
 from kvstore.tiers.disk.tier import DiskTier
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
-    from kvstore.tiers.disk.survey import Use
 
 logger = logging.getLogger(__name__)
 

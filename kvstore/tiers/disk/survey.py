@@ -6,11 +6,13 @@ import json
 import os
 import stat
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.tiers.disk.folder import (
@@ -23,11 +25,6 @@ from kvstore.tiers.disk.folder import (
     delete,
     parse_chunk_name,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from kvstore.chunks import ChunkRef
 
 _GIB = 1 << 30
 _NS_PER_S = 1_000_000_000

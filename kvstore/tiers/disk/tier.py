@@ -20,9 +20,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError
@@ -37,9 +37,6 @@ from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.space import Space
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 

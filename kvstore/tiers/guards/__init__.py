@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvstore.tiers.base import Tier
 from kvstore.tiers.guards.base import TierWrapper, find, layers
 from kvstore.tiers.guards.breaker import BreakerState, CircuitBreaker
 from kvstore.tiers.guards.crew import Crew
 from kvstore.tiers.guards.deadline import Deadline
 from kvstore.tiers.guards.stats import Statistics
-
-if TYPE_CHECKING:
-    from kvstore.tiers.base import Tier
 
 __all__ = [
     "BreakerState",

@@ -6,16 +6,13 @@ py-key-value (``key_value/aio/wrappers``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import InvalidCallError
+from kvstore.keys import Namespace
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from kvstore.keys import Namespace
 
 SomeTier = TypeVar("SomeTier", bound=Tier)
 Result = TypeVar("Result")

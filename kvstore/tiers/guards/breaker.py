@@ -18,22 +18,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import InvalidCallError, TierError, TierTimeoutError
+from kvstore.keys import Namespace
 from kvstore.tiers.base import Loan, Tier, Transfer
 from kvstore.tiers.guards.base import TierWrapper
 from kvstore.tiers.guards.owed import OwedRemovals
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
-
-    from kvstore.keys import Namespace
 
 logger = logging.getLogger(__name__)
 

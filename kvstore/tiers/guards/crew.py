@@ -7,15 +7,13 @@ keep a process from ending.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvstore.errors import ClosedError, InvalidCallError, TierError
 from kvstore.tiers.tasks import Work, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Result = TypeVar("Result")
 
@@ -68,10 +66,8 @@ class Crew:
 
     def give_up(self, future: Future[Any]) -> None:
         """Stop waiting for a call: its thread is lost until the call ends."""
-        with self._lock:
-            if not future.cancelled():
-                self._stuck.add(future)
-        future.add_done_callback(self._come_back)  # runs at once if the call has just ended
+        self._stuck.add(future)
+        future.add_done_callback(self._stuck.discard)  # runs at once if the call has just ended
 
     def close(self) -> None:
         """End the threads after the calls that wait. Idempotent; does not wait for them."""
@@ -81,10 +77,6 @@ class Crew:
             self._is_closed = True
             for _ in range(self._threads):
                 self._work.put(None)
-
-    def _come_back(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._stuck.discard(future)
 
 
 def start_aside(tier: str, operation: str, action: Callable[[], Result]) -> Future[Result]:

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ClosedError, InvalidCallError, TierError, TierTimeoutError
+from kvstore.keys import Namespace
 from kvstore.tiers.base import Loan, Tier
 from kvstore.tiers.guards.base import TierWrapper
 from kvstore.tiers.guards.crew import Crew, start_aside
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvstore.keys import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +150,8 @@ class Deadline(TierWrapper):
             del future  # or its exception and this frame would keep each other alive
 
     def _give_up(self, future: Future[Any]) -> None:
-        with self._lock:
-            if not future.cancelled():
-                self._stuck.add(future)
-        future.add_done_callback(self._come_back)  # runs at once if the call has just ended
-
-    def _come_back(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._stuck.discard(future)
+        self._stuck.add(future)
+        future.add_done_callback(self._stuck.discard)  # runs at once if the call has just ended
 
 
 def _end_late_loan(lending: Future[Loan]) -> None:

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from kvstore.chunks import ChunkRef
+from kvstore.chunks import ChunkRef
 
 
 class OwedRemovals:

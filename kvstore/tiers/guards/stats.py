@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from kvstore.errors import TierError, TierTimeoutError
+from kvstore.tiers.base import Tier
 from kvstore.tiers.guards.base import TierWrapper
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvstore.tiers.base import Tier
 
 Result = TypeVar("Result")
 

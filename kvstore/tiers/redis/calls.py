@@ -1,30 +1,38 @@
-"""Calls to the servers that hold the chunks: about one chunk, or about many in one round trip to each server."""
+"""Calls to the servers that hold the chunks: about one chunk, or about many in one round trip to each server.
+
+Also about the epoch of a namespace, and the deletion of keys that belong to former epochs.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from redis.exceptions import ResponseError
 
 from kvstore.errors import TierError, TierSetupError
-from kvstore.tiers.redis.chunk import first_error
+from kvstore.tiers.redis.chunk import Home, first_error
 from kvstore.tiers.redis.nodes import Node, Nodes, SlotMovedError, SlotMovingError, translated
 from kvstore.tiers.redis.url import Kind, RedisTarget
-from kvstore.tiers.redis.wire import Link, Reply
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+from kvstore.tiers.redis.wire import Link, Reply, pack
 
 Result = TypeVar("Result")
 Question = tuple[bytes, list[bytes]]
 """The hash tag that decides on the server, and packed commands."""
 
 _PAGE_KEYS = 1000
+_EPOCH_DIGITS = 16
 _MOVES = 3  # of a slot in a cluster, within one call
 _OUTAGES = (TierError, TierSetupError)  # but not errors that concern one chunk
 
 
 class Calls:
-    """Asks servers, follows slots to other nodes, and looks for the servers anew after a failure. Thread-safe."""
+    """Asks servers, follows slots to other nodes, and looks for the servers anew after a failure. Thread-safe.
+
+    Every method may raise ``TierError``.
+    """
 
     def __init__(self, target: RedisTarget, nodes: Nodes) -> None:
         self._target = target
@@ -106,8 +114,50 @@ class Calls:
                 if cursor == b"0":
                     break
 
+    def epoch(self, home: Home) -> bytes:
+        """The current epoch of the namespace of ``home``."""
+        return self.at(home.epoch_tag, lambda link: _epoch(link, home))
+
+    def renew(self, home: Home) -> Home:
+        """Begin a new epoch: the namespace's earlier chunks are unreachable from here on."""
+        new = Home(home.namespace_id, _new_epoch())
+        self.at(new.epoch_tag, lambda link: link.call("SET", new.epoch_key, new.epoch))
+        return new
+
+    def sweep(self, home: Home) -> None:
+        """Delete all keys of the namespace's former epochs.
+
+        The current epoch is asked for after keys were seen. No epoch is used again, so keys of another one are unused.
+        """
+        for node, keys in self.pages(home.pattern):
+            if all(home.parse(key) for key in keys):
+                continue
+            now = Home(home.namespace_id, self.epoch(home))
+            dead = [key for key in keys if now.parse(key) is None]
+            with node.link() as link:
+                link.ask([pack("UNLINK", key) for key in dead])
+
 
 def _answer(replies: list[Reply], node: Node) -> Reply | TierError:
     """The last reply to a group of commands, or the error of any of them."""
     failure = first_error(replies)
     return replies[-1] if failure is None else translated(failure, node.place)
+
+
+def _new_epoch() -> bytes:
+    return secrets.token_hex(_EPOCH_DIGITS // 2).encode()
+
+
+def _epoch(link: Link, home: Home) -> bytes:
+    """The current epoch. If there is none, because it never was or was evicted, a new one begins."""
+    found = link.ask([pack("GET", home.epoch_key)])[0]
+    if found is None:
+        link.call("SET", home.epoch_key, _new_epoch(), "NX")
+        found = link.call("GET", home.epoch_key)
+    if isinstance(found, bytes) and len(found) == _EPOCH_DIGITS:
+        return found
+    if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
+        raise found
+    fresh = _new_epoch()  # somebody wrote something else there
+    link.call("SET", home.epoch_key, fresh)
+    return fresh

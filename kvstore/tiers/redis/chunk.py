@@ -12,24 +12,20 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ResponseError
 
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.codecs import CODEC_NAMES
 from kvstore.keys import ChunkKey
+from kvstore.layout import KVLayout
 from kvstore.tiers.redis.wire import Buffer, Link, Reply, pack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from kvstore.chunks import ByteArray
-    from kvstore.layout import KVLayout
 
 WRITE_ID_BYTES = 8
 # A value of 1 MiB and its header would take 1.25 MiB of jemalloc's size classes; this takes 1 MiB.

@@ -6,22 +6,18 @@ smaller is stored as without a codec.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from kvstore.chunks import ByteArray, ChunkRef
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Encoding
+from kvstore.format.codecs import Codec
 from kvstore.format.coding import ChunkCoder, Image
 from kvstore.keys import ChunkKey
+from kvstore.layout import KVLayout
 from kvstore.memory.scratch import Scratch
 from kvstore.tiers.redis.chunk import WRITE_ID_BYTES, ChunkIO, Fetched, Home, Incoming, Outgoing, split
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.chunks import ByteArray, ChunkRef
-    from kvstore.format.codecs import Codec
-    from kvstore.layout import KVLayout
 
 
 class CodedIO(ChunkIO):

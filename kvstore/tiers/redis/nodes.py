@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import (
@@ -26,13 +26,8 @@ from redis.exceptions import (
 )
 
 from kvstore.errors import ClosedError, TierError, TierSetupError
-from kvstore.tiers.redis.url import Address, Kind
+from kvstore.tiers.redis.url import Address, Kind, RedisTarget
 from kvstore.tiers.redis.wire import Link
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore.tiers.redis.url import RedisTarget
 
 _TLS_SIGNS = ("ssl", "certificate", "wrong_version_number")
 _CLUSTER_OFF = "cluster support disabled"

@@ -5,7 +5,8 @@ Engines may write meanwhile, so what looks damaged is checked twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from kvstore.tiers.redis.chunk import PREFIX, WRITE_ID_BYTES, Home, num_parts
 from kvstore.tiers.redis.nodes import open_nodes
 from kvstore.tiers.redis.url import parse_target
 from kvstore.tiers.redis.wire import pack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 _ASKED = 256  # commits to infer the geometry of a namespace from
 _PARTS_AT_ONCE = 8
@@ -41,23 +39,20 @@ class RedisPlace(NamedTuple):
 
 
 class RedisShelf:
-    """The chunks of all namespaces in a Redis. Thread-safe, but for ``layouts``.
+    """The chunks of all namespaces in a Redis. Thread-safe, but for ``layout``.
 
     Args:
         url: as in ``remote_url``.
         options: see ``docs/redis.md``.
-        layouts: the known geometries of namespaces; others are inferred from what most of their chunks say.
 
     Raises:
         ConfigError: the URL or an option is wrong.
     """
 
-    def __init__(
-        self, url: str, options: Mapping[str, object], layouts: Mapping[bytes, KVLayout] | None = None
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self.target = parse_target(url, options)
         self._calls = Calls(self.target, open_nodes(self.target))
-        self._layouts: dict[bytes, KVLayout | None] = dict(layouts or {})
+        self._layouts: dict[bytes, KVLayout | None] = {}  # by namespace
 
     def places(self) -> list[RedisPlace]:
         """Every chunk with a commit, of the current epochs.
@@ -91,7 +86,7 @@ class RedisShelf:
         return read_facts(_header(commit)) if commit is not None else None
 
     def layout(self, home: Home, places: list[RedisPlace]) -> KVLayout | None:
-        """The geometry of a namespace: as given, or as most of its chunks say; None if they say nothing."""
+        """The geometry of a namespace, as most of its chunks say; None if they say nothing."""
         if home.namespace_id not in self._layouts:
             mine = [place for place in places if place.home == home][:_ASKED]
             self._layouts[home.namespace_id] = infer_layout(facts for place in mine if (facts := self.facts(place)))

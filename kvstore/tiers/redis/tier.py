@@ -16,30 +16,26 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 try:
     from redis.exceptions import OutOfMemoryError
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'vllm-kvstore[redis]'") from error
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierSetupError
 from kvstore.format.codecs import open_codec
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
 from kvstore.tiers.redis.coded import CodedIO
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
-from kvstore.tiers.redis.sweep import Sweeper
 from kvstore.tiers.redis.url import Kind, RedisTarget, parse_target
 from kvstore.tiers.redis.wire import Reply, checked, pack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from kvstore.keys import Namespace
-    from kvstore.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +71,6 @@ class RedisTier(Tier):
         if codec != "none":
             self._io = CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
         self._calls = Calls(target, open_nodes(target))
-        self._sweeper = Sweeper(self._calls)
         self._home = Home(namespace.id)
         self._changed = threading.Condition()
         self._running = 0
@@ -168,7 +163,7 @@ class RedisTier(Tier):
                 ``clear`` deletes them.
         """
         with self._operation():
-            self._sweeper.sweep(self._renew(self._home))
+            self._calls.sweep(self._renew(self._home))
 
     def reset(self, namespace: Namespace) -> None:
         """Forget every chunk of the namespace, and keep later ones under another namespace.
@@ -178,7 +173,7 @@ class RedisTier(Tier):
         with self._operation():
             old = self._enter(Home(namespace.id))
             try:
-                self._sweeper.sweep(self._renew(old))
+                self._calls.sweep(self._renew(old))
             except TierError as error:
                 logger.warning("chunks of the old namespace stay in Redis until they expire or are evicted: %s", error)
 
@@ -213,14 +208,14 @@ class RedisTier(Tier):
         """The home with the current epoch."""
         while True:
             known = self._home
-            epoch = self._sweeper.epoch(known)
+            epoch = self._calls.epoch(known)
             if epoch == known.epoch:
                 return known
             self._enter(Home(known.namespace_id, epoch), instead_of=known)
 
     def _renew(self, home: Home) -> Home:
         """Begin a new epoch of a namespace, and go there if this tier is in the old one."""
-        new = self._sweeper.renew(home)
+        new = self._calls.renew(home)
         # Ask again: of two threads that clear, the later epoch holds.
         return self._current_home() if self._home.namespace_id == new.namespace_id else new
 

@@ -11,9 +11,10 @@ Options follow ``?`` or come from the tier's options, which take precedence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.backoff import NoBackoff
@@ -23,9 +24,6 @@ from redis.sentinel import Sentinel
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.given import COUNT, FLAG, SECONDS, TEXT, WHOLE, host_and_port, kinds_of, read_options, split_url
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
@@ -141,7 +139,6 @@ class RedisTarget:
 
 
 _KINDS = kinds_of(RedisTarget)
-OPTIONS = tuple(_KINDS)
 
 
 def parse_target(url: object, options: Mapping[str, object]) -> RedisTarget:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import select
 import socket
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from redis._parsers import BaseParser  # the base of every parser_class
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 Reply = int | bytes | list["Reply"] | ResponseError | None
 Buffer = bytes | memoryview

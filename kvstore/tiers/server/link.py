@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
+from kvstore.chunks import ByteArray
 from kvstore.errors import ProtocolError, TierError, TierSetupError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
@@ -27,8 +28,6 @@ from kvstore.tiers.server.url import ServerTarget
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from kvstore.chunks import ByteArray
 
 SomeAnswer = TypeVar("SomeAnswer", bound=messages.Answer)
 

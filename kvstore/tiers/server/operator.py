@@ -24,13 +24,15 @@ class Found:
     """What one namespace has of a prompt.
 
     Attributes:
-        space_id: the name of the namespace.
+        namespace_id: the name of the namespace, in hex.
+        space_id: that of the namespace with this geometry, which the server takes in questions.
         fields: of the namespace.
         num_tokens: found, from the first on.
         chunks: where each chunk is that was found, and why the next one is missing.
         refs: the chunks found.
     """
 
+    namespace_id: str
     space_id: str
     fields: dict[str, Any]
     num_tokens: int
@@ -61,9 +63,9 @@ class Operator:
         """All counters; ``docs/server.md`` has their names."""
         return self._ask(messages.Stats(self._link.new_serial()))
 
-    def clear(self, space_id: str = "") -> int:
+    def clear(self, namespace_id: str = "") -> int:
         """Forget the chunks of a namespace, or of all; how many there were."""
-        return int(self._ask(messages.ClearSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
+        return int(self._ask(messages.ClearSpaces(self._link.new_serial(), bytes.fromhex(namespace_id)))["chunks"])
 
     def pin(self, found: Found, *, is_wanted: bool, seconds: int = 0) -> int:
         """Pin what was found of a prompt, or unpin it; how many chunks.
@@ -78,9 +80,9 @@ class Operator:
         """What is pinned: ``pins``, a list in the order in which they end, and how many are ``left_out``."""
         return self._ask(messages.Pins(self._link.new_serial()))
 
-    def unpin(self, space_id: str = "") -> int:
+    def unpin(self, namespace_id: str = "") -> int:
         """Unpin all chunks of a namespace, or of all; how many were pinned."""
-        return int(self._ask(messages.UnpinSpaces(self._link.new_serial(), bytes.fromhex(space_id)))["chunks"])
+        return int(self._ask(messages.UnpinSpaces(self._link.new_serial(), bytes.fromhex(namespace_id)))["chunks"])
 
     def find(self, tokens: Sequence[int], extras: KeyExtras, model: str = "") -> list[Found]:
         """What each namespace has of a prompt, or only those of a model."""
@@ -97,16 +99,16 @@ class Operator:
         hasher = PrefixHasher(space["chunk_tokens"], space["block_tokens"], extras)
         hasher.update(tokens)
         whole = chunk_refs(hasher, with_tail=False)
-        where = self._explain(space["id"], whole)
+        where = self._explain(space["space"], whole)
         there = next((number for number, text in enumerate(where) if not text.startswith(_HERE)), len(whole))
         tails = tail_refs(hasher, there)
-        ends = self._explain(space["id"], tails)
+        ends = self._explain(space["space"], tails)
         tail = max((number for number, text in enumerate(ends) if text.startswith(_HERE)), default=-1)
         refs, chunks = whole[:there], where[: there + 1]
         if tail >= 0:
             refs, chunks = [*refs, tails[tail]], [*where[:there], ends[tail]]
         num_tokens = sum(ref.num_blocks for ref in refs) * hasher.block_tokens
-        return Found(space["id"], space["fields"], num_tokens, chunks, refs)
+        return Found(space["id"], space["space"], space["fields"], num_tokens, chunks, refs)
 
     def _explain(self, space_id: str, refs: Sequence[ChunkRef]) -> list[str]:
         found: list[str] = []

@@ -39,7 +39,6 @@ class ServerTarget:
 
 
 _KINDS = {**kinds_of(ServerTarget), "client_key_file": FILE, "server_key_file": FILE}
-OPTIONS = tuple(_KINDS)
 
 
 def parse_server(url: object, options: Mapping[str, object]) -> ServerTarget:

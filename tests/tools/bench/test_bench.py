@@ -33,6 +33,7 @@ from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
 from kvstore.tools.bench.gpu import calls
 from kvstore.tools.bench.limits import RawDisk
 from kvstore.tools.bench.lines import Line
+from kvstore.tools.bench.load import Load, Mark
 from kvstore.tools.bench.raw_redis import RawRedis
 from kvstore.tools.bench.run import BenchOptions, run_bench
 from kvstore.tools.bench.samples import BenchError, Tick
@@ -298,6 +299,18 @@ def test_below_the_floor_is_exit_code_1(toy: Geometry, monkeypatch: pytest.Monke
     assert result.exit_code == 1
     assert "BELOW FLOOR" in result.stdout
     assert re.search(r"CPU store: \d+\.\d\d of memcpy is below the floor", result.stderr)
+
+
+def test_a_busy_machine_is_named(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails all the same: nobody has seen it pass."""
+    monkeypatch.setattr(Mark, "until", lambda *_: Load(cores=2, begin=6.7, end=7.1, others_cores=1.5))
+    result = CliRunner().invoke(app, TOY_COMMAND)
+    assert (result.exit_code, "busy" in result.stderr) == (0, False)
+    monkeypatch.setitem(floors.BOUNDS, "toy", {"CPU store": Bound(1e9, 1e9)})
+    result = CliRunner().invoke(app, TOY_COMMAND)
+    assert result.exit_code == 1
+    assert "the machine was busy: load 6.7 at the beginning, 7.1 at the end, on 2 cores" in result.stderr
+    assert "Run again on a quiet one" in result.stderr
 
 
 def test_an_unknown_geometry_is_exit_code_2() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from kvstore.errors import ConfigError
-from kvstore.tools.bench import floors
+from kvstore.tools.bench import floors, plot
 from kvstore.tools.bench.compare import compare, read_fractions
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry, parse_geometry
 from kvstore.tools.bench.lines import BenchReport, Line, Subject
+from kvstore.tools.bench.load import Load, Mark
 from kvstore.tools.bench.plot import plot_report
 from kvstore.tools.bench.samples import Pair, paired
 from kvstore.tools.bench.table import bench_table, change_table, timed_table
@@ -23,14 +25,16 @@ from kvstore.tools.bench.workbench import Workbench
 
 TOY = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
 SUBJECT = Subject("toy path", "memcpy", "nothing much")
+QUIET = Load(cores=2, begin=0.3, end=1.4, others_cores=0.1)
+BUSY = Load(cores=2, begin=6.7, end=7.1, others_cores=1.5)
 
 
 def make_line(fraction: float, name: str = "toy path") -> Line:
     return Line(SUBJECT._replace(name=name), Bound(goal=0.8, floor=0.5), [Pair(fraction, 1.0)], size_bytes=1000)
 
 
-def make_report(*lines: Line) -> BenchReport:
-    return BenchReport(TOY, 3 * TOY.chunk_bytes, 7, list(lines))
+def make_report(*lines: Line, load: Load = QUIET) -> BenchReport:
+    return BenchReport(TOY, 3 * TOY.chunk_bytes, 7, list(lines), load)
 
 
 def written(file: Path, report: BenchReport) -> Path:
@@ -139,6 +143,36 @@ def test_tables_say_fraction_p99_and_what_is_timed() -> None:
         assert found in text
 
 
+@pytest.mark.parametrize(
+    ("load", "is_busy"),
+    [
+        (QUIET, False),
+        (BUSY, True),
+        (QUIET._replace(begin=2.1), True),  # others were at it before
+        (QUIET._replace(others_cores=0.6), True),  # others came later
+        (QUIET._replace(end=6.7), False),  # the bench's own
+    ],
+)
+def test_a_busy_machine(load: Load, is_busy: bool) -> None:
+    assert load.is_busy == is_busy
+    assert "on 2 cores" in load.warning
+
+
+def test_others_are_who_used_the_rest() -> None:
+    begin, end = Mark(10.0, 0.5, busy_s=100.0, own_s=3.0), Mark(20.0, 1.5, busy_s=118.0, own_s=11.0)
+    assert begin.until(end)[1:] == (0.5, 1.5, 1.0)
+    assert begin.until(end._replace(busy_s=100.0)).others_cores == 0, "a system that does not tell"
+
+
+def test_what_failed_on_a_busy_machine_is_not_red() -> None:
+    for load, colour in ((QUIET, "red"), (BUSY, "yellow")):
+        report = make_report(make_line(0.2), load=load)
+        printed = io.StringIO()
+        Console(width=160, file=printed, force_terminal=True).print(bench_table(report))
+        assert (f"[{31 if colour == 'red' else 33}mBELOW FLOOR") in printed.getvalue()
+        assert f"load {load.begin}" in printed.getvalue()
+
+
 def test_what_changed_since_an_older_run(tmp_path: Path) -> None:
     old = written(tmp_path / "old.json", make_report(make_line(0.8), make_line(0.5, "gone")))
     new = make_report(make_line(0.6), make_line(0.9, "new"))
@@ -176,6 +210,23 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: the extra `plot`")
     plot_report(make_report(make_line(0.75), make_line(3.0, "fast")), tmp_path / "bench.svg")
     assert b"<svg" in (tmp_path / "bench.svg").read_bytes()
+    plot_report(make_report(), tmp_path / "nothing.svg")  # interrupted before the first line
+
+
+def test_a_picture_says_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts, goal and limit in a legend, the machine and its load, the end of a bar that is cut."""
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: the extra `plot`")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "save_figure", lambda figure, _file: drawn.append(figure))
+    monkeypatch.setattr(plot, "cpu_name", lambda: "a processor")
+    plot_report(make_report(make_line(0.2), make_line(0.6), make_line(0.9), make_line(3.0), load=BUSY), tmp_path)
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ok", "below goal", "below floor", "goal", "limit"]
+    assert all(said in figure.get_suptitle() for said in ("toy, on a processor", str(BUSY), "BUSY: run again"))
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts.count(plot._CUT) == 1
+    assert "0.20 of memcpy: BELOW FLOOR" in texts
 
 
 def test_batches_are_fresh() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 from hypothesis import strategies as st
@@ -52,11 +53,16 @@ class CheckpointMachine(IndexMachine):
         cache_policy: str,
     ) -> None:
         self.checkpoints = Checkpoints((Groups(model),), (LAYOUT,))
+        self.parts: dict[tuple[PrefixHasher, int], tuple[ChunkRef, ...]] = {}
         self.noted: set[tuple[ChunkRef, ...]] = set()
         super().start(num_slots, capacity, keep, max_writes, 0, remote_hold_s, cache_policy)
 
     def parts_at(self, hasher: PrefixHasher, end_tokens: int) -> tuple[ChunkRef, ...]:
-        return tuple(self.checkpoints.refs(key_at(hasher, end_tokens), end_tokens))
+        parts = self.parts.get((hasher, end_tokens))
+        if parts is None:
+            parts = tuple(self.checkpoints.refs(key_at(hasher, end_tokens), end_tokens))
+            self.parts[hasher, end_tokens] = parts
+        return parts
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -280,6 +286,7 @@ class CheckpointMachine(IndexMachine):
         self.forget([ref.prefix_key for ref in refs])
 
 
+@cache
 def key_at(hasher: PrefixHasher, end_tokens: int) -> PrefixKey:
     number, inside_tokens = divmod(end_tokens - BLOCK, CHUNK)
     return hasher.block_keys(number)[inside_tokens // BLOCK]
@@ -287,4 +294,4 @@ def key_at(hasher: PrefixHasher, end_tokens: int) -> PrefixKey:
 
 @pytest.mark.schedules
 def test_a_lookup_finds_what_trying_all_ends_finds() -> None:
-    run_state_machine_as_test(CheckpointMachine, settings=schedule_settings(100, stateful_step_count=30))
+    run_state_machine_as_test(CheckpointMachine, settings=schedule_settings(60, stateful_step_count=30))

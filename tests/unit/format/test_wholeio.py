@@ -103,11 +103,11 @@ def test_an_export_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
             assert image is not None
             assert not isinstance(image, str)
             writer.add(0, ref, image)
-        size_bytes = writer.size_bytes
+        size_bytes = writer._end
     cut_short(monkeypatch)
     with PackWriter(tmp_path / "a.kvpack", shards) as writer:
         assert [ref for _, ref in writer.held] == REFS
-        assert writer.size_bytes == size_bytes
+        assert writer._end == size_bytes
         writer.finish()
     with open_pack(tmp_path / "a.kvpack") as pack:
         assert [pack.check(0, ref) for ref in REFS] == [None] * len(REFS)

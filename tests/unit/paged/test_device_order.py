@@ -11,6 +11,7 @@ import torch
 from support.late_cuda import late_cuda
 from support.late_device import Failure, LateDevice, LateStreams
 from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, Slot
+from support.schedules import seeds
 
 from kvstore.errors import ConfigError, DeviceFullError
 from kvstore.layout import KVLayout
@@ -31,9 +32,10 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "MAX_BLOCKS", MAX_BLOCKS)
 
 
+@pytest.mark.schedules
 @pytest.mark.parametrize("staging_bytes", [SMALL_BUFFERS, 3 * SMALL_BUFFERS])
 @pytest.mark.parametrize("copy_bytes", [1, TWO_LAYERS, 1 << 18])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_late_work_has_the_same_results(seed: int, copy_bytes: int, staging_bytes: int) -> None:
     device = LateDevice(seed, eagerness=device_eagerness(seed))
     work_at_random(Model(device, staging_bytes, copy_bytes=copy_bytes))
@@ -246,7 +248,8 @@ def test_what_is_taken_at_start_is_what_is_taken() -> None:
     assert taken == (1 << 24) - device.memory.free_bytes
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.schedules
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("launches_before", [0, 1])
 @pytest.mark.parametrize("way", Way)
 def test_a_device_that_is_full_in_a_call_fails_that_call_only(seed: int, launches_before: int, way: Way) -> None:

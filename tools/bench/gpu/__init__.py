@@ -6,5 +6,5 @@
 
 Every step is a process with a time limit of its own, whose figures are written to a file as soon as they are known: a
 step that fails or hangs costs only its own. With ``--device cpu --small`` everything runs where there is no GPU, for
-tests of the bench itself. Start reading in ``steps.py``; ``docs/benchmarks.md`` explains the figures.
+tests of the bench itself. Start reading in ``steps.py``, which lists them.
 """

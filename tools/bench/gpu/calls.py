@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvstore.tools.bench import moves
 from kvstore.tools.bench.gpu.copies import PinnedCopies
 from kvstore.tools.bench.lines import Line, Subject
-
-if TYPE_CHECKING:
-    from kvstore.tools.bench.samples import Tick
-    from kvstore.tools.bench.workbench import Workbench
+from kvstore.tools.bench.samples import Tick
+from kvstore.tools.bench.workbench import Workbench
 
 _CALL = "keys of the token list, slot check, index"
 STORE = Subject("GPU to host", "pinned copy", f"{_CALL}, gather on the device, copy")

@@ -7,13 +7,12 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvstore.tools.bench.samples import Pair
 
 GB_PER_S, MS, US, COUNT = "GB/s", "ms", "us", ""

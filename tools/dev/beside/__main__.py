@@ -2,9 +2,9 @@
 
     python -m kvstore.tools.dev.beside memory|disk|redis|server [--rounds 7] [--mib 1024] [--chunk-tokens 256] ...
 
-Run it with an interpreter that has both; docs/benchmarks.md says how to make one without CUDA. The KV is that of
-Llama-8B on the CPU, as ``[2, blocks, tokens, heads, head size]`` tensors, which both systems read in place. LMCache's
-connectors are for GPUs, so ``CpuConnector`` stands in for one: a loop over chunks around LMCache's own copy operation.
+Run it with an interpreter that has both; docs/benchmarks.md makes one without CUDA. The KV is that of Llama-8B on the
+CPU, as ``[2, blocks, tokens, heads, head size]`` tensors, which both systems read in place. LMCache's connectors are
+for GPUs, so ``CpuConnector`` stands in for one: a loop over chunks around LMCache's own copy operation.
 
 A store ends when every chunk is in its tier: in memory, in files, in Redis. Every round has new KV, new tokens and
 other blocks, and starts with both systems empty; they take turns to go first. Every byte is compared after each

@@ -7,7 +7,6 @@ JSON; what a run has not done, the next one does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +19,8 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+
+from kvstore.tools.dev.arguments import parser_of
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 EXAMPLE: Final = """examples:
@@ -45,12 +46,7 @@ Result = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try what has not been tried, and print the table; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvstore.tools.dev.models",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("models", __doc__, EXAMPLE)
     parser.add_argument("--only", metavar="NAME", action="append", help="an architecture, as vLLM calls it")
     parser.add_argument("--again", action="store_true", help="also those of which there are results")
     parser.add_argument("--results", type=Path, default=ROOT / ".models.jsonl", help="lines of JSON")

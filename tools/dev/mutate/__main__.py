@@ -7,7 +7,6 @@ text is not found exactly once, or if the tests fail without any mutation.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvstore.tools.dev.arguments import parser_of
 from kvstore.tools.dev.mutate.mutations import ListError, read_mutations
 from kvstore.tools.dev.mutate.report import as_json, explained, faults, summary, table
 from kvstore.tools.dev.mutate.running import Options, Result, run_mutations
@@ -32,12 +32,7 @@ EXAMPLE = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutations and print the table; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvstore.tools.dev.mutate",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("mutate", __doc__, EXAMPLE)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--only", metavar="GLOB", default="*", help="those whose name (area/name) or file matches")
     parser.add_argument("--jobs", type=int, default=cores, help="copies of the tree side by side (default: the cores)")

@@ -137,20 +137,20 @@ def _play(setup: Setup, *, with_faults: bool) -> None:
         vllm.close()
 
 
-@schedules()
+@schedules(12)
 @given(setup=SETUPS)
 def test_any_schedule_in_memory(setup: Setup) -> None:
     _play(setup, with_faults=False)
 
 
-@schedules()
+@schedules(12)
 @given(setup=SETUPS, with_faults=st.booleans())
 def test_any_schedule_with_a_disk_that_fails(setup: Setup, *, with_faults: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _play(replace(setup, folder=Path(folder)), with_faults=with_faults)
 
 
-@schedules()
+@schedules(12)
 @given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
 @pytest.mark.usefixtures("small_parts")
 def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool, with_faults: bool) -> None:

@@ -89,27 +89,27 @@ def _play(setup: GroupSetup, *, with_faults: bool) -> None:
         vllm.close()
 
 
-@schedules()
+@schedules(12)
 @given(setup=SETUPS)
 def test_any_schedule_in_memory(setup: GroupSetup) -> None:
     _play(setup, with_faults=False)
 
 
-@schedules()
+@schedules(12)
 @given(setup=SETUPS, with_faults=st.booleans())
 def test_any_schedule_with_a_disk_that_fails(setup: GroupSetup, *, with_faults: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _play(replace(setup, folder=Path(folder)), with_faults=with_faults)
 
 
-@schedules()
+@schedules(12)
 @given(setup=SETUPS, with_faults=st.booleans(), min_remote_tokens=st.sampled_from([0, 20]))
 def test_any_schedule_with_a_remote_tier(setup: GroupSetup, *, with_faults: bool, min_remote_tokens: int) -> None:
     setup = replace(setup, server=FakeServer(), min_remote_tokens=min_remote_tokens)
     _play(setup, with_faults=with_faults)
 
 
-@schedules()
+@schedules(12)
 @given(setup=LATE_SETUPS, on_disk=st.booleans(), with_faults=st.booleans())
 def test_any_schedule_on_a_device(setup: GroupSetup, *, on_disk: bool, with_faults: bool) -> None:
     """Writes, preemption, blocks zeroed and copied, saves, loads, sleep, resets, a full device."""

@@ -299,7 +299,7 @@ SETUPS = st.builds(
 )
 
 
-@schedules()
+@schedules(12)
 @given(SETUPS, st.booleans())
 @example(  # rank 1 handed over what rested on chunks that rank 0 could not load
     Setup(

@@ -151,9 +151,10 @@ def test_while_the_tier_is_slow_a_pass_does_not_wait_at_all(world: World, monkey
     gate.open()
     assert world.ask("9", refs(9)) == [False]
     world.hang(world.remote)
+    waits.clear()
     world.lookup._took_s = 0.001  # of the last answer
     world.lookup.answered("next", refs(100))
-    assert len(waits) == 2, "it answers soon again"
+    assert len(waits) == 1, "it answers soon again"
 
 
 # For whom an answer counts

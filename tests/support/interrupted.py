@@ -1,0 +1,93 @@
+"""The ``kvstore`` command in a process that stops at a gate in the middle of its work; arguments are the command's.
+
+At the gate it writes a line to standard error, and goes on when it reads a byte.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Self
+
+from kvstore.tools.cli import main
+
+GATE = "at the gate"
+
+
+def at_gate() -> None:
+    print(GATE, file=sys.stderr, flush=True)
+    while not select.select([sys.stdin], [], [], 0.05)[0]:  # a signal right before a call that waits is not seen in it
+        pass
+    os.read(sys.stdin.fileno(), 1)
+
+
+def gated(call: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The same, with a gate in the call of this number."""
+    calls = 0
+
+    def gated_call(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            at_gate()
+        return call(*arguments, **named)
+
+    return gated_call
+
+
+def measured_and_left(*_: object) -> Sequence[object]:
+    """A measurement that stops at the gate, and again when it is left."""
+    try:
+        at_gate()
+    finally:
+        at_gate()
+    return []
+
+
+def prepare_warm() -> None:
+    """The start of a model named ``late``, and the second batch of others, stop at the gate."""
+    from support.warm_engine import WarmEngine
+
+    class Offline(WarmEngine):
+        def __init__(self, model: str, **_: object) -> None:
+            super().__init__()
+            if model == "late":
+                at_gate()
+            self.compute = gated(self.compute, 2)  # type: ignore[method-assign]
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    module: Any = ModuleType("kvstore.adapters.vllm.offline.engine")
+    module.OfflineEngine, module.parse_engine_args = Offline, lambda _: {}
+    sys.modules[module.__name__] = module
+
+
+def prepare_bench() -> None:
+    from kvstore.tools.bench import run
+    from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
+
+    GEOMETRIES["toy"] = Geometry("toy", layers=2, kv_heads=2, head_size=16, chunk_tokens=64)
+    run.measure_lookups = measured_and_left  # type: ignore[attr-defined, assignment]
+
+
+def prepare_chunks() -> None:
+    """The second chunk that is read from a folder, or stored in one, stops at the gate."""
+    from kvstore.tiers.disk.shelf import Shelf
+    from kvstore.tiers.disk.tier import DiskTier
+
+    Shelf.read = gated(Shelf.read, 2)  # type: ignore[method-assign]
+    DiskTier.put = gated(DiskTier.put, 2)  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    {"warm": prepare_warm, "bench": prepare_bench}.get(sys.argv[1], prepare_chunks)()
+    main()

@@ -1,0 +1,61 @@
+"""Something that warming takes for vLLM with its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.chunks import ChunkRef
+from kvstore.layout import KVLayout
+from kvstore.tools.warm.prompts import Prompt
+from kvstore.tools.warm.wanted import Sharing, refs_of
+from kvstore.tools.warm.warming import Work
+from support.diskwork import EVEN
+
+NO_PROMPT = Prompt("", ())
+
+
+class WarmEngine:
+    """Keeps the chunks of what it computes, but for those in ``lost`` the first ``losses`` times."""
+
+    layout: KVLayout = EVEN
+    max_tokens = 2000
+    vocab_size = 1000
+    saves_tails = True
+    max_chunks_at_once = 8
+    tokenizer: Any = None
+
+    def __init__(self) -> None:
+        self.held: set[ChunkRef] = set()
+        self.computed: list[int] = []  # the length of every prompt that was handed over
+        self.batches: list[int] = []
+        self.lost: set[ChunkRef] = set()
+        self.losses = 0
+        self.supersedes = False
+
+    def refs(self, tokens: Sequence[int]) -> list[ChunkRef]:
+        return refs_of(self.layout, list(tokens), Sharing().extras(NO_PROMPT))
+
+    def chunk_bytes(self, ref: ChunkRef) -> int:
+        return self.layout.payload_bytes(ref.num_blocks)
+
+    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        return [ref in self.held for ref in refs]
+
+    def compute(self, work: Sequence[Work]) -> int:
+        self.batches.append(len(work))
+        for tokens, salt in work:
+            self.computed.append(len(tokens))
+            extras = Sharing(salt=salt).extras(NO_PROMPT)
+            refs = refs_of(self.layout, tokens.tolist(), extras)
+            self.held.update(ref for ref in refs if ref not in self.lost or not self.losses)
+            if self.supersedes:
+                whole = [number for number, ref in enumerate(refs) if ref.num_blocks == 8]
+                for number in whole:
+                    for end in range(32, 256, 32):
+                        self.held.discard(refs_of(self.layout, tokens[: number * 256 + end].tolist(), extras)[-1])
+        self.losses = max(0, self.losses - 1)
+        return sum(len(tokens) for tokens, _ in work)
+
+    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        return [ref for ref in refs if ref not in self.held]
