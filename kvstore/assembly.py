@@ -48,6 +48,7 @@ class OpenTiers:
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
         namespace_id: whose chunks all of them hold.
+        slots_take_turns: as of ``ChunkIndex``: a device copies to and from the pool.
     """
 
     cpu: LabelledPool
@@ -56,6 +57,7 @@ class OpenTiers:
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
     namespace_id: bytes | None = None
+    slots_take_turns: bool = False
 
     def open_lanes(
         self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, bool], None]
@@ -155,7 +157,8 @@ def open_tiers(paged: PagedKV, namespace: Namespace, options: EngineOptions) -> 
                 "states are never loaded from there; set it to 0"
             )
         opened.pop_all()
-    return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
+    is_on_device = paged.device.type != "cpu"
+    return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id, slots_take_turns=is_on_device)
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

@@ -224,6 +224,7 @@ class WorkerFacts:
         layout: their geometry.
         server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
         groups: of layers whose KV it keeps; None for one that keeps all tokens.
+        slots_take_turns: as of ``ChunkIndex``.
     """
 
     num_slots: int
@@ -235,6 +236,7 @@ class WorkerFacts:
     layout: KVLayout
     server_url: str | None = None
     groups: Groups | None = None
+    slots_take_turns: bool = False
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

@@ -155,6 +155,7 @@ class StoreWorker:
             layout=self._layout,
             server_url=self._server.url if self._server else None,
             groups=self._groups,
+            slots_take_turns=self._tiers.slots_take_turns,
         )
 
     def prepare(self, plan: StepPlan) -> None:
