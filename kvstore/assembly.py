@@ -48,6 +48,7 @@ class OpenTiers:
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
         namespace_id: whose chunks all of them hold.
+        slots_take_turns: as of ``ChunkIndex``: a device copies to and from the pool.
     """
 
     cpu: LabelledPool
@@ -56,6 +57,7 @@ class OpenTiers:
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
     namespace_id: bytes | None = None
+    slots_take_turns: bool = False
 
     def open_lanes(
         self, options: EngineOptions, on_written: Callable[[Place, ChunkRef, bool], None]
@@ -155,22 +157,28 @@ def open_tiers(
             opened.callback(disk.close)
             survivors = disk.scan()
             _log_foreign(folders, namespace)
-        if options.max_local_gpu_bytes:
+        if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
+        elif options.max_local_gpu_bytes:  # several groups of layers are loaded beside the steps
+            logger.warning(
+                "max_local_gpu_size is left out, and takes no memory of the GPU: the chunks of a model with windows or "
+                "states are never loaded from there; set it to 0"
+            )
         opened.pop_all()
-    return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id)
+    is_on_device = paged.device.type != "cpu"
+    return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id, slots_take_turns=is_on_device)
 
 
-def log_device_bytes(paged: PagedKV, options: EngineOptions, *, threads: int) -> None:
+def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:
     """Say what is taken of a GPU, which the serving engine must leave free.
 
     Args:
         paged: the model's KV cache.
-        options: how much stays on the device.
+        tiers: one of which may be on the device.
         threads: how many move chunks at once.
     """
     if paged.device.type != "cpu":
-        taken = device_bytes(paged.layout, threads=threads, tier_bytes=options.max_local_gpu_bytes)
+        taken = device_bytes(paged.layout, threads=threads, tier_bytes=tiers.hot.size_bytes if tiers.hot else 0)
         logger.info("%.1f MiB of %s are taken: %s", taken.total / 2**20, paged.device, taken)
 
 

@@ -135,7 +135,7 @@ class CacheEngine:
             is_passage=not options.local_cpu,
             copy_threads=copy_threads(),
         )
-        log_device_bytes(paged, options, threads=1)
+        log_device_bytes(paged, self._tiers, threads=1)
         self._move_lock = threading.Lock()  # moves: the paged cache belongs to one call at a time
         self._abandoned: deque[Callable[[], object]] = deque()  # ends of generators that were given up
         self._clears = 0  # and resets

@@ -64,6 +64,7 @@ class Planner:
             max_sends=remote.max_queue if remote and remote.url else 0,
             cache_policy=options.cache_policy,
             disk_policy=options.disk_policy,
+            slots_take_turns=tiers.slots_take_turns,
         )
         self.index.adopt(tiers.survivors)
         self.view = view

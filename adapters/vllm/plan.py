@@ -225,6 +225,7 @@ class WorkerFacts:
         server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
         groups: of layers whose KV it keeps; None for one that keeps all tokens.
         remote_problem: why its remote tier cannot be used now; None if it can, or there is none.
+        slots_take_turns: as of ``ChunkIndex``.
     """
 
     num_slots: int
@@ -237,6 +238,7 @@ class WorkerFacts:
     server_url: str | None = None
     groups: Groups | None = None
     remote_problem: str | None = None
+    slots_take_turns: bool = False
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

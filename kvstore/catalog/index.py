@@ -60,6 +60,7 @@ class ChunkIndex(Lookup):
         disk_policy: str | None = None,
         tracks_changes: bool = False,
         checkpoints: Checkpoints | None = None,
+        slots_take_turns: bool = False,
     ) -> None:
         """Start empty.
 
@@ -75,6 +76,7 @@ class ChunkIndex(Lookup):
             disk_policy: the same for the disk; None for the same as memory's.
             tracks_changes: remember what changed for ``take_changes``.
             checkpoints: what the model needs besides chunks; None if nothing.
+            slots_take_turns: as of ``Slots``, for a device.
 
         Raises:
             ConfigError: no policy has this name.
@@ -88,7 +90,7 @@ class ChunkIndex(Lookup):
         chunks = Entries(tracks_changes=tracks_changes)
         super().__init__(
             chunks,
-            Slots(chunks, num_slots, memory_order),
+            Slots(chunks, num_slots, memory_order, take_turns=slots_take_turns),
             DiskWrites(chunks, disk_order, stored_bytes, max_writes),
             RemoteSends(chunks, remote, max_sends),
             checkpoints,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, Entries, Entry, InMemory
 from kvstore.keys import PrefixKey
 from kvstore.policies import Policy
@@ -14,14 +16,17 @@ class Slots:
         chunks: all entries of the index.
         num_slots: slots of the pool, numbered from 0.
         order: the policy for memory; each chunk with a slot has size 1.
+        take_turns: a slot that was given back is used again after all others that are free: a device may still read it,
+            and who fills it has to wait. Otherwise at once, while the processor's caches hold it.
     """
 
-    def __init__(self, chunks: Entries, num_slots: int, order: Policy) -> None:
+    def __init__(self, chunks: Entries, num_slots: int, order: Policy, *, take_turns: bool) -> None:
         self.num_slots = num_slots
         self.order = order
         self.num_idle = 0  # slots of chunks that are readable and unused: can be given away
-        self.free = list(range(num_slots - 1, -1, -1))
+        self.free = deque(range(num_slots - 1, -1, -1))  # the next one last
         self._chunks = chunks
+        self._take_turns = take_turns
 
     def has_room(self, count: int, newcomer: PrefixKey | None = None) -> bool:
         """Whether so many slots could be taken, one after the other."""
@@ -50,8 +55,8 @@ class Slots:
         self._chunks.note_change(chunk)
         self.num_idle -= chunk.in_memory
         self.order.evict(chunk.ref.prefix_key)
-        if chunk.memory is LOADING:  # a read that hangs may still write to it: let others be used first
-            self.free.insert(0, chunk.slot)
+        if self._take_turns or chunk.memory is LOADING:  # a read that hangs may still write to it
+            self.free.appendleft(chunk.slot)
         else:
             self.free.append(chunk.slot)
         chunk.memory = NO_SLOT

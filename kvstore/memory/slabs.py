@@ -6,6 +6,7 @@ The pool is mapped once, asks for huge pages, near the GPU if there is a choice,
 
 from __future__ import annotations
 
+import math
 import mmap
 
 import torch
@@ -78,9 +79,10 @@ class SlabPool:
         self._preparation.close()
 
     def _pieces(self, piece_bytes: int) -> list[tuple[int, int]]:
-        """Begin and end of groups of whole slots."""
+        """Begin and end of groups of whole slots, and of whole pages of the machine: none is pinned twice."""
         end_bytes = self.num_slots * self.slot_bytes
-        step_bytes = max(1, piece_bytes // self.slot_bytes) * self.slot_bytes
+        unit_bytes = math.lcm(self.slot_bytes, mmap.PAGESIZE)
+        step_bytes = max(1, piece_bytes // unit_bytes) * unit_bytes
         return [(begin, min(begin + step_bytes, end_bytes)) for begin in range(0, end_bytes, step_bytes)]
 
 

@@ -139,6 +139,12 @@ class PagedKV(Protocol):
         The payloads must not change before the moment it returns, which is also that of all layers before.
         """
 
+    def settle(self) -> None:
+        """Let the host wait until the device has done with the buffers: they may be let go then.
+
+        Whatever streams were current when they were used, of which the device's allocator knows only the first.
+        """
+
     def restore(self) -> None:
         """Go on after the device's memory has lost what it held, at the same addresses, while nothing was under way."""
 
@@ -355,6 +361,9 @@ class HostPagedKV:
         """See ``PagedKV``."""
         self._copiers.each(self._copies_of(layers, chunks), _put)
         return None
+
+    def settle(self) -> None:
+        """See ``PagedKV``: there are none."""
 
     def restore(self) -> None:
         """See ``PagedKV``: host memory keeps what it holds."""

@@ -8,7 +8,6 @@ from kvstore.errors import LayoutError
 from kvstore.layout import KVLayout
 from kvstore.paged.base import HostPagedKV, LayerCache, PagedKV, find_planes
 from kvstore.paged.device import DevicePagedKV
-from kvstore.paged.footprint import STAGING_BYTES
 from kvstore.paged.grouped import GroupedPagedKV
 
 
@@ -37,7 +36,8 @@ def bind_paged_kv(
         has_channels: whether the shapes tell which elements are one channel of K or V over several tokens. They do not
             for MLA's latents, nor for packed blocks.
         beside: another group of layers on the same device, with which buffers are shared.
-        piece_bytes: what a buffer must hold at least, besides a chunk of these layers.
+        piece_bytes: what a buffer must hold at least: the most that is moved at once of several groups; 0 for a chunk
+            of these layers.
 
     Raises:
         LayoutError: a layer's layout is not supported, or layers differ in a way a payload cannot hold.
@@ -68,8 +68,7 @@ def bind_paged_kv(
     if device.type == "cpu":
         return HostPagedKV(layers, layout, num_blocks, reserved_blocks)
     assert beside is None or isinstance(beside, DevicePagedKV), "all groups are on one device"
-    staging_bytes = max(STAGING_BYTES, piece_bytes)
-    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, staging_bytes=staging_bytes, beside=beside)
+    return DevicePagedKV(layers, layout, num_blocks, reserved_blocks, piece_bytes=piece_bytes, beside=beside)
 
 
 def bind_groups(

@@ -19,12 +19,12 @@ import torch
 
 from kvstore.chunks import ByteArray
 from kvstore.errors import InvalidCallError
-from kvstore.layout import KVLayout
+from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV, PlaneRows, check_block_ids
 from kvstore.paged.copiers import Copiers
 from kvstore.paged.footprint import BUFFERS, MAX_BLOCKS, STAGING_BYTES
 from kvstore.paged.kernels import Kernels, Launch, kernels_for
-from kvstore.paged.places import Piece, PlaceRing, Places
+from kvstore.paged.places import Part, Piece, PlaceRing
 from kvstore.paged.regions import COPY_BYTES, regions_of
 from kvstore.paged.staging import Staging
 from kvstore.paged.streams import Moment, Streams, Way, streams_of
@@ -42,9 +42,10 @@ class DevicePagedKV:
         num_blocks: of the cache.
         reserved_blocks: as of ``bind_paged_kv``.
         streams: how work is put in order on the device; None for the device's own.
-        staging_bytes: of each buffer, at least a chunk's.
+        staging_bytes: of each buffer, at least ``piece_bytes``.
+        piece_bytes: the most that is moved at once; 0 for a chunk of these layers.
         copy_bytes: to begin a copy takes about as long as to copy so many bytes.
-        beside: a cache whose streams and buffers are used, instead of those that the two arguments before describe.
+        beside: a cache whose streams and buffers are used, instead of those that the arguments before describe.
     """
 
     moves_layers = True
@@ -58,6 +59,7 @@ class DevicePagedKV:
         *,
         streams: Streams | None = None,
         staging_bytes: int = STAGING_BYTES,
+        piece_bytes: int = 0,
         copy_bytes: int = COPY_BYTES,
         beside: DevicePagedKV | None = None,
     ) -> None:
@@ -66,7 +68,8 @@ class DevicePagedKV:
         self._allowed = range(reserved_blocks, num_blocks)
         rows = [plane.rows for planes in layers for plane in planes]
         word = min((part.dtype for part in rows), key=lambda dtype: dtype.itemsize)
-        rows = [part.view(word) for part in rows]  # one width, so that every part of the staging is aligned to it
+        with torch.inference_mode(mode=False):  # in which engines start: nobody could write to them outside
+            rows = [part.view(word) for part in rows]  # one width: every part of the staging is aligned to it
         self._all_planes = range(len(rows))
         self._planes = [(plane.data_ptr(), plane.stride(0), plane.shape[1], word) for plane in rows]
         self._planes_per_layer = len(layers[0])
@@ -77,7 +80,7 @@ class DevicePagedKV:
         self._gathered: dict[Streams, Moment] = {}  # the end of the last gather of every thread's
         if beside is None:
             streams = streams_of(self.device) if streams is None else streams
-            self._settle_on(streams, max(staging_bytes, layout.slot_bytes))
+            self._settle_on(streams, max(staging_bytes, round_up(piece_bytes, ALIGNMENT_BYTES) or layout.slot_bytes))
         else:
             self._settle_beside(beside)
         self._kernels: Kernels = kernels_for(rows, self.streams, self._staging.buffers[0])
@@ -87,12 +90,11 @@ class DevicePagedKV:
         self.streams = streams
         self._staging = Staging(staging_bytes, streams)
         self._ring = PlaceRing(max(MAX_BLOCKS, self.layout.blocks_per_chunk), streams)
-        self._by_layer: Places | None = None  # of the chunks whose last layer was moved
 
     def _settle_beside(self, other: DevicePagedKV) -> None:
         """Use what another one's thread has taken of the device."""
         self.streams, self._staging, self._ring = other.streams, other._staging, other._ring
-        self._gathered, self._by_layer = other._gathered, None
+        self._gathered = other._gathered
 
     @property
     def device_bytes(self) -> int:
@@ -129,9 +131,14 @@ class DevicePagedKV:
         for moment in list(self._gathered.values()):
             self.streams.hold(moment)
 
+    def settle(self) -> None:
+        """See ``PagedKV``."""
+        for moment in (*self._staging.ends(), *self._ring.ends()):
+            self.streams.reach(moment)
+
     def restore(self) -> None:
         """See ``PagedKV``."""
-        self._by_layer = None
+        self._ring.forget()
         self._kernels.restore(self.streams)
 
     def chunk(
@@ -192,11 +199,12 @@ class DevicePagedKV:
 
     def _on_device(self, piece: Piece, payload: torch.Tensor, move: Callable[[Launch, torch.Tensor], None]) -> None:
         check_block_ids(piece.block_ids, self._allowed)
-        places = self._ring.write([piece])
+        places = self._ring.write([[piece]])
+        (part,) = places.parts()
 
         def work() -> None:
             self._ring.send(places)
-            move(Launch(self._all_planes, places), payload)
+            move(Launch(self._all_planes, part), payload)
 
         try:
             self.streams.run(work)
@@ -209,9 +217,10 @@ class DevicePagedKV:
             check_block_ids(chunk.block_ids, self._allowed)  # before anything is copied
             self._check_fits(chunk.chunk_blocks * self.layout.block_bytes)
         moments: list[Moment] = []
-        for some in self._parts(self._all_layers, chunks):
-            places = self._ring.write(_pieces(some))
-            moments += [self._carry(way, self._all_layers, some, places)] * len(some)
+        for some in self._batches(self._all_layers, chunks):
+            places = self._ring.write([_pieces(own) for own in some])
+            for own, part in zip(some, places.parts(), strict=True):
+                moments += [self._carry(way, self._all_layers, own, part)] * len(own)
         return moments
 
     def _check_fits(self, size_bytes: int) -> None:
@@ -225,11 +234,26 @@ class DevicePagedKV:
     def _carry_layers(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks]) -> Moment:
         """Carry layers of some chunks' blocks. Returns the last moment: copies leave one after the other."""
         last: Moment = None
-        for some in self._parts(layers, chunks):
-            places, self._by_layer = self._places_of_layers(_pieces(some)), None
-            last = self._carry(way, layers, some, places)
-            self._by_layer = places
+        for some in self._batches(layers, chunks):
+            places = self._ring.keep([_pieces(own) for own in some])
+            self.streams.hold(places.last_use)  # of the layers before, maybe of another stream
+            for own, part in zip(some, places.parts(), strict=True):
+                last = self._carry(way, layers, own, part)
         return last
+
+    def _batches(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[Sequence[Sequence[ChunkBlocks]]]:
+        """The chunks of each launch, of as many launches as have their places sent together."""
+        launches: list[Sequence[ChunkBlocks]] = []
+        blocks = 0
+        for part in self._parts(layers, chunks):
+            more_blocks = sum(len(chunk.block_ids) for chunk in part)
+            if launches and blocks + more_blocks > self._ring.max_blocks:
+                yield launches
+                launches, blocks = [], 0
+            launches.append(part)
+            blocks += more_blocks
+        if launches:
+            yield launches
 
     def _parts(self, layers: range, chunks: Sequence[ChunkBlocks]) -> Iterator[Sequence[ChunkBlocks]]:
         """Consecutive chunks, as many as one buffer and one launch hold of these layers; one at the least."""
@@ -246,18 +270,7 @@ class DevicePagedKV:
     def _block_bytes(self, layers: range) -> int:
         return self.layout.layer_range(layers[-1], 1)[1] - self.layout.layer_range(layers[0], 1)[0]
 
-    def _places_of_layers(self, pieces: Sequence[Piece]) -> Places:
-        """Those of the layers before, if their blocks were the same: they are on the device."""
-        known = self._by_layer
-        if known is None or not known.is_valid or len(known.pieces) != len(pieces):
-            return self._ring.write(pieces)
-        is_same = all(
-            one.block_ids is other.block_ids and one[1:] == other[1:]
-            for one, other in zip(known.pieces, pieces, strict=True)
-        )
-        return known if is_same else self._ring.write(pieces)
-
-    def _carry(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks], places: Places) -> Moment:
+    def _carry(self, way: Way, layers: range, chunks: Sequence[ChunkBlocks], part: Part) -> Moment:
         """Carry what fits into one buffer. On the way out nothing but the blocks is written to payloads."""
         block_bytes, begin = self._block_bytes(layers), 0
         copies: list[_Copy] = []
@@ -268,11 +281,11 @@ class DevicePagedKV:
             begin += chunk.chunk_blocks * block_bytes
         planes = range(layers.start * self._planes_per_layer, layers.stop * self._planes_per_layer)
         carry = self._carry_out if way is Way.OUT else self._carry_in
-        return carry(Launch(planes, places), copies)
+        return carry(Launch(planes, part), copies)
 
     def _carry_out(self, launch: Launch, copies: Sequence[_Copy]) -> Moment:
-        places = launch.places
-        has_to_be_sent, places.is_sent = not places.is_sent, True
+        places = launch.part.places
+        has_to_be_sent = not places.is_sent
 
         def gather(staged: torch.Tensor) -> None:
             if has_to_be_sent:
@@ -283,15 +296,16 @@ class DevicePagedKV:
             for payload, begin in copies:
                 payload.copy_(staged[begin : begin + len(payload)], non_blocking=True)
 
-        self.streams.hold(places.last_use)
         try:
-            return self._staging.carry_out(gather, copy_out)
+            moment = self._staging.carry_out(gather, copy_out)
         finally:
             self._gathered[self.streams] = places.last_use = self._staging.last_use
+        places.is_sent = True
+        return moment
 
     def _carry_in(self, launch: Launch, copies: Sequence[_Copy]) -> Moment:
-        places = launch.places
-        has_to_be_sent, places.is_sent = not places.is_sent, True
+        places = launch.part.places
+        has_to_be_sent = not places.is_sent
 
         def copy_in(staged: torch.Tensor) -> None:
             if has_to_be_sent:
@@ -299,11 +313,12 @@ class DevicePagedKV:
             for payload, begin in copies:
                 staged[begin : begin + len(payload)].copy_(payload, non_blocking=True)
 
-        self.streams.hold(places.last_use)
         try:
-            return self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
+            moment = self._staging.carry_in(copy_in, lambda staged: self._kernels.scatter(launch, staged))
         finally:
             places.last_use = self._staging.last_use
+        places.is_sent = True
+        return moment
 
 
 def _pieces(chunks: Sequence[ChunkBlocks]) -> list[Piece]:

@@ -12,7 +12,7 @@ from kvstore.layout import KVLayout
 
 BUFFERS = 3  # of each thread: one is copied while another is gathered or scattered, and a third waits for either
 STAGING_BYTES = 32 << 20  # of each; a copy of that size comes within 1% of PCIe's bandwidth
-MAX_BLOCKS = 4096  # of one launch, at least a chunk's
+MAX_BLOCKS = 4096  # of one launch, and whose places are sent together; at least a chunk's
 LAUNCHES = 8  # at the least, whose places there is room for
 NUMBERS = 4  # to a place, and to a plane
 WORD_BYTES = 8

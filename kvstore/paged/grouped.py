@@ -110,6 +110,10 @@ class GroupedPagedKV:
         """See ``PagedKV``."""
         self._first.fence()
 
+    def settle(self) -> None:
+        """See ``PagedKV``: the buffers are shared."""
+        self._first.settle()
+
     def restore(self) -> None:
         """See ``PagedKV``."""
         for group in self._bound:
@@ -141,8 +145,12 @@ class GroupedPagedKV:
         return self._first.blank(parts) if parts else self.streams.now()
 
     def _check_sources(self, chunks: Sequence[ChunkBlocks]) -> None:
-        for chunk in chunks:  # a null block is no source
-            check_block_ids(chunk.block_ids & _BLOCK_MASK, range(1, self.num_blocks))
+        for chunk in chunks:
+            self._check_rows(chunk.block_ids)
+
+    def _check_rows(self, block_ids: BlockIds) -> None:
+        """A null block is no source."""
+        check_block_ids(block_ids & _BLOCK_MASK, range(1, self.num_blocks))
 
     def scatter_chunks(self, chunks: Sequence[ChunkBlocks]) -> list[Moment]:
         """See ``PagedKV``."""
@@ -193,6 +201,7 @@ class GroupedPagedKV:
 
     def gather_on_device(self, block_ids: BlockIds, payload: torch.Tensor) -> None:
         """See ``PagedKV``."""
+        self._check_rows(block_ids)
         for paged, place, chunk in self._segments(block_ids, _NO_BYTES):
             paged.gather_on_device(chunk.block_ids, payload[place])
 

@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvstore.paged.places import Places
+from kvstore.paged.footprint import NUMBERS
+from kvstore.paged.places import Part
 from kvstore.paged.streams import Streams
 
 try:
@@ -35,7 +36,7 @@ class Launch(NamedTuple):
     """Some planes of the blocks at some places."""
 
     planes: range
-    places: Places
+    part: Part
 
 
 class Kernels(Protocol):
@@ -82,8 +83,8 @@ class TorchKernels:
         """A plane's rows, the ids of some of them, and their rows in the buffer."""
         words = staged.view(self._rows[0].dtype)
         done = begin = 0
-        for block_ids, chunk_blocks, first_block in launch.places.pieces:
-            ids = launch.places.on_device[0, done : done + len(block_ids)]
+        for block_ids, chunk_blocks, first_block in launch.part.pieces:
+            ids = launch.part.on_device[0, done : done + len(block_ids)]
             for plane in launch.planes:
                 rows = self._rows[plane]
                 end = begin + chunk_blocks * rows.shape[1]
@@ -126,11 +127,11 @@ class TritonKernels:
 
     def gather(self, launch: Launch, staged: torch.Tensor) -> None:
         """See ``Kernels``."""
-        self._launch(launch.planes, launch.places.on_device, staged, is_gather=True)
+        self._launch(launch.planes, launch.part.on_device, staged, is_gather=True)
 
     def scatter(self, launch: Launch, staged: torch.Tensor) -> None:
         """See ``Kernels``."""
-        self._launch(launch.planes, launch.places.on_device, staged, is_gather=False)
+        self._launch(launch.planes, launch.part.on_device, staged, is_gather=False)
 
     def restore(self, streams: Streams) -> None:
         """See ``Kernels``. A table of garbage would let kernels read and write anywhere."""
@@ -140,11 +141,12 @@ class TritonKernels:
     def warm_up(self, staged: torch.Tensor) -> None:
         """Compile and load, which needs time and device memory: move the plane without bytes, both ways."""
         for is_gather in (True, False):
+            anywhere = self._table.view(-1)[:NUMBERS].view(NUMBERS, 1)
             self._launch(
-                range(self._end_plane, self._end_plane + 1), self._table[:, :1], staged[:_VECTOR_BYTES], is_gather
+                range(self._end_plane, self._end_plane + 1), anywhere, staged[:_VECTOR_BYTES], is_gather=is_gather
             )
 
-    def _launch(self, planes: range, places: torch.Tensor, staged: torch.Tensor, is_gather: bool) -> None:
+    def _launch(self, planes: range, places: torch.Tensor, staged: torch.Tensor, *, is_gather: bool) -> None:
         num_blocks = places.shape[1]
         if not num_blocks:
             return
@@ -152,7 +154,7 @@ class TritonKernels:
             self._table,
             places,
             staged.view(self._word),
-            num_blocks,
+            places.stride(0),
             planes.start,
             is_gather=is_gather,
             vector=1 if staged.data_ptr() % _VECTOR_BYTES else self._vector,
@@ -163,14 +165,14 @@ class TritonKernels:
 if triton is not None:
     # One variant of each direction: what has to be compiled while a model runs holds it up.
     @triton.jit(  # type: ignore[untyped-decorator]
-        do_not_specialize=["num_blocks", "first_plane"],
+        do_not_specialize=["row_words", "first_plane"],
         do_not_specialize_on_alignment=["table", "places", "staged"],
     )
     def _move(  # noqa: PLR0917 - Triton knows no others
         table: tl.tensor,
         places: tl.tensor,
         staged: tl.tensor,
-        num_blocks: tl.tensor,
+        row_words: tl.tensor,
         first_plane: tl.tensor,
         is_gather: tl.constexpr,
         vector: tl.constexpr,
@@ -185,9 +187,9 @@ if triton is not None:
         start = tl.load(first + 3)
         span = tl.load(last + 3) - start  # of one block in all planes of this launch
         block = tl.load(places + place)
-        chunks_before = tl.load(places + num_blocks + place)
-        chunk_blocks = tl.load(places + 2 * num_blocks + place)
-        blocks_before = tl.load(places + 3 * num_blocks + place)
+        chunks_before = tl.load(places + row_words + place)
+        chunk_blocks = tl.load(places + 2 * row_words + place)
+        blocks_before = tl.load(places + 3 * row_words + place)
         at = chunks_before * span + chunk_blocks * (tl.load(row + 3) - start) + blocks_before * size
         in_cache = tl.load(row).to(staged.dtype) + block * tl.load(row + 1)
         in_buffer = staged + at

@@ -1,15 +1,17 @@
-"""Where the blocks of one launch lie, in the cache and in a dense buffer, as kernels on a device read it.
+"""Where the blocks of launches lie, in the cache and in a dense buffer, as kernels on a device read it.
 
 A *place* is four numbers: a block's id, and its part of the buffer as blocks of chunks before its own, blocks of its
 chunk, and blocks of its chunk before it. None of them depends on the planes that are moved, so the places of some
 chunks serve every layer. They are written on the host into a ring of pinned memory, and copied to the same place of a
-ring on the device. Both are taken at start, and a part of them is written again only when its last use has ended.
+ring on the device, those of all launches of a call together. Both are taken at start, and a part of them is written
+again only when its last use has ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -30,31 +32,49 @@ class Piece(NamedTuple):
 
 
 class Places:
-    """The places of some pieces, one after the other.
+    """The places of the pieces of some launches, one after the other, which are sent to the device together.
 
     Attributes:
-        pieces: these pieces.
+        pieces: those of each launch.
         on_device: ``[4, blocks]``; what ``PlaceRing.send`` puts there.
         is_sent: whether ``PlaceRing.send`` was launched.
         last_use: the end of the last launch that reads them.
-        is_valid: whether they are still in the ring.
+        key: under which the ring keeps them for other layers, if it does.
     """
 
-    def __init__(self, pieces: Sequence[Piece], begin: int, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
+    def __init__(
+        self, pieces: Sequence[Sequence[Piece]], begin: int, on_host: torch.Tensor, on_device: torch.Tensor
+    ) -> None:
         self.pieces = pieces
         self.begin = begin
         self.on_host = on_host
         self.on_device = on_device
         self.is_sent = False
         self.last_use: Moment = None
-        self.is_valid = True
+        self.key: int | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """What each launch needs of them."""
+        begin = 0
+        for pieces in self.pieces:
+            end = begin + _blocks_of(pieces)
+            yield Part(self, pieces, self.on_device[:, begin:end])
+            begin = end
+
+
+class Part(NamedTuple):
+    """The pieces of one launch, and their places: a row of ``on_device`` is as long as those of all launches."""
+
+    places: Places
+    pieces: Sequence[Piece]
+    on_device: torch.Tensor
 
 
 class PlaceRing:
     """The places of the launches under way. For one thread at a time.
 
     Args:
-        max_blocks: of one launch.
+        max_blocks: whose places are sent together, and of one launch.
         streams: the device.
     """
 
@@ -67,6 +87,7 @@ class PlaceRing:
         streams.keep(self._on_device)
         allocated = streams.now()
         self._oldest_first: deque[Places] = deque()
+        self._kept: dict[int, Places] = {}  # for other layers, by the identity of the first block ids
         self._end = 0
         self._streams.reach(allocated)
 
@@ -75,11 +96,11 @@ class PlaceRing:
         """What it takes of the device's memory."""
         return self._size * WORD_BYTES
 
-    def write(self, pieces: Sequence[Piece]) -> Places:
-        """The places of some pieces, on the host. Waits only if the ring is full of launches under way."""
-        num_blocks = sum(len(piece.block_ids) for piece in pieces)
+    def write(self, pieces: Sequence[Sequence[Piece]]) -> Places:
+        """The places of some launches' pieces, on the host. Waits only if the ring is full of launches under way."""
+        num_blocks = sum(map(_blocks_of, pieces))
         if num_blocks > self.max_blocks:
-            raise InvalidCallError(f"{num_blocks} blocks in one launch: {self.max_blocks} have room")
+            raise InvalidCallError(f"{num_blocks} blocks at once: {self.max_blocks} have room")
         begin = self._take(NUMBERS * num_blocks)
         part = slice(begin, begin + NUMBERS * num_blocks)
         on_host = self._on_host[part]
@@ -87,6 +108,23 @@ class PlaceRing:
         _fill(on_host.numpy().reshape(NUMBERS, num_blocks), pieces)
         self._oldest_first.append(places)
         return places
+
+    def keep(self, pieces: Sequence[Sequence[Piece]]) -> Places:
+        """``write`` for launches that other layers of the same blocks will follow; those of a layer before, if any."""
+        key = id(pieces[0][0].block_ids)  # whose array lives as long as the places
+        known = self._kept.get(key)
+        if known is None or not _are_same(known.pieces, pieces):
+            known = self.write(pieces)
+            known.key, self._kept[key] = key, known
+        return known
+
+    def ends(self) -> list[Moment]:
+        """The ends of all uses of places in the ring."""
+        return [places.last_use for places in self._oldest_first]
+
+    def forget(self) -> None:
+        """Send all places again: the device has lost what it held."""
+        self._kept.clear()
 
     def send(self, places: Places) -> None:
         """Copy them to the device: work of the stream that this is called in."""
@@ -104,16 +142,33 @@ class PlaceRing:
         return begin
 
     def _forget_oldest(self) -> None:
-        self._streams.reach(self._oldest_first[0].last_use)
-        self._oldest_first.popleft().is_valid = False
+        oldest = self._oldest_first[0]
+        self._streams.reach(oldest.last_use)
+        self._oldest_first.popleft()
+        if oldest.key is not None and self._kept.get(oldest.key) is oldest:
+            del self._kept[oldest.key]
 
 
-def _fill(numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]], pieces: Iterable[Piece]) -> None:
-    begin = blocks_before = 0
-    for block_ids, chunk_blocks, first_block in pieces:
-        end = begin + len(block_ids)
-        numbers[0, begin:end] = block_ids
-        numbers[1, begin:end] = blocks_before
-        numbers[2, begin:end] = chunk_blocks
-        numbers[3, begin:end] = np.arange(first_block, first_block + len(block_ids))
-        begin, blocks_before = end, blocks_before + chunk_blocks
+def _blocks_of(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece.block_ids) for piece in pieces)
+
+
+def _are_same(pieces: Sequence[Sequence[Piece]], others: Sequence[Sequence[Piece]]) -> bool:
+    """Whether launches are of the same blocks; of the very same arrays, which nobody changes."""
+    if [*map(len, pieces)] != [*map(len, others)]:
+        return False
+    pairs = zip(chain.from_iterable(pieces), chain.from_iterable(others), strict=True)
+    return all(one.block_ids is other.block_ids and one[1:] == other[1:] for one, other in pairs)
+
+
+def _fill(numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]], launches: Iterable[Iterable[Piece]]) -> None:
+    begin = 0
+    for pieces in launches:
+        blocks_before = 0
+        for block_ids, chunk_blocks, first_block in pieces:
+            end = begin + len(block_ids)
+            numbers[0, begin:end] = block_ids
+            numbers[1, begin:end] = blocks_before
+            numbers[2, begin:end] = chunk_blocks
+            numbers[3, begin:end] = np.arange(first_block, first_block + len(block_ids))
+            begin, blocks_before = end, blocks_before + chunk_blocks

@@ -38,6 +38,10 @@ class Staging:
         self._free = [streams.now()] * BUFFERS  # when each buffer's last use ends
         self._turn = 0
 
+    def ends(self) -> list[Moment]:
+        """When each buffer's last use ends."""
+        return list(self._free)
+
     def carry_out(self, gather: Use, copy: Use) -> Moment:
         """Fill a buffer on the current stream, then copy it to the host on a copy stream. Returns the copy's end."""
         turn, buffer = self._next()

@@ -105,6 +105,10 @@ class Streams:
         """A set for one other thread, whose current stream is one of its own, whatever that thread's is."""
         return self
 
+    def ends(self) -> list[Moment]:
+        """The end of what each of these streams has been given so far."""
+        return []
+
     def wait(self) -> None:
         """Let the host wait for everything launched so far on any of these streams. For ``close``, and for tests."""
 
@@ -175,16 +179,20 @@ class CudaStreams(Streams):
 
     def keep(self, memory: torch.Tensor) -> None:
         """See ``Streams``."""
-        for stream in (self._current(), *self._copying.values()):
+        for stream in self._all():
             memory.record_stream(stream)
 
     def for_thread(self) -> Streams:
         """See ``Streams``."""
         return CudaStreams(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
+    def ends(self) -> list[Moment]:
+        """See ``Streams``."""
+        return [_end_of(stream) for stream in self._all()]
+
     def wait(self) -> None:
         """See ``Streams``."""
-        for stream in (self._current(), *self._copying.values()):
+        for stream in self._all():
             stream.synchronize()
 
     def _empty(self, size_bytes: int) -> torch.Tensor:
@@ -193,6 +201,9 @@ class CudaStreams(Streams):
 
     def _current(self) -> torch.cuda.Stream:
         return self._own or torch.cuda.current_stream(self.device)
+
+    def _all(self) -> list[torch.cuda.Stream]:
+        return [self._current(), *self._copying.values()]
 
     def _room(self) -> str:
         return f", of which {torch.cuda.mem_get_info(self.device)[0] / _GIB:.1f} are free"

@@ -38,6 +38,9 @@ class HotChunks:
         paged: the model's KV cache; the copies are on its device.
         max_bytes: bound of the device memory, taken at once.
 
+    Attributes:
+        size_bytes: what it takes.
+
     Raises:
         ConfigError: the bound does not hold a chunk, or the device has no room.
     """
@@ -50,6 +53,7 @@ class HotChunks:
                 f"{max_bytes} bytes of device memory do not hold one chunk of {slot_bytes}: "
                 "raise max_local_gpu_size, or set it to 0"
             )
+        self.size_bytes = num_slots * slot_bytes
         self._paged = paged
         self._slots = DeviceSlots(num_slots, slot_bytes, paged.streams)
         self._free = list(range(num_slots))

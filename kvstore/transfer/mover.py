@@ -275,7 +275,7 @@ class Mover:
         self.counters.bytes_scattered += self.paged.bytes_of(job.block_ids)
         if self._hot is None or filling is None or is_hot:
             return
-        if len(job.block_ids) == job.step.ref.num_blocks:
+        if self.paged.bytes_of(job.block_ids) == self.paged.layout.payload_bytes(job.step.ref.num_blocks):
             self._hot.note_load(job.step.ref, filling, job.block_ids)
 
     def store(self, jobs: Sequence[StoreJob]) -> set[PrefixKey]:
@@ -410,9 +410,8 @@ class Mover:
         return is_written
 
     def _end(self) -> None:
-        closers = [
-            threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in self._lanes.values()
-        ]
+        lanes = self._lanes.values()
+        closers = [threading.Thread(target=lane.close, name="kvstore-close", daemon=True) for lane in lanes]
         for closer in closers:
             closer.start()
         for closer in closers:
@@ -422,6 +421,7 @@ class Mover:
         self.cpu.close()
         if self._hot is not None:
             self._hot.close()
+        self.paged.settle()
 
     def reads_layers(self, place: Place) -> bool:
         """Whether some layers of a chunk can be read from there before the others."""

@@ -119,7 +119,7 @@ def compile_for_a_gpu() -> None:
 
     for word, vector in (("i64", 2), ("i64", 1), ("i8", 1)):
         for is_gather in (True, False):
-            signature = {"table": "*i64", "places": "*i64", "staged": f"*{word}", "num_blocks": "i32"}
+            signature = {"table": "*i64", "places": "*i64", "staged": f"*{word}", "row_words": "i32"}
             signature |= {"first_plane": "i32", "is_gather": "constexpr", "vector": "constexpr", "words": "constexpr"}
             constants = {(5,): is_gather, (6,): vector, (7,): 2048}
             source = ASTSource(fn=kernels._move, signature=signature, constexprs=constants)

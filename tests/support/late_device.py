@@ -14,6 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -188,6 +189,12 @@ class LateDevice:
         with self.lock:
             self.run_until(lambda: all(stream.done == stream.launched for stream in self._streams))
 
+    def run_unstalled(self) -> None:
+        """Do everything that is not held up."""
+        with self.lock:
+            while self._do_one():
+                pass
+
     def run_at_random(self) -> None:
         """Work a little, or not at all."""
         with self.lock:
@@ -208,7 +215,8 @@ class LateDevice:
 class Arena:
     """The device's memory. Like torch's allocator, it lends again, to the same stream, at once what was dropped.
 
-    Unless other streams were said to use it: then it waits until they have done what they were given.
+    Unless other streams were said to use it: then it waits until they have done what they were given. What the stream
+    used it for before may not be done yet, whatever is lent.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -245,7 +253,9 @@ class Arena:
     def _part(self, stream: LateStream, begin: int, size_bytes: int) -> torch.Tensor:
         self._owners[begin] = stream, size_bytes
         self._users[begin] = set()
-        return self._bytes[begin : begin + size_bytes]
+        memory = self._bytes[begin : begin + size_bytes]
+        stream.launch(partial(memory.fill_, 0xDB))
+        return memory
 
     def _allocation(self, memory: torch.Tensor) -> int:
         place = memory.data_ptr() - self._bytes.data_ptr()
@@ -305,6 +315,9 @@ class LateStreams(Streams):
 
     def for_thread(self) -> LateStreams:
         return LateStreams(self.late, self.late.make_stream())
+
+    def ends(self) -> list[Any]:
+        return [stream.now() for stream in (self.current, *self.copying.values())]
 
     def wait(self) -> None:
         self.late.counts["wait"] += 1

@@ -14,6 +14,7 @@ from kvstore.assembly import log_device_bytes, open_tiers
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.options import EngineOptions
+from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.paged.streams import Streams
 
 LAYOUT = KVLayout((65_536,) * 32, 1, 16, 256)
@@ -31,7 +32,8 @@ def test_the_start_tells_what_it_takes_of_a_gpu(
 ) -> None:
     paged: Any = SimpleNamespace(device=device, layout=LAYOUT)
     with caplog.at_level(logging.INFO, "kvstore"):
-        log_device_bytes(paged, EngineOptions(1 << 30, max_local_gpu_bytes=70 << 20), threads=3)
+        tiers: Any = SimpleNamespace(hot=SimpleNamespace(size_bytes=64 << 20))
+        log_device_bytes(paged, tiers, threads=3)
     assert len(caplog.records) == bool(said)
     assert all(part in caplog.text for part in said)
 
@@ -54,3 +56,14 @@ def test_the_pool_is_made_for_the_device_of_the_cache(in_background: bool, monke
     options = EngineOptions(64 << 20, pin_in_background=in_background)
     open_tiers(paged, Namespace({"model": "one"}), options).close()
     assert asked == [(2, LAYOUT.slot_bytes, torch.device("cuda", 1), in_background), "closed"]
+
+
+def test_copies_on_a_gpu_of_several_groups_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """They would take memory and never be loaded from."""
+    layers = [{f"{group}.{n}": torch.zeros((8, 32), dtype=torch.uint8) for n in range(2)} for group in range(2)]
+    groups = [bind_paged_kv(caches, num_blocks=8, block_tokens=16, chunk_tokens=32) for caches in layers]
+    paged = bind_groups(groups, [0], block_tokens=16, chunk_tokens=32)
+    tiers = open_tiers(paged, Namespace({"model": "one"}), EngineOptions(1 << 20, max_local_gpu_bytes=1 << 20))
+    tiers.close()
+    assert tiers.hot is None
+    assert "max_local_gpu_size is left out" in caplog.text

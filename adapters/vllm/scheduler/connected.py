@@ -122,4 +122,5 @@ def _new_index(
         disk_policy=options.disk_policy,
         tracks_changes=options.announces,
         checkpoints=checkpoints,
+        slots_take_turns=any(rank.slots_take_turns for rank in facts),
     )

@@ -134,9 +134,9 @@ class Background:
             ended.append(Saved(step, saved.result()[0], requests, saved.result()[1]))
         return ended
 
-    def moments(self) -> list[Moment]:
+    def ends(self) -> list[Moment]:
         """The ends of what the device was given here so far."""
-        return [mover.paged.streams.now() for mover in (self._loader, self._storer)]
+        return [end for mover in (self._loader, self._storer) for end in mover.paged.streams.ends()]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the threads are done with all loads and stores that have begun; False if time ran out first.

@@ -124,7 +124,7 @@ class StoreWorker:
             self._verifier = Verifier(self._mover)
             self._background = Background(self._mover)  # takes memory on the device, which may have none left
             opened.pop_all()
-        log_device_bytes(paged, engine, threads=WORKER_THREADS)
+        log_device_bytes(paged, self._tiers, threads=WORKER_THREADS)
         self._counters = partial(_moved, self._mover, self._background)
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
@@ -158,6 +158,7 @@ class StoreWorker:
             server_url=self._server.url if self._server else None,
             groups=self._groups,
             remote_problem=self._remote_problem,
+            slots_take_turns=self._tiers.slots_take_turns,
         )
 
     def prepare(self, plan: StepPlan) -> None:
@@ -385,7 +386,7 @@ class StoreWorker:
             load.finish()
         self._pushes.finish(trusted=False)
         is_idle = self._background.wait(timeout_s)
-        ends = [self._paged.streams.now(), *self._background.moments()]
+        ends = [*self._paged.streams.ends(), *self._background.ends()]
         while not (self._tiers.cpu.is_settled and all(map(self._paged.streams.is_reached, ends))):
             if time.monotonic() >= deadline_s:
                 return False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ from kvstore.paged import binding
 from kvstore.paged.base import PagedKV
 from kvstore.paged.device import DevicePagedKV
 from kvstore.tools.bench.geometry import GEOMETRIES
-from kvstore.tools.bench.gpu import needs
+from kvstore.tools.bench.gpu import needs, run
 from kvstore.tools.bench.gpu.__main__ import main
 from kvstore.tools.bench.gpu.beside import measure_beside
 from kvstore.tools.bench.gpu.figures import Figure
@@ -190,6 +192,23 @@ def test_one_step_does_not_end_the_others(tmp_path: Path) -> None:
     assert ended["absent"].said == "no-such-program is not on the PATH"
     with held.open() as lock:  # no process that it had started holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_step_that_cannot_be_ended_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits in a driver for a device that hangs."""
+    kill, spared = os.killpg, list[int]()
+    monkeypatch.setattr(os, "killpg", lambda group, _: spared.append(group))
+    monkeypatch.setattr(run, "END_WAIT_S", 0.1)
+    listed = [python("hangs", "import time; time.sleep(20)", 2.0), python("works", "")]
+    try:
+        hung, worked = run_steps(listed, SMALL, tmp_path, small=True)
+    finally:
+        kill(spared[0], signal.SIGKILL)
+        os.waitpid(spared[0], 0)
+    assert (hung.outcome, worked.outcome) == ("timed out", "done")
+    assert "it cannot be ended" in hung.said
+    assert [line["outcome"] for line in lines(tmp_path) if "outcome" in line] == ["timed out", "done"]
 
 
 def test_results_are_written_before_the_next_step(tmp_path: Path) -> None:

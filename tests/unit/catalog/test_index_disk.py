@@ -248,3 +248,16 @@ def test_a_tail_on_disk_waits_for_its_chunk(stored: bool) -> None:
     index.check_invariants()
     assert index.counters.superseded_tails == stored
     assert index.take_removals() == refs_of(20)[1:] * stored
+
+
+@pytest.mark.parametrize(("take_turns", "used"), [(False, [0, 0, 0, 0]), (True, [0, 1, 2, 0])])
+def test_slots_that_a_device_may_still_read_are_used_last(used: list[int], *, take_turns: bool) -> None:
+    """Who fills one that it reads has to wait; the host's copies have ended, and its caches hold the last slot."""
+    index = ChunkIndex(
+        3,
+        keep_in_memory=False,
+        disk_capacity_bytes=10 * FULL_BYTES,
+        stored_bytes=stored_bytes,
+        slots_take_turns=take_turns,
+    )
+    assert [step.slot for seed in range(4) for step in store(index, CHUNK, seed)] == used

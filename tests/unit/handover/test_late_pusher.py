@@ -14,6 +14,7 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 from kvstore.chunks import Outcome
 from kvstore.handover.pusher import PushCounters, Pusher, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
+from kvstore.paged.streams import Way
 from kvstore.transfer.mover import as_block_ids
 
 
@@ -107,6 +108,26 @@ def test_a_full_device_hands_over_nothing(bench: Bench, full_at: int) -> None:
     assert pusher.flush(HANG_GUARD_S)
     assert pusher.counters == PushCounters(failed=1)
     pusher.close(HANG_GUARD_S)
+
+
+def test_a_buffer_is_not_let_go_while_a_copy_that_nobody_waits_for_is_under_way(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its delivery has failed, so no sender waits for it; the memory is unpinned, and may be given back."""
+    inbox = Inbox(bench.rig.layout.payload_bytes(BLOCKS_PER_CHUNK) // LAYERS)
+    inbox.may_go.set()
+    pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: inbox, PushCounters())
+    step = pusher.begin([(Receiver("there", 1), [push_job(1)])])
+    bench.device.failures.extend([None, Failure(FULL, is_under_way=True)])
+    step.reach(0)
+    step.finish(trusted=True)
+    assert pusher.flush(HANG_GUARD_S)
+    copies = bench.paged.streams.copying[Way.OUT]  # type: ignore[attr-defined]
+    under_way = [copies.launched - copies.done]
+    monkeypatch.setattr(pusher._pool, "close", lambda: under_way.append(copies.launched - copies.done))
+    pusher.close(HANG_GUARD_S)
+    assert under_way[0] > 0
+    assert under_way[1] == 0
 
 
 def push_job(number: int) -> PushJob:

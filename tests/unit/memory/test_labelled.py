@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from support.late_device import LateDevice, LateStreams
 
 from kvstore.chunks import ChunkRef
 from kvstore.memory.labelled import LabelledPool
@@ -65,3 +66,19 @@ def test_each_content_of_a_slot_has_a_name_of_its_own(pool: LabelledPool) -> Non
     names.append(pool.filling(0, OTHER))
     assert None not in names
     assert len(set(names)) == 4
+
+
+def test_a_slot_is_in_use_until_all_copies_have_ended() -> None:
+    """Whichever stream they are on: the last one that was launched may be the first that ends."""
+    device = LateDevice(0, eagerness=0.0)
+    streams = LateStreams(device)
+    pool = LabelledPool(SlabPool(1, 4096), streams)
+    slow, quick = device.make_stream(), device.make_stream()
+    slow.launch(lambda: None)
+    for stream in (slow, quick):
+        with device.on(stream):
+            pool.note_use(0, streams.now())
+    assert not pool.is_settled
+    pool.settle(0)
+    assert slow.done == slow.launched
+    pool.close()

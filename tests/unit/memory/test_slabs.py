@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from kvstore.chunks import ByteArray
 from kvstore.errors import ConfigError
+from kvstore.memory import slabs
 from kvstore.memory.mapped import map_bytes
 from kvstore.memory.preparing import AT_START
 from kvstore.memory.slabs import SlabPool
@@ -49,6 +51,20 @@ def test_close_ends_populating_and_may_be_repeated() -> None:
     assert pool.wait_populated(0.0)
     slot[:] = 1  # views stay valid
     assert slot.all()
+
+
+@pytest.mark.parametrize("slot_pages", [1, 3, 16, 24])
+def test_no_page_of_the_machine_is_in_two_pieces(slot_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have pages of 64 KiB: it would be pinned twice, which a driver refuses."""
+    pages, page_bytes = list[tuple[int, int]](), 1 << 16
+    monkeypatch.setattr(slabs, "mmap", SimpleNamespace(PAGESIZE=page_bytes))
+    monkeypatch.setattr(slabs, "Preparation", lambda _memory, pieces, _pinner, _pace: pages.extend(pieces))
+    slot_bytes = slot_pages * 4096
+    SlabPool(100, slot_bytes, pace=replace(AT_START, piece_bytes=1 << 17))
+    assert len(pages) > 1
+    assert [begin for begin, _ in pages] == [0, *(end for _, end in pages[:-1])]
+    assert pages[-1][1] == 100 * slot_bytes
+    assert not any(begin % page_bytes or begin % slot_bytes for begin, _ in pages)
 
 
 def flags_of(memory: ByteArray) -> set[str]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from support.late_device import LateDevice
-from support.late_model import LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, by_layer
+from support.late_cuda import LateEvent, late_cuda
+from support.late_device import LateDevice, LateStream, late_paged
+from support.late_model import BLOCKS, LAYERS, SMALL_BUFFERS, TWO_LAYERS, Model, N, by_layer
 
 from kvstore.paged.streams import Way
 from kvstore.transfer.mover import as_block_ids
@@ -46,6 +52,86 @@ def test_calls_for_each_launch(way: Way, layered: bool, monkeypatch: pytest.Monk
     assert len(copies) == 1 + 3 * launches  # the places once, and a copy for each slot
     assert device.counts["now"] + device.counts["hold"] <= 3 * launches
     assert device.counts["reach"] == 0
+
+
+class CudaCalls(Counter[str]):
+    """Calls of the CUDA runtime, but for launches of kernels, made through ``CudaStreams``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        for owner, name in ((LateEvent, "record"), (LateStream, "wait_event"), (torch.Tensor, "copy_")):
+            monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)), raising=False)
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self[name] += 1
+            return call(*arguments, **options)
+
+        return counted
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize(("chunks", "in_a_buffer", "launches"), [(1, 1, 1), (5, 1, 5), (3, 3, 1), (5, 3, 2)])
+def test_calls_of_the_runtime(
+    way: Way, chunks: int, in_a_buffer: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each launch of a kernel two waits and two moments; for each chunk a copy; for each call the places."""
+    device = LateDevice(0)
+    caches = {
+        f"l{n}": torch.zeros((BLOCKS, 512), dtype=torch.uint8) for n in range(4)
+    }  # a chunk has as much as a buffer
+    paged = late_paged(
+        device,
+        caches,
+        num_blocks=BLOCKS,
+        block_tokens=N,
+        chunk_tokens=2 * N,
+        staging_bytes=in_a_buffer * 4096,
+        streams=late_cuda(device, monkeypatch),
+    )
+    payloads = np.zeros((chunks, paged.layout.slot_bytes), np.uint8)
+    moved = [paged.chunk(as_block_ids([2 * n, 2 * n + 1]), payload) for n, payload in enumerate(payloads)]
+    device.run_all()
+    calls = CudaCalls(monkeypatch)
+    (paged.gather_chunks if way is Way.OUT else paged.scatter_chunks)(moved)
+    device.run_all()
+    assert calls == {"wait_event": 2 * launches, "record": 2 * launches, "copy_": chunks + 1}
+
+
+@pytest.mark.parametrize("way", Way)
+def test_calls_of_the_runtime_by_layer(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(0)
+    model = Model(device, 3 * SMALL_BUFFERS, late_cuda(device, monkeypatch))
+    moved = [model.paged.chunk(as_block_ids([2 * n, 2 * n + 1]), slot.payload) for n, slot in enumerate(model.slots)]
+    device.run_all()
+    calls = CudaCalls(monkeypatch)
+    by_layer(model.paged, way, moved)
+    device.run_all()
+    former_uses = LAYERS - 1  # of the places
+    assert calls == {"wait_event": 2 * LAYERS + former_uses, "record": 2 * LAYERS, "copy_": len(moved) * LAYERS + 1}
+
+
+@pytest.mark.parametrize("num_blocks", [1024, 3000])
+def test_a_load_by_layer_that_does_not_fit_into_a_buffer_waits_for_nothing(num_blocks: int) -> None:
+    """Its places are written once, and not for every part of every layer: that would fill the ring."""
+    device = LateDevice(1, eagerness=0.0)
+    caches = {f"l{n}": torch.zeros((num_blocks, 16), dtype=torch.uint8) for n in range(32)}
+    paged = late_paged(device, caches, num_blocks=num_blocks, block_tokens=16, chunk_tokens=256)
+    parts = -(-num_blocks // (paged._staging.size_bytes // 16))
+    assert parts > 1
+    device.run_all()
+    device.current.launch(lambda: None)  # the step before
+    device.stalled = [device.current]
+    device.counts.clear()
+    blocks = [as_block_ids(range(begin, min(begin + 16, num_blocks))) for begin in range(0, num_blocks, 16)]
+    chunks = [paged.chunk(ids, np.full(paged.layout.slot_bytes, 7, np.uint8)) for ids in blocks]
+    for layer in range(32):
+        paged.scatter_layers(paged.layers_with(layer), chunks)
+    assert device.counts["run"] == 32 * parts
+    assert device.counts["reach"] == 0
+    device.stalled = []
+    device.run_all()
+    assert all((cache == 7).all() for cache in caches.values())
 
 
 @pytest.mark.parametrize("way", Way)

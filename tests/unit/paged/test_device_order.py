@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from support.late_cuda import late_cuda
@@ -13,9 +14,12 @@ from support.late_model import BLOCKS, CHUNK_BLOCKS, LAYERS, SMALL_BUFFERS, TWO_
 from support.schedules import seeds
 
 from kvstore.errors import ConfigError, DeviceFullError
+from kvstore.layout import KVLayout
 from kvstore.paged import device as device_module
 from kvstore.paged import places as places_module
-from kvstore.paged.streams import Moment, Way
+from kvstore.paged.base import find_planes
+from kvstore.paged.device import DevicePagedKV
+from kvstore.paged.streams import Moment, Streams, Way
 from kvstore.transfer.mover import as_block_ids
 
 MAX_BLOCKS = 6  # of a launch: three chunks
@@ -192,6 +196,36 @@ def test_places_that_were_overwritten_meanwhile_are_written_again() -> None:
         for block in range(BLOCKS):
             model.paged.gather(as_block_ids([block]), other.payload)
     model.check()
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("way", Way)
+def test_streams_have_ended_when_all_of_them_have(way: Way, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(6, eagerness=0.0)
+    streams = late_cuda(device, monkeypatch) if on_cuda else LateStreams(device)
+    streams.launch(way, lambda: None, None)
+    assert not all(map(streams.is_reached, streams.ends()))
+    device.run_all()
+    assert all(map(streams.is_reached, streams.ends()))
+
+
+@pytest.mark.parametrize("are_caches_made_in_it", [False, True])
+def test_caches_bound_in_inference_mode_are_written_to_outside(*, are_caches_made_in_it: bool) -> None:
+    """Engines like to start in it; other threads are not in it, nor need the model's be."""
+    with torch.inference_mode(are_caches_made_in_it):
+        caches = {"l": torch.zeros((8, 2, 16), dtype=torch.bfloat16), "m": torch.zeros((8, 2, 3), dtype=torch.uint8)}
+    layers = [find_planes(name, cache, 8) for name, cache in caches.items()]
+    layout = KVLayout(tuple(layer[0].page_bytes for layer in layers), 1, 2, 4)
+    with torch.inference_mode():
+        layers = [find_planes(name, cache, 8) for name, cache in caches.items()]
+        paged = DevicePagedKV(layers, layout, 8, streams=Streams(torch.device("cpu")))
+    payload = np.full(layout.slot_bytes, 7, np.uint8)
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            paged.scatter(as_block_ids([1, 2]), payload, 2, 0)
+            payload[:] = 0
+            paged.gather(as_block_ids([1, 2]), payload)
+        assert (payload[: layout.payload_bytes(2)] == 7).all()
 
 
 # Memory

@@ -7,6 +7,7 @@ import torch
 
 from kvstore.layout import KVLayout
 from kvstore.paged.base import find_planes
+from kvstore.paged.binding import bind_groups
 from kvstore.paged.device import DevicePagedKV
 from kvstore.paged.footprint import STAGING_BYTES, WORKER_THREADS, device_bytes, table_bytes
 from kvstore.paged.streams import Streams
@@ -49,3 +50,22 @@ def test_all_is_taken_at_start_and_was_said_before(width: int, planes: int) -> N
     paged.streams.wait()
     hot.close()
     assert len(streams.taken) == taken, "nothing is taken later"
+
+
+@pytest.mark.parametrize(("windows", "full"), [(5, 1), (40, 8)])
+def test_what_several_groups_take_was_said_before(windows: int, full: int) -> None:
+    """Buffers are those of the first group, but hold what is moved at once and not as many tokens of its layers."""
+    streams, page_bytes = Counting(), 1 << 16
+    first: DevicePagedKV | None = None
+    groups = []
+    piece_bytes = full * page_bytes * 64
+    for group, num_layers in enumerate((windows, full)):
+        caches = {f"{group}.{n}": torch.zeros((4, page_bytes), dtype=torch.uint8) for n in range(num_layers)}
+        layout = KVLayout((page_bytes,) * num_layers, 1, 16, 1024)
+        planes = [find_planes(*layer, 4) for layer in caches.items()]
+        groups.append(DevicePagedKV(planes, layout, 4, 1, streams=streams, piece_bytes=piece_bytes, beside=first))
+        first = groups[0]
+    layout = bind_groups(groups, [1], block_tokens=16, chunk_tokens=1024).layout
+    assert layout.slot_bytes == piece_bytes
+    said = device_bytes(layout, threads=1)
+    assert said.total - table_bytes(layout) <= sum(streams.taken) <= said.total

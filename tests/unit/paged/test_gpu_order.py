@@ -146,6 +146,20 @@ def test_work_that_raised_is_put_in_order_as_well(seed: int) -> None:
     quick.check()
 
 
+def test_a_slot_is_filled_when_what_its_memory_was_used_for_is_done() -> None:
+    """By another stream than the one that the memory was lent to."""
+    device = LateDevice(0, eagerness=0.0)
+    model = Model(device)
+    slots = make_slots(model)
+    device.stalled = [device.current]
+    with device.on(model.stream), slots.using(0) as memory:
+        model.paged.streams.run(partial(memory.fill_, 5))
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert (slots._pool[0] == 5).all()
+
+
 def test_memory_of_closed_slots_is_lent_again_when_its_last_use_has_ended() -> None:
     device = LateDevice(0)
     model = Model(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,8 @@ def test_a_null_block_in_the_middle_is_refused() -> None:
         paged.scatter(ids((1, 3), (1, 0), (1, 4)), payload, 4, 0)
     with pytest.raises(InvalidCallError, match="block id 0"):
         paged.gather(ids((1, 0)), payload)
+    with pytest.raises(InvalidCallError, match="block id 0"):
+        paged.gather_on_device(ids((1, 0), (1, 3)), torch.from_numpy(payload))
 
 
 def test_the_device_moves_the_same_bytes() -> None:
@@ -246,3 +250,23 @@ def test_the_rest_of_a_part_is_blanked_when_its_slot_has_been_read() -> None:
     content = expected(layers, (2, [2]))
     assert slot[: len(content)].tobytes() == content
     assert not slot[len(content) : paged.layout.payload_bytes(2)].any()
+
+
+def test_a_fence_comes_after_gathers_of_every_group() -> None:
+    """Also of those beside the model whose layers lie elsewhere."""
+    device, layers = LateDevice(0, eagerness=0.0), caches()
+    paged = on_device(device, layers)
+    beside = paged.for_thread()
+    chunk = ChunkBlocks(ids((2, 2)), np.zeros(4096, np.uint8), 1, 0)
+    device.run_all()
+    wanted = expected(layers, (2, [2]))
+    assert isinstance(beside.streams, LateStreams)
+    device.stalled = [beside.streams.current]
+    (moment,) = beside.gather_chunks([chunk])
+    paged.fence()
+    for tensor in layers[2].values():
+        device.current.launch(partial(tensor[2].fill_, 0))
+    device.run_unstalled()
+    device.stalled = []
+    beside.streams.reach(moment)
+    assert chunk.payload[: len(wanted)].tobytes() == wanted

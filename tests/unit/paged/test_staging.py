@@ -134,8 +134,8 @@ def test_places_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch
     sent: list[int] = []
     write = PlaceRing.write
 
-    def noted(ring: PlaceRing, pieces: Sequence[Piece]) -> Places:
-        sent.append(sum(len(piece.block_ids) for piece in pieces))
+    def noted(ring: PlaceRing, pieces: Sequence[Sequence[Piece]]) -> Places:
+        sent.append(sum(len(piece.block_ids) for launch in pieces for piece in launch))
         return write(ring, pieces)
 
     monkeypatch.setattr(PlaceRing, "write", noted)
@@ -147,6 +147,37 @@ def test_places_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch
     assert sent == [12, 8]
     paged.gather_layers(range(1, 2), chunks[2:3])
     assert sent == [12, 8, 4]
+    for layers in (range(2, 3), range(LAYERS)):  # loads and stores take turns
+        paged.gather_layers(layers, chunks[:3])
+        paged.scatter_layers(layers, chunks[1:3])
+    assert sent == [12, 8, 4]
+    paged.gather_layers(range(1), [*chunks[:2], chunks[3]])
+    assert sent == [12, 8, 4, 12], "of other blocks behind the same"
+
+
+def test_what_the_ring_keeps_is_bounded() -> None:
+    paged, device = late(caches(1, 1), staging_bytes=1 << 14)
+    for number in range(5000):
+        chunk = paged.chunk(as_block_ids([number % BLOCKS]), np.zeros(paged.layout.slot_bytes, np.uint8), CHUNK_BLOCKS)
+        paged.gather_layers(range(1), [chunk])
+    device.run_all()
+    ring = paged._ring
+    paged._ring._take(ring._size)
+    assert not ring._kept
+    assert not ring._oldest_first
+
+
+def test_places_are_sent_again_when_the_device_has_lost_them() -> None:
+    layers = caches(1, 1)
+    paged, device = late(layers, staging_bytes=1 << 14)
+    chunks = chunks_of(paged, np.arange(BLOCKS))[:1]
+    wanted = expected(layers, 1, chunks[0])
+    for layer in range(LAYERS):
+        paged.streams.reach(paged.gather_layers(range(layer, layer + 1), chunks))
+        device.run_all()
+        paged._ring._on_device.fill_(-1)
+        paged.restore()
+    assert chunks[0].payload[: len(wanted)].tobytes() == wanted
 
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
@@ -165,6 +196,18 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_has_ended() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
+def test_a_buffer_is_filled_when_what_its_memory_was_used_for_is_done() -> None:
+    """By a copy stream, while the memory was lent to the current one."""
+    device = LateDevice(0, eagerness=0.0)
+    staging, seen = Staging(8, LateStreams(device)), list[int]()
+    device.stalled = [device.current]
+    staging.carry_in(partial(torch.fill_, value=7), lambda buffer: seen.append(int(buffer[0])))
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert seen == [7]
+
+
 # The ring of places
 
 
@@ -174,15 +217,15 @@ def test_places_are_written_again_when_their_last_use_has_ended() -> None:
     device.stalled = [device.current]
     found: list[list[int]] = []
     for number in range(8):
-        places = ring.write([Piece(as_block_ids([number] * 4), 4, 0)])
+        places = ring.write([[Piece(as_block_ids([number] * 4), 4, 0)]])
         streams.run(partial(ring.send, places))
         streams.run(lambda places=places: found.append(places.on_device[0].tolist()))  # type: ignore[misc]
         places.last_use = streams.now()
     with pytest.raises(AssertionError, match="wait for each other"):
-        ring.write([Piece(as_block_ids([9]), 1, 0)])  # the host waits: there is no room
+        ring.write([[Piece(as_block_ids([9]), 1, 0)]])  # the host waits: there is no room
     device.stalled = []
     for number in (1, 3, 2, 4, 1):
-        ring.write([Piece(as_block_ids([9] * number), number, 0)])
+        ring.write([[Piece(as_block_ids([9] * number), number, 0)]])
     device.run_all()
     assert found == [[number] * 4 for number in range(8)]
 
@@ -194,23 +237,53 @@ def test_a_ring_never_lends_a_part_twice(seed: int) -> None:
     held: list[Places] = []
     for number in range(200):
         pieces = [Piece(as_block_ids([number]), 7, 2)] * dice.randint(0, 5)
-        held = [*held[-8:], ring.write(pieces)]
+        held = [*held[-8:], ring.write([pieces])]
         ring.send(held[-1])
-        for places, later in itertools.combinations([places for places in held if places.is_valid], 2):
+        for places, later in itertools.combinations([places for places in held if places in ring._oldest_first], 2):
             ends = [each.begin + each.on_host.numel() for each in (places, later)]
             assert ends[0] <= later.begin or ends[1] <= places.begin
         for places in held:
-            if places.is_valid:
+            if places in ring._oldest_first:
                 assert len({tuple(place) for place in places.on_device[::2].T.tolist()}) <= 1
-    with pytest.raises(InvalidCallError, match="6 blocks in one launch: 5 have room"):
-        ring.write([Piece(as_block_ids(range(6)), 6, 0)])
+    with pytest.raises(InvalidCallError, match="6 blocks at once: 5 have room"):
+        ring.write([[Piece(as_block_ids(range(4)), 4, 0)], [Piece(as_block_ids(range(2)), 2, 0)]])
+
+
+def test_places_are_sent_when_what_their_memory_was_used_for_is_done() -> None:
+    device = LateDevice(0, eagerness=0.0)
+    ring = PlaceRing(4, streams := LateStreams(device))
+    places = ring.write([[Piece(as_block_ids([3]), 1, 0)]])
+    device.stalled = [device.current]
+    streams.launch(Way.IN, partial(ring.send, places), None)
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert places.on_device[:, 0].tolist() == [3, 0, 1, 0]
+
+
+def test_a_ring_that_is_dropped_is_lent_again_when_places_have_been_sent() -> None:
+    device = LateDevice(0, eagerness=0.0)
+    ring = PlaceRing(4, streams := LateStreams(device))
+    places = ring.write([[Piece(as_block_ids([3]), 1, 0)]])
+    device.stalled = [streams.copying[Way.IN]]
+    streams.launch(Way.IN, partial(ring.send, places), None)
+    device.memory.drop(ring._on_device)
+    other = streams.allocate(ring.device_bytes)
+    streams.run(partial(other.fill_, 0xAA))
+    device.run_unstalled()
+    device.stalled = []
+    device.run_all()
+    assert (other == 0xAA).all()
 
 
 def test_places_tell_where_blocks_lie() -> None:
     ring = PlaceRing(8, Streams(torch.device("cpu")))
-    places = ring.write([Piece(as_block_ids([7, 5]), 4, 1), Piece(as_block_ids([3]), 2, 0)])
+    launches = [[Piece(as_block_ids([7, 5]), 4, 1), Piece(as_block_ids([3]), 2, 0)], [Piece(as_block_ids([6]), 1, 0)]]
+    places = ring.write(launches)
     ring.send(places)
-    assert places.on_device.tolist() == [[7, 5, 3], [0, 0, 4], [4, 4, 2], [1, 2, 0]]
+    first, second = (part.on_device.tolist() for part in places.parts())
+    assert first == [[7, 5, 3], [0, 0, 4], [4, 4, 2], [1, 2, 0]]
+    assert second == [[6], [0], [1], [0]]
 
 
 def test_what_is_larger_than_a_buffer_is_refused() -> None:

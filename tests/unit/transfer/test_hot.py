@@ -5,19 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from support.checks import check_idle
 from support.diskwork import flip_header
 from support.rig import SLOT_BYTES, Rig, tokens_of
 
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
 from kvstore.keys import NO_EXTRAS
+from kvstore.memory.labelled import LabelledPool
+from kvstore.memory.slabs import SlabPool
+from kvstore.paged.binding import bind_groups, bind_paged_kv
 from kvstore.transfer.hot import HotChunks
 from kvstore.transfer.layerwise import LayerLoad
+from kvstore.transfer.mover import LoadJob, Mover, StoreJob, as_block_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore.chunks import ChunkRef
     from kvstore.engine import CacheEngine
 
 TOKENS = tokens_of(1, 40)  # two chunks and a tail
@@ -213,3 +219,24 @@ def test_a_pool_without_room_for_a_chunk_is_refused(rig: Rig) -> None:
         rig.open(max_local_gpu_bytes=SLOT_BYTES - 1)
     with rig.open():
         pass
+
+
+def test_rows_of_which_some_are_null_are_not_kept_as_the_whole() -> None:
+    """Of several groups of layers a part of a chunk has as many rows as the whole."""
+    layers = [
+        {f"{group}.{n}": torch.zeros((20, width), dtype=torch.uint8) for n in range(2)}
+        for group, width in enumerate((24, 40))
+    ]
+    groups = [
+        bind_paged_kv(caches, num_blocks=20, block_tokens=16, chunk_tokens=64, reserved_blocks=1) for caches in layers
+    ]
+    for number, cache in enumerate(layers[0].values()):
+        cache.add_(torch.arange(20, dtype=torch.uint8)[:, None] + 100 * number)
+    paged = bind_groups(groups, [0], block_tokens=16, chunk_tokens=64)
+    hot = HotChunks(paged, 4 * paged.layout.slot_bytes)
+    mover, ref = Mover(paged, LabelledPool(SlabPool(4, paged.layout.slot_bytes)), {}, hot), ChunkRef(b"k" * 16, 4)
+    assert not mover.store([StoreJob(StoreStep(ref, 0, ()), as_block_ids([1, 2, 3, 4]))])
+    for ids in ([0, 0, 13, 14], [0, 0, 13, 14], [5, 6, 7, 8]):
+        assert not mover.load([LoadJob(LoadStep(ref, 0, Place.MEMORY), as_block_ids(ids), 0)]).failed
+    assert all(torch.equal(cache[[5, 6, 7, 8]], cache[[1, 2, 3, 4]]) for cache in layers[0].values())
+    assert mover.close(5)

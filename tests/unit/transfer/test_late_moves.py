@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,35 @@ def test_a_closed_pool_has_no_slot_in_use(bench: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(bench.cpu._pool, "close", lambda: seen.append(bench.cpu.is_settled))
     bench.cpu.close()
     assert seen == [True]
+
+
+def test_a_mover_that_is_closed_uses_no_buffer() -> None:
+    """Slots are free before the blocks are there, by a stream of which the allocator was not told."""
+    with Bench.running() as bench:
+        bench.mover.store([store_job(1, 0)])
+        bench.device.run_all()
+        bench.model_writes(0, 0)
+        with bench.device.on(bench.device.make_stream()):
+            assert not bench.mover.load([load_job(1, 0)]).failed
+        uses: list[Any] = bench.paged._staging.ends()
+        assert not all(moment.is_reached for moment in uses)
+    assert all(moment.is_reached for moment in uses)
+
+
+def test_a_load_that_failed_under_way_uses_its_slots(bench: Bench) -> None:
+    """Some of its copies may have been launched."""
+    bench.mover.store([store_job(1, 0)])
+    bench.device.failures.append(Failure(FULL, is_under_way=True))
+    assert bench.mover.load([load_job(1, 0)]).failed
+    assert not bench.cpu.is_settled
+    bench.device.run_all()
+    assert bench.cpu.is_settled
+
+
+def test_what_is_verified_is_compared_when_it_has_come(bench: Bench) -> None:
+    bench.mover.store([store_job(1, 0)])
+    computed_again = LoadJob(LoadStep(ref_of(1), 0, Place.MEMORY), as_block_ids(blocks_of(1)), 0)
+    assert bench.mover.deviation(computed_again) == 0
 
 
 # -- who waits -----------------------------------------------------------------------------------------------------

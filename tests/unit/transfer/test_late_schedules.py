@@ -206,8 +206,11 @@ class Worker:
         self._release(jobs)
 
     def fetch(self) -> None:
-        """Beside the steps."""
+        """Beside the steps, into blocks that the step which begins it has zeroed."""
         jobs = self._some_loads()
+        for job in jobs:
+            for block in job.block_ids:
+                self.bench.model_writes(int(block), 0)
         self.loader.paged.streams.hold(self.mover.paged.streams.now())
         self._note_loads(jobs, self.loader.load(jobs))
         slots, end = [job.step.slot for job in jobs], self.loader.paged.streams.now()

@@ -17,7 +17,7 @@ from kvstore.tools.bench.gpu.figures import COUNT, Figure
 from kvstore.tools.bench.gpu.scale import Scale
 
 CHUNKS = 10
-MAX_KERNELS, MAX_COPIES = 1, 2  # a gather or a scatter; the payload, and the ids of its blocks
+MAX_KERNELS, MAX_COPIES = 1, 1 + 1 / CHUNKS  # a gather or a scatter; the payload, and once where all blocks lie
 
 
 def measure_launches(geometry: Geometry, scale: Scale, folder: Path) -> Iterator[Figure]:

@@ -22,6 +22,7 @@ from kvstore.tools.bench.gpu.steps import MODULE, Step
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, LOG = "gpu.jsonl", "gpu.log"
+END_WAIT_S = 10.0  # for a process that was killed: what waits in a driver for its device never ends
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _run(step: Step, scale: Scale, folder: Path, *, small: bool) -> Ended:
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end(process)
+            has_ended = _end(process)
     seconds = perf_counter() - begin_s
     figures = _figures(results, begin_bytes)
     said = _last_line(log, logged_bytes)
@@ -104,6 +105,8 @@ def _run(step: Step, scale: Scale, folder: Path, *, small: bool) -> Ended:
         return Ended(step.name, "done", said if step.program else "", seconds, figures)
     outcome = "answered" if step.is_question else "timed out" if status is None else "failed"
     why = f"ended after its {step.limit_s:.0f} s" if status is None else f"status {status}"
+    if not has_ended:
+        why = f"killed after its {step.limit_s:.0f} s, but it cannot be ended, and may disturb what follows"
     return Ended(step.name, outcome, f"{why}: {said}", seconds, figures)
 
 
@@ -112,11 +115,13 @@ def _one(name: str, scale: Scale, folder: Path, *, small: bool) -> list[str]:
     return [*command, "--small"] if small else command
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step and whatever it has started."""
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """End a step and whatever it has started. False if it goes on all the same."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_WAIT_S)
+    return process.returncode is not None
 
 
 def _figures(results: Path, begin_bytes: int) -> list[Figure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,3 +155,11 @@ def test_an_answer_says_how_much_was_handed_over_only_of_a_whole_prompt(computed
     assert answer is not None
     spec: Any = answer["disagg_spec"]
     assert (spec["num_transferred_tokens"], spec["is_last_prefill"]) == (sent_tokens, sent_tokens > 0)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_slots_take_turns_if_a_worker_is_on_a_device(*, on_device: bool) -> None:
+    scheduler = StoreScheduler(SchedulerOptions(RULES, local_cpu=False))
+    scheduler.connect([replace(FACTS, slots_take_turns=on_device), FACTS])
+    assert scheduler.index is not None
+    assert scheduler.index._slots._take_turns is on_device

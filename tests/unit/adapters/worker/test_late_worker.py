@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,13 @@ from kvstore.adapters.vllm.plan import Fetch, ReqMeta, StepPlan
 from kvstore.adapters.vllm.worker.background import Background
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import Place
+from kvstore.chunks import Outcome
+from kvstore.handover.pusher import PushCounters, Pusher, PushJob
+from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
+from kvstore.paged.streams import Way
+from kvstore.transfer.mover import as_block_ids
 
 
 @pytest.fixture
@@ -82,6 +87,20 @@ def test_a_save_reads_what_the_step_has_written(bench: Bench, background: Backgr
     assert saved(bench, background) == [77] * BLOCKS_PER_CHUNK
 
 
+def test_a_load_beside_comes_after_what_the_step_before_writes(bench: Bench, background: Background) -> None:
+    """Blocks that a request has left may still be written, or zeroed for the load."""
+    bench.mover.store([store_job(1, 1)])
+    bench.device.run_all()
+    for block in load_job(1, 1).block_ids:
+        bench.model_writes(int(block), 0)
+    bench.device.stalled = [bench.device.current]
+    background.fetch(Fetch(1, "one", [load_job(1, 1)]))
+    assert background.wait(HANG_GUARD_S)
+    bench.device.run_unstalled()
+    bench.device.stalled = []
+    assert bench.held() == blocks_of(1)
+
+
 def test_a_load_beside_has_ended_when_the_device_has_done_it(bench: Bench, background: Background) -> None:
     bench.mover.store([store_job(1, 1)])
     background.fetch(Fetch(1, "one", [load_job(1, 1)]))
@@ -139,9 +158,9 @@ def test_what_follows_saves_does_not_hold_up_the_model(bench: Bench, background:
 # -- the worker ----------------------------------------------------------------------------------------------------
 
 
-def worker_of(bench: Bench, *, overwrites_early: bool = False) -> StoreWorker:
+def worker_of(bench: Bench, *, overwrites_early: bool = False, async_save: bool = True) -> StoreWorker:
     options = EngineOptions(8 * SLOT_BYTES)
-    how = WorkerOptions(async_save=True, overwrites_early=overwrites_early)
+    how = WorkerOptions(async_save=async_save, overwrites_early=overwrites_early)
     return StoreWorker(bench.paged, Namespace({"model": "late"}), options, how)
 
 
@@ -209,6 +228,63 @@ def test_a_worker_at_rest_leaves_nothing_to_the_device(bench: Bench) -> None:
     assert [*idle, bench.device.is_idle] == [False, True]
     bench.device.run_all()
     worker.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_worker_is_not_at_rest_before_blocks_are_there(bench: Bench, *, beside: bool) -> None:
+    """Their slots are free by then."""
+    worker = worker_of(bench, async_save=False)
+    carry_out(worker, StepPlan(1, 0, [ReqMeta("one", stores=[store_job(1, 1)])]))
+    assert bench.drain(worker)
+    loads, model = [load_job(1, 1)], bench.device.current
+    bench.device.stalled = [worker._background._loader.paged.streams.current if beside else model]  # type: ignore[attr-defined]
+    if beside:
+        worker.begin_step(StepPlan(2, 1, fetches=[Fetch(1, "two", loads)]))
+        assert worker._background.wait(HANG_GUARD_S)
+    else:
+        carry_out(worker, StepPlan(2, 1, [ReqMeta("two", loads=loads)]))
+    bench.device.run_unstalled()
+    assert worker._tiers.cpu.is_settled
+    assert not worker.drain(0.0)
+    bench.device.stalled = []
+    assert bench.drain(worker)
+    worker.close()
+
+
+def test_a_worker_is_not_at_rest_before_what_it_hands_over_is_copied() -> None:
+    """Into memory that is no slot of the pool."""
+    with Bench.running(copy_bytes=1 << 18) as bench:
+        worker, gate = worker_of(bench), threading.Event()
+        pusher = Pusher(bench.paged, 4 * SLOT_BYTES, lambda _: HeldUp(gate), PushCounters())
+        worker._pushes._pusher = pusher
+        job = PushJob(ref_of(1), as_block_ids(blocks_of(1)))
+        pusher.begin([(Receiver("there", 1), [job])]).finish(trusted=True)
+        copies = bench.paged.streams.copying[Way.OUT]  # type: ignore[attr-defined]
+        bench.device.stalled = [copies]
+        bench.device.run_unstalled()
+        assert bench.device.current.done == bench.device.current.launched
+        assert not worker.drain(0.0)
+        bench.device.stalled = []
+        assert bench.drain(worker)
+        assert copies.done == copies.launched
+        gate.set()
+        worker.close()
+
+
+class HeldUp(Transport):
+    """Takes nothing before a gate opens."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        assert self.gate.wait(HANG_GUARD_S)
+        for _ in ready:
+            pass
+        return [Outcome.STORED] * len(parcels)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def test_a_worker_does_not_wait_for_ever_for_a_device_that_hangs(bench: Bench) -> None:

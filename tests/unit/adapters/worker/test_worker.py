@@ -140,7 +140,7 @@ def test_a_broken_device_keeps_nothing_from_being_closed(worker: StoreWorker, mo
     close = Mock(return_value=True)
     monkeypatch.setattr(worker._mover, "close", close)
     with monkeypatch.context() as patch:
-        patch.setattr(worker._paged.streams, "now", Mock(side_effect=RuntimeError("an illegal memory access")))
+        patch.setattr(worker._paged.streams, "ends", Mock(side_effect=RuntimeError("an illegal memory access")))
         with pytest.raises(RuntimeError, match="illegal"):
             worker.close()
     close.assert_called_once_with(worker._engine.io_timeout_s)
