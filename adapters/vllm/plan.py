@@ -226,6 +226,7 @@ class WorkerFacts:
         groups: of layers whose KV it keeps; None for one that keeps all tokens.
         remote_problem: why its remote tier cannot be used now; None if it can, or there is none.
         slots_take_turns: as of ``ChunkIndex``.
+        gpu_bytes: of its GPU tier; 0 without one.
     """
 
     num_slots: int
@@ -239,6 +240,7 @@ class WorkerFacts:
     groups: Groups | None = None
     remote_problem: str | None = None
     slots_take_turns: bool = False
+    gpu_bytes: int = 0
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

@@ -27,6 +27,7 @@ class Slots:
         self.free = deque(range(num_slots - 1, -1, -1))  # the next one last
         self._chunks = chunks
         self._take_turns = take_turns
+        self._num_hung = 0  # of the free slots that come last, those whose reads may hang
 
     def has_room(self, count: int, newcomer: PrefixKey | None = None) -> bool:
         """Whether so many slots could be taken, one after the other."""
@@ -42,7 +43,9 @@ class Slots:
                 self._chunks.counters.evicted_memory += 1
                 self.drop(self._chunks[key])
                 self._chunks.note_evicted(key)
-        return self.free.pop()
+        slot = self.free.pop()
+        self._num_hung = min(self._num_hung, len(self.free))
+        return slot
 
     def fill(self, chunk: Entry, slot: int, state: InMemory) -> None:
         """Give a slot to a chunk in use, whose bytes are on their way."""
@@ -55,8 +58,11 @@ class Slots:
         self._chunks.note_change(chunk)
         self.num_idle -= chunk.in_memory
         self.order.evict(chunk.ref.prefix_key)
-        if self._take_turns or chunk.memory is LOADING:  # a read that hangs may still write to it
+        if chunk.memory is LOADING:  # a read that hangs may still write to it
             self.free.appendleft(chunk.slot)
+            self._num_hung += 1
+        elif self._take_turns:
+            self.free.insert(self._num_hung, chunk.slot)
         else:
             self.free.append(chunk.slot)
         chunk.memory = NO_SLOT

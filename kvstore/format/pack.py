@@ -314,10 +314,11 @@ def refuse_written(path: Path) -> None:
         ConfigError: names the file.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    if not partial.exists():
-        return
     with _writing(path):
-        fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
         try:
             _lock(fd, partial)
         finally:

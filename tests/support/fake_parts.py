@@ -74,6 +74,10 @@ class FakeRequest:
     lora_request: Adapter | None = None
     answer: dict[str, object] | None = None  # what the client hears of its KV
 
+    @property
+    def cache_salt(self) -> str | None:
+        return self.salt or None
+
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
 

@@ -25,6 +25,10 @@ class RequestView(Described, Protocol):
     priority: int
 
     @property
+    def cache_salt(self) -> str | None:
+        """Requests share blocks in vLLM's own prefix cache only within one salt."""
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known so far: the prompt and what was sampled."""
 
@@ -110,13 +114,16 @@ class RequestTracker:
         """Its keys are equal wherever vLLM's own prefix cache shares blocks.
 
         vLLM's cache ignores tags and the content of an adapter's files: one request may have been looked up under
-        their fingerprint, and another served without the cache because they took too long to read.
+        their fingerprint, and another served without the cache because they took too long to read. A probe stands for
+        the salt in our keys only.
         """
         adapter = self.extras.lora
-        if not self.extras.tags and adapter is None:
+        if not self.extras.tags and adapter is None and not self.params.probe:
             return self.hasher
         if self._local_hasher is None:
-            extras = replace(self.extras, tags=(), lora=(adapter[0], "") if adapter is not None else None)
+            salt = self.request.cache_salt if self.params.probe else self.extras.cache_salt
+            named = (adapter[0], "") if adapter is not None else None
+            extras = replace(self.extras, cache_salt=salt, tags=(), lora=named)
             self._local_hasher = PrefixHasher(self.rules.chunk_tokens, self.rules.block_tokens, extras)
         self._local_hasher.update(self.request.all_token_ids)
         return self._local_hasher

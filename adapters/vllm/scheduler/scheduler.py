@@ -225,8 +225,8 @@ class StoreScheduler:
         return hit if request_id == last_id else NO_HIT
 
     def _describe(self, connected: Connected, tracker: RequestTracker, chunks: Iterable[tuple[ChunkRef, int]]) -> None:
-        """Let chunks be announced, each given with its first block. Routers know nothing of tags."""
-        if self._announcer is not None and not tracker.params.tags:
+        """Let chunks be announced, each given with its first block. Routers know nothing of tags and probes."""
+        if self._announcer is not None and not (tracker.params.tags or tracker.params.probe):
             for ref, begin in chunks:
                 if ref.prefix_key in connected.index:
                     self._announcer.describe(ref, begin, tracker.request)

@@ -77,8 +77,8 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
     config, shown = loaded.config, loaded.config.shown()
     passage = "" if config.local_cpu else ", as a passage only: local_cpu is false"
     yield f"memory: {_bound(facts[0].num_slots * facts[0].slot_bytes, len(facts))}{passage}"
-    if config.max_local_gpu_bytes:
-        yield f"GPU: {_bound(config.max_local_gpu_bytes, len(facts))}"
+    if facts[0].gpu_bytes:
+        yield f"GPU: {_bound(facts[0].gpu_bytes, len(facts))}"
     if config.local_disk_folders:
         bound = _bound(facts[0].disk_capacity_bytes, len(facts))
         yield f"disk {', '.join(config.local_disk_folders)}: {bound}, {num_chunks:,} chunks found"
@@ -87,7 +87,7 @@ def _places(loaded: LoadedConfig, facts: Sequence[WorkerFacts], num_chunks: int)
     if config.shared_url is not None:
         yield f"remote tier {shown['remote_url']}: {state}"
     elif config.listens:
-        yield "remote tier: the server that each worker opens for other engines"
+        yield f"remote tier: the server that each worker opens for other engines{', ' + state if problems else ''}"
     if config.peers:
         yield f"peers, which are only read: {', '.join(str(url) for url in _listed(shown['peers']))}"
 

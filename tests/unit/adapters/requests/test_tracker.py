@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fake_parts import BLOCK, CHUNK, FakeRequest
 
+from kvstore.adapters.vllm.requests.params import RequestParams
 from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, SaveSpec
 from kvstore.keys import NO_EXTRAS, KeyExtras, PrefixHasher
 
@@ -145,6 +146,19 @@ def test_tags_are_unknown_to_vllms_own_prefix_cache() -> None:
         tracker.hasher.update(request.all_token_ids)
     assert list(tagged.hasher.chunk_keys()) != list(plain.hasher.chunk_keys())
     assert list(tagged.local_hasher().chunk_keys()) == list(plain.local_hasher().chunk_keys())
+
+
+def test_a_probe_is_unknown_to_vllms_own_prefix_cache() -> None:
+    """It shares blocks by the request's salt: a load under way is one for whoever has that salt."""
+    request = FakeRequest("one", list(range(CHUNK)), salt="s")
+    rules = SaveRules(BLOCK, CHUNK, save_decode=False, save_tails=True)
+    plain = RequestTracker(request, KeyExtras(cache_salt="s"), rules)
+    probing = RequestTracker(request, KeyExtras(cache_salt="probe x"), rules, RequestParams(probe="x"))
+    keys = [list(tracker.local_hasher().chunk_keys()) for tracker in (plain, probing)]
+    probing.hasher.update(request.all_token_ids)
+    assert keys[1] != list(probing.hasher.chunk_keys())
+    plain.hasher.update(request.all_token_ids)
+    assert keys[1] == list(plain.local_hasher().chunk_keys())
 
 
 def test_vllms_own_prefix_cache_knows_an_adapter_by_its_name() -> None:

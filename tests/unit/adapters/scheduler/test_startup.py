@@ -51,8 +51,9 @@ def test_memory_and_disk(tmp_path: Path) -> None:
 
 
 def test_several_workers(tmp_path: Path) -> None:
-    ranks = [FACTS, replace(FACTS, namespace=Namespace({"rank": 1}))]
-    lines = block("max_local_gpu_size: 2", tmp_path, *ranks)
+    ranks = [replace(FACTS, gpu_bytes=2 << 30), replace(FACTS, namespace=Namespace({"rank": 1}))]
+    lines = block("max_local_gpu_size: 3", tmp_path, *ranks)
+    assert not any(line.startswith("GPU") for line in block("max_local_gpu_size: 3", tmp_path)), "it was left out"
     assert "memory: at most 2.00 GiB (1.00 GiB for each of 2 workers)" in lines
     assert "GPU: at most 4.00 GiB (2.00 GiB for each of 2 workers)" in lines
     assert lines[-1] == f"namespace {FACTS.namespace.id.hex()}, and 1 more for the other ranks"
@@ -75,5 +76,8 @@ def test_other_engines(tmp_path: Path) -> None:
     text = "enable_pd: true\npd_role: receiver\npd_peer_init_port: 7000\npeers: [kvs://me:secret@other:7000]"
     lines = block(text, tmp_path)
     assert "remote tier: the server that each worker opens for other engines" in lines
+    assert f"{lines[-3]}, NOT USED: a wrong key; tried again by itself" in block(
+        text, tmp_path, replace(FACTS, remote_problem="a wrong key")
+    )
     assert any(line.startswith("peers") and "other:7000" in line for line in lines)
     assert "secret" not in "".join(lines)
