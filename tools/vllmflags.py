@@ -22,6 +22,7 @@ _SHORT: Final = {
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-dpl": "--data-parallel-size-local",
+    "-dpn": "--data-parallel-rank",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
 }
@@ -60,6 +61,8 @@ class ServeFlags:
     def workers(self) -> Workers:
         """Those on this machine."""
         per_replica = self.number("-tp") * self.number("-pp")
+        if _SHORT["-dpn"] in self.given:  # one replica a vLLM, and a balancer before them
+            return Workers(per_replica)
         return Workers(per_replica, self.given.get(_SHORT["-dpl"]) or self.number("-dp"))
 
     def number(self, short: str) -> int:
@@ -83,6 +86,9 @@ def parse_serve(arguments: Sequence[str]) -> ServeFlags:
     problems: list[str] = []
     if words and not words[0].startswith("-"):
         given["--model"] = words.pop(0)
+    if any(word.startswith(f"{_CONFIG_FLAG}=") for word in words):
+        problems.append(f"{_CONFIG_FLAG}=FILE: vLLM ignores it: write {_CONFIG_FLAG} FILE")
+        words = [word for word in words if not word.startswith(f"{_CONFIG_FLAG}=")]
     pairs = list(_pairs(words))
     file = next((value for name, value in pairs if name == _CONFIG_FLAG), None)
     if file is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
 
 from kvstore.adapters.vllm import refusals
+from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONNECTOR_NAME = "KVStoreConnector"
 CONNECTOR_MODULE = "kvstore.adapters.vllm.connector"
+_FLAG: Final = "--kv-transfer-config"
 
 
 def register() -> None:
@@ -32,9 +37,19 @@ def _check(vllm_config: VllmConfig) -> None:
         ConfigError: the configuration, a flag or the version of vLLM cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
+    if transfer is None and refusals.is_command() and _is_flag_empty(sys.argv):
+        raise ConfigError(
+            f"{_FLAG} is empty, so vLLM would start without kvstore: run by itself what should print the flag, such as "
+            "kvstore flags"
+        )
     if transfer is None or transfer.kv_connector != CONNECTOR_NAME:
         return  # also where it is one of several: vLLM gives each a configuration of its own later
     from kvstore.adapters.vllm.glue.support import check_flags  # noqa: PLC0415 - not in every vLLM
     from kvstore.config import load_config  # noqa: PLC0415
 
     check_flags(vllm_config, load_config(transfer.kv_connector_extra_config, log_warnings=False).config)
+
+
+def _is_flag_empty(words: Sequence[str]) -> bool:
+    """Whether a shell put nothing where it should have put the flag's value: vLLM takes that for no flag."""
+    return f"{_FLAG}=" in words or (_FLAG, "") in pairwise(words) or words[-1:] == [_FLAG]

@@ -94,7 +94,8 @@ class Stock:
 
     def _quota_of(self, space: Space) -> int:
         model = str(space.namespace.fields.get("model", ""))
-        names = (space.namespace.id.hex(), model, model.removeprefix("id "), ANY_SPACE)
+        ids = (space.namespace.id.hex(), space.id.hex())  # the second was shown by earlier versions
+        names = (*ids, model, model.removeprefix("id "), ANY_SPACE)
         return next((self._quotas[name] for name in names if name in self._quotas), NO_QUOTA)
 
     def forget_empty(self) -> None:

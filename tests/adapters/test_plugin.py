@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from concurrent.futures import wait
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,6 +161,31 @@ def test_flags_that_are_not_refused(changed: dict[str, object], monkeypatch: pyt
     assert EngineArgs.create_engine_config(None) is made
     made.kv_transfer_config = None
     assert EngineArgs.create_engine_config(None) is made
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["vllm", "serve", "m", "--kv-transfer-config", ""], True),
+        (["vllm", "serve", "m", "--kv-transfer-config=", "--port", "1"], True),
+        (["vllm", "serve", "m", "--api-key", ""], False),
+    ],
+)
+def test_a_flag_that_a_shell_left_empty_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
+) -> None:
+    """vLLM takes it for none, and would serve without kvstore."""
+    made = _Flags()
+    made.kv_transfer_config = None
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
+    monkeypatch.setattr(refusals, "is_command", lambda: True)
+    monkeypatch.setattr(sys, "argv", words)
+    told: list[KVStoreError] = []
+    monkeypatch.setattr(refusals, "note", told.append)
+    plugin.register()
+    with pytest.raises(SystemExit) if is_refused else nullcontext():
+        EngineArgs.create_engine_config(None)
+    assert len(told) == is_refused
 
 
 def test_a_process_of_vllms_own_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,11 @@ def test_a_port_that_is_taken() -> None:
     assert wrong(found) == [("error", "ports")]
 
 
+def test_ports_that_there_are_not() -> None:
+    found = findings(GOOD, "--shutdown-timeout", "9", "-tp", "2", enable_pd=True, pd_peer_init_port=65_535)
+    assert ("error", "ports") in wrong(found)
+
+
 def flag(**settings: object) -> list[str]:
     extra = {f"kvstore.{key}": value for key, value in settings.items()}
     return ["--kv-transfer-config", json.dumps({**GOOD, "kv_connector_extra_config": extra})]

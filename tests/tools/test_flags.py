@@ -186,9 +186,18 @@ def test_settings() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--disk /mnt/kv", "--set chunk_sise=1", "--set chunk_size", "--role sender", "--memory 0", "/nowhere.yaml"],
+    [
+        "--disk /mnt/kv",
+        "--set chunk_sise=1",
+        "--set chunk_size",
+        "--role sender",
+        "--memory 0",
+        "/nowhere.yaml",
+        "--disk '' --disk-size 1",
+        "--remote ''",
+    ],
 )
 def test_what_config_check_refuses(run: Any, arguments: str) -> None:
-    result = run("flags", *arguments.split())
+    result = run("flags", *shlex.split(arguments))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")

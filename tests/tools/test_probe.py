@@ -193,8 +193,12 @@ def test_other_requests_at_the_same_time_are_told(fake: Fake, url: str, run_json
     _, tree = run_json("probe", "--url", url, "--tokens", "100")
     assert not tree["notes"]
     fake.warm["lookups", ""] = 5
-    _, tree = run_json("probe", "--url", url, "--tokens", "100")
+    code, tree = run_json("probe", "--url", url, "--tokens", "100")
     assert "other requests came" in tree["notes"][0]
+    assert (code, tree["found_tokens"], tree["reason"]) == (1, 0, reasons.NOT_ALONE.why)
+    fake.shows_cached = True
+    code, tree = run_json("probe", "--url", url, "--tokens", "100")
+    assert (code, tree["reason"]) == (0, "")
 
 
 def test_one_of_several_engines_is_asked_twice(fake: Fake, url: str, run_json: RunJson) -> None:

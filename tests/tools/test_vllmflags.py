@@ -64,6 +64,7 @@ def test_switches() -> None:
         ("-tp 4", Workers(4, 1)),
         ("-tp=2 --pipeline-parallel-size 3", Workers(6, 1)),
         ("-tp 2 -dp 8 -dpl 2", Workers(2, 2)),
+        ("-dp 64 --data-parallel-rank 3", Workers(1, 1)),
     ],
 )
 def test_workers(arguments: str, workers: Workers) -> None:
@@ -87,6 +88,7 @@ def test_folders_of_workers() -> None:
         ["--kv-transfer-config"],
         ["--block-size", "many"],
         ["-tp", "100000"],
+        ["--config=/nowhere.yaml"],
         ["--kv-transfer-config.a=1", "--kv-transfer-config.a.b=1"],
         ["--kv-transfer-config.a"],
     ],

@@ -107,6 +107,7 @@ def _write(path: Path, text: str, *, force: bool) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL), FILE_MODE)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, FILE_MODE)  # of one that was there, too
             file.write(text)
     except FileExistsError as error:
         raise ConfigError(f"{path} exists: name another file, or add --force") from error

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvstore.errors import ConfigError
 from kvstore.tools.console import Answer, errors
 
 
@@ -15,7 +16,7 @@ def flags(
     file: Annotated[Path | None, typer.Argument(help="YAML file; without one, what the options say.")] = None,
     *,
     memory: Annotated[float | None, typer.Option(help="GiB of CPU memory for each worker.")] = None,
-    disk: Annotated[Path | None, typer.Option(help="Folder on a fast local disk; needs --disk-size.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Folder on a fast local disk; needs --disk-size.")] = None,
     disk_size: Annotated[float | None, typer.Option(help="GiB of disk for each worker.")] = None,
     remote: Annotated[str | None, typer.Option(help="URL of a Redis or a cache server that engines share.")] = None,
     role: Annotated[
@@ -37,9 +38,12 @@ def flags(
     """
     from kvstore.tools.flags import as_shell, make_flags, parse_settings  # noqa: PLC0415
 
+    for name, value in (("--disk", disk), ("--remote", remote)):
+        if value == "":
+            raise ConfigError(f"{name} is empty: is a variable of the shell not set?")
     named = {
         "max_local_cpu_size": memory,
-        "local_disk": None if disk is None else str(disk),
+        "local_disk": disk,
         "max_local_disk_size": disk_size,
         "remote_url": remote,
     }

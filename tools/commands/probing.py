@@ -21,7 +21,7 @@ def probe(
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="API key, if the server needs one.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(help="How long each answer may take.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="How long each answer may take.")] = 60.0,
 ) -> Answer:
     """Send a made-up prompt twice to a running vLLM, and show what kvstore supplied the second time.
 

@@ -17,6 +17,7 @@ from kvstore.tools.vllmflags import ServeFlags
 
 _USUAL_BLOCK_TOKENS: Final = 16
 _DEFAULT = "default"
+_LAST_PORT: Final = 65_535
 
 
 def check_sources(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -120,6 +121,12 @@ def _listening(flags: ServeFlags, config: StoreConfig) -> Iterator[Finding]:
         yield Finding("ports", "error", found, "add a port for each worker")
         return
     wanted = ports[:count] if isinstance(ports, tuple) else range(ports, ports + count)
+    if wanted[-1] > _LAST_PORT:
+        found = (
+            f"{count} workers from port {wanted[0]} on need ports up to {wanted[-1]}: the last there is is {_LAST_PORT}"
+        )
+        yield Finding("ports", "error", found, "set a lower pd_peer_init_port")
+        return
     taken = [port for port in wanted if is_listening(port)]
     if taken:
         found = f"another process listens at {', '.join(map(str, taken))}"

@@ -27,6 +27,10 @@ NO_METRICS: Final = Reason(
     "start vLLM without --disable-log-stats, or with --enable-prompt-tokens-details; then its log says whether kvstore "
     "is part of it",
 )
+NOT_ALONE: Final = Reason(
+    "whose hits were counted cannot be told: other requests came at the same time",
+    "try again at a quiet moment, or start vLLM with --enable-prompt-tokens-details: then each answer says it",
+)
 _OFF: Final = Reason(
     "the cache is switched off", "switch it on: curl -X POST 127.0.0.1:6999/enable (see docs/operations.md)"
 )

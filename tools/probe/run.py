@@ -23,7 +23,7 @@ except ImportError as error:
 from kvstore.errors import ConfigError, TierError
 from kvstore.tools.demo.client import events
 from kvstore.tools.probe.counters import Counters, Seen, read_counters
-from kvstore.tools.probe.reasons import NO_METRICS, why_never, why_not
+from kvstore.tools.probe.reasons import NO_METRICS, NOT_ALONE, why_never, why_not
 
 LOWEST_TOKEN_ID: Final = 256
 """Tokenizers tend to have single bytes and special tokens below."""
@@ -31,6 +31,7 @@ END_TOKEN_ID: Final = 1000
 """Models with fewer tokens are toys."""
 _MAX_NUDGES: Final = 20
 _NUDGE_PAUSE_S: Final = 0.05
+_MAX_SETTLE_S: Final = 10.0
 _RESERVED_TOKENS: Final = 8  # of the model's length, for the answer and for what a server adds
 
 
@@ -144,10 +145,13 @@ def _ask_twice(client: httpx.Client, report: ProbeReport, before: Counters | Non
             report.reason, report.remedy = NO_METRICS
         return
     report.tiers = seen.tiers
-    if warm.cached_tokens is None:
-        report.found_tokens = sum(seen.tiers.values())
     if seen.others(own=2):
         report.notes.append("other requests came at the same time: what is said of tiers and reasons may be theirs")
+    if warm.cached_tokens is None and seen.others(own=2):
+        report.reason, report.remedy = NOT_ALONE
+        return
+    if warm.cached_tokens is None:
+        report.found_tokens = min(sum(seen.tiers.values()), report.prompt_tokens)
     if not report.found_tokens:
         report.reason, report.remedy = why_not(seen)
 
@@ -193,11 +197,13 @@ def _nudge(client: httpx.Client, model: str, engine: Mapping[str, str]) -> None:
 
 def _let_it_store(client: httpx.Client, model: str, engine: Mapping[str, str]) -> Counters | None:
     """Wait until no more chunks are stored or wait to be written, within bounds; returns the last reading."""
-    last = -1.0
+    last, deadline_s = -1.0, time.monotonic() + _MAX_SETTLE_S
     for _ in range(_MAX_NUDGES):
         _nudge(client, model, engine)
         counters = read_counters(client)
         if counters is None or (counters.settled_chunks == last and not counters["queued_writes"]):
+            break
+        if time.monotonic() > deadline_s:
             break
         last = counters.settled_chunks
         time.sleep(_NUDGE_PAUSE_S)

@@ -99,16 +99,17 @@ class Operator:
         hasher = PrefixHasher(space["chunk_tokens"], space["block_tokens"], extras)
         hasher.update(tokens)
         whole = chunk_refs(hasher, with_tail=False)
-        where = self._explain(space["space"], whole)
+        space_id = space.get("space", space["id"])  # an earlier server has one id
+        where = self._explain(space_id, whole)
         there = next((number for number, text in enumerate(where) if not text.startswith(_HERE)), len(whole))
         tails = tail_refs(hasher, there)
-        ends = self._explain(space["space"], tails)
+        ends = self._explain(space_id, tails)
         tail = max((number for number, text in enumerate(ends) if text.startswith(_HERE)), default=-1)
         refs, chunks = whole[:there], where[: there + 1]
         if tail >= 0:
             refs, chunks = [*refs, tails[tail]], [*where[:there], ends[tail]]
         num_tokens = sum(ref.num_blocks for ref in refs) * hasher.block_tokens
-        return Found(space["id"], space["space"], space["fields"], num_tokens, chunks, refs)
+        return Found(space["id"], space_id, space["fields"], num_tokens, chunks, refs)
 
     def _explain(self, space_id: str, refs: Sequence[ChunkRef]) -> list[str]:
         found: list[str] = []

@@ -61,6 +61,13 @@ def test_nothing_goes_for_a_quota_that_cannot_be_kept() -> None:
     assert len(space.chunks) == 4
 
 
+def test_a_quota_names_a_namespace_by_its_id_or_by_the_one_that_earlier_versions_showed() -> None:
+    space = enter(Stock(PAGE_BYTES, FreePages(1), policy="LRU"), "small", SMALL)
+    for name in (space.namespace.id.hex(), space.id.hex()):
+        stock = Stock(PAGE_BYTES, FreePages(1), policy="LRU", quotas={name: 1000, "*": 9})
+        assert enter(stock, "small", SMALL).quota_bytes == 1000
+
+
 class CountedDict(dict[int, int]):
     """Counts how many entries were looked at in a row."""
 
