@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.moved import make_arg_parser
 
 from kvstore.config import load_config
 from kvstore.errors import ConfigError
@@ -30,7 +31,6 @@ def served(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if served(p.read_text())], ids=lambda page: page.name)
 def test_vllm_takes_the_flags_that_are_shown(page: Path) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     for flags in served(page.read_text()):
@@ -76,7 +76,6 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
 def test_doctor_reads_flags_as_vllm_does(arguments: str) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     theirs = make_arg_parser(FlexibleArgumentParser(exit_on_error=False)).parse_args(shlex.split(arguments))
@@ -97,7 +96,6 @@ def test_doctor_knows_the_fields_of_the_flag() -> None:
 
 
 def test_what_kvstore_flags_prints_is_a_flag_of_vllms() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     made = make_flags(

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.adapters.vllm.glue import capabilities, support
+from kvstore.adapters.vllm.glue.interface import TESTED
 from kvstore.adapters.vllm.glue.namespace import namespace_of
 from kvstore.adapters.vllm.glue.options import engine_options, remote_options, scheduler_options, worker_options
 from kvstore.adapters.vllm.glue.parallel import port_of, rank_of
@@ -86,6 +87,7 @@ def test_blocks_may_be_overwritten_before_the_connector_hears_of_it(monkeypatch:
     mixed = cache_config(KVCacheGroupSpec(["layer.0"], spec()), KVCacheGroupSpec(["layer.1"], half))
     first, second, silent = (SimpleNamespace(use_v2_model_runner=v2) for v2 in (False, True, True))
     del silent.use_v2_model_runner
+    monkeypatch.setattr(vllm, "__version__", TESTED[-1])  # of one that nobody has tried, the worst is thought
     assert [overwrites_early(runner, mixed) for runner in (first, second, silent)] == [False, True, True]
     assert not overwrites_early(second, cache_config())
     assert overwrites_early(second, SimpleNamespace())  # a version that does not say

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.layouts import Paged, put_blocks, snapshot, take_blocks
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from support.moved import moved
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -32,6 +32,10 @@ from kvstore.paged.base import LayerCache
 from kvstore.transfer.mover import as_block_ids
 
 pytestmark = pytest.mark.vllm
+
+get_kv_cache_config_from_groups = moved(
+    "get_kv_cache_config_from_groups", "vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning"
+)  # the second since 0.33
 
 BLOCKS, BLOCK = 10, 4
 SOURCES, TARGETS = [7, 4, 9, 3, 8, 5], [2, 9, 3, 7, 1, 6]  # a chunk of four blocks, and a tail of two
