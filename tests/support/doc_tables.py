@@ -107,7 +107,8 @@ def hybrid_table() -> str:
             f"{prompt.chunks} + {prompt.checkpoints}: {size(prompt.stored_bytes)}",
         )
         rows.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ("---",) * len(titles), *rows))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *rows))
+    return "\n".join((first, f"|{'---|' * len(titles)}", *others))
 
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
