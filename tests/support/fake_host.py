@@ -6,7 +6,7 @@ in any block, once used, is an error that names the request.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore import assembly
-from kvstore.adapters.vllm.plan import StepPlan, StepReport
+from kvstore.adapters.vllm.plan import StepPlan
 from kvstore.adapters.vllm.requests.tracker import SaveRules
 from kvstore.adapters.vllm.scheduler.choice import LoadRules
 from kvstore.adapters.vllm.scheduler.connected import Connected
@@ -198,7 +198,7 @@ class FakeHost(FakeTables):
 
     def _prepare(self, step: Step) -> list[StepPlan]:
         """Give each rank its own plan, as over a wire; what becomes of blocks that were taken, before or after."""
-        plans: list[StepPlan] = [pickle.loads(step.plan) for _ in self.workers]
+        plans = [copy.deepcopy(step.plan) for _ in self.workers]
         if self.setup.overwrites_early:
             self._overwrite_taken()
         for worker, plan in zip(self.workers, plans, strict=True):
@@ -244,7 +244,7 @@ class FakeHost(FakeTables):
         step.fetched |= _said_by_all(self.loading, worker.take_fetched_requests())
 
     def _take_report(self, step: Step, worker: StoreWorker) -> None:
-        report: StepReport | None = pickle.loads(pickle.dumps(worker.take_report()))
+        report = copy.deepcopy(worker.take_report())
         step.ended |= _said_by_all(self.kept, worker.take_ended_requests())
         if step.report is None:
             step.report = report

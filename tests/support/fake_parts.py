@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.adapters.vllm.plan import StepReport
+from kvstore.adapters.vllm.plan import StepPlan, StepReport
 from kvstore.adapters.vllm.requests.rows import RowMap
 from kvstore.adapters.vllm.scheduler.handovers import HandoverOptions
 from kvstore.adapters.vllm.telemetry.announcer import ANNOUNCED, Adapter, Removed, Stored
@@ -121,7 +121,7 @@ class Scheduled:
 class Step:
     """A step on its way."""
 
-    plan: bytes  # as vLLM sends it to its ranks
+    plan: StepPlan
     work: list[Scheduled]
     has_loads: bool
     failed_blocks: set[int] = field(default_factory=set)

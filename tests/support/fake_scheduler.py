@@ -7,7 +7,7 @@ states ends where one is to be kept.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -181,7 +181,7 @@ class FakeScheduler(FakeHost):
             request.in_flight_tokens += part.count
             request.placeholders += 1 + part.drafts if part.samples else 0
         self.planned += 1
-        return Step(pickle.dumps(plan), work, has_loads)
+        return Step(copy.deepcopy(plan), work, has_loads)
 
     def _schedule_running(self) -> tuple[list[Scheduled], bool]:
         """The parts of the requests that run, and whether any had to be preempted."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from support.answers import Answers, answering
 
 from kvstore.errors import ConfigError
 from kvstore.tools.demo.client import TOKENS_LOADED
@@ -17,46 +16,32 @@ from kvstore.tools.prefetch import prefetch
 from kvstore.tools.warm.prompts import read_prompts
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Answers):
     """Answers as vLLM does, loads 7 tokens for each prompt, and refuses those that say "no"."""
 
     asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     keys: ClassVar[list[str | None]] = []
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         loaded = sum("no" not in json.dumps(body) for _, body in self.asked) * 7
-        self._answer(200, f"# TYPE {TOKENS_LOADED} counter\n{TOKENS_LOADED} {loaded}\n".encode())
+        self.answer(200, f"# TYPE {TOKENS_LOADED} counter\n{TOKENS_LOADED} {loaded}\n".encode())
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append((self.path, body))
         self.keys.append(self.headers["Authorization"])
         if "no" in json.dumps(body):
-            self._answer(400, b"{}")
+            self.answer(400, b"{}")
         else:
-            self._answer(200, json.dumps({"usage": {"prompt_tokens": 10}}).encode())
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_arguments: object) -> None:
-        pass
+            self.answer(200, json.dumps({"usage": {"prompt_tokens": 10}}).encode())
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
     Server.asked.clear()
     Server.keys.clear()
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Server) as address:
+        yield address
 
 
 @pytest.fixture

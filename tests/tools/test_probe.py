@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from support.answers import Answers, answering
 from support.redis_server import free_port
 
 from kvstore.catalog.plans import MissReason
@@ -85,39 +84,25 @@ def fake() -> Fake:
 
 @pytest.fixture
 def url(fake: Fake) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(Answers):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             if self.path == "/v1/models":
                 data = [{"id": name, "max_model_len": fake.model_tokens} for name in fake.models]
-                self._answer(fake.status, json.dumps({"data": data}))
+                self.answer(fake.status, json.dumps({"data": data}).encode())
             else:
-                self._answer(200 if fake.has_metrics else 404, fake.metrics())
+                self.answer(200 if fake.has_metrics else 404, fake.metrics().encode())
 
-        def do_POST(self) -> None:
+        def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             fake.headers.append(dict(self.headers))
             found = fake.take(body)
             details = {"prompt_tokens_details": {"cached_tokens": found}} if fake.shows_cached else {}
             events = [{"choices": [{"text": "x"}]}, {"choices": [], "usage": {"prompt_tokens": 9, **details}}]
-            self._answer(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+            text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+            self.answer(200, text.encode())
 
-        def _answer(self, status: int, text: str) -> None:
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Handler) as address:
+        yield address
 
 
 def test_a_hit(fake: Fake, url: str, run: Any, run_json: RunJson) -> None:
