@@ -21,8 +21,8 @@ demo: venv  ## run vLLM, restart it, and see a long prompt loaded from disk
 test: venv  ## all tests but the long ones, real vLLM included
 	@$(BIN)/pytest $(SIDE_BY_SIDE)
 
-test-unit: venv-unit  ## tests of the engine: no vLLM, less than a minute
-	@$(BIN)/pytest $(SIDE_BY_SIDE) tests/unit
+test-unit: venv-unit  ## tests of the engine: no vLLM, nothing slow, less than a minute
+	@$(BIN)/pytest -n 3 --dist worksteal --quick tests/unit
 
 test-gpu: venv-unit  ## tests that need a CUDA device; skipped where there is none
 	@$(BIN)/pytest -m gpu

@@ -26,6 +26,7 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="also run the tests marked soak, which take minutes")
+    parser.addoption("--quick", action="store_true", help="leave out the tests marked slow, and most random schedules")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # this process hands files out and runs none: it needs neither hypothesis nor torch
     from support.schedules import begin
 
-    begin(is_soak=config.getoption("--soak"))
+    begin(is_soak=config.getoption("--soak"), is_quick=config.getoption("--quick"))
     gc.disable()  # imports make no garbage
 
 
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         join_soak(item)
         if item.get_closest_marker("soak") and not config.getoption("--soak"):
             item.add_marker(pytest.mark.skip(reason="needs --soak"))
+        if item.get_closest_marker("slow") and config.getoption("--quick"):
+            item.add_marker(pytest.mark.skip(reason="not with --quick"))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     items.sort(key=_turn)

@@ -1,4 +1,4 @@
-"""How many random schedules a test tries: some in every run, thousands in ``make soak``.
+"""How many random schedules a test tries: some in every run, few in a quick one, thousands in ``make soak``.
 
 A schedule that has failed is kept for good, as an ``@example`` of its test: the next run need not find it again.
 """
@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 EXAMPLES = 20
 SOAK_EXAMPLES = 2_000
+QUICK_SHARE = 4
 SOAK_TIMEOUT_S = 4 * 3600
 _QUIET = (
     HealthCheck.too_slow,
@@ -24,25 +25,30 @@ _QUIET = (
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 # Where a test asks for nothing else: examples enough for a run, and no word on how long one took.
-settings.register_profile("suite", max_examples=40, deadline=None, suppress_health_check=_QUIET, print_blob=True)
+for _profile, _examples in (("suite", 40), ("quick", 10)):
+    settings.register_profile(
+        _profile, max_examples=_examples, deadline=None, suppress_health_check=_QUIET, print_blob=True
+    )
 
 
 class _Mode:
     """Of this run; set before any test is collected."""
 
     is_soak = False
+    is_quick = False
 
 
-def begin(*, is_soak: bool) -> None:
+def begin(*, is_soak: bool, is_quick: bool) -> None:
     """Decide how much is tried, before any test is collected. In a soak all that is asked for is thousands."""
-    _Mode.is_soak = is_soak
-    settings.load_profile("suite")
+    _Mode.is_soak, _Mode.is_quick = is_soak, is_quick and not is_soak
+    settings.load_profile("quick" if _Mode.is_quick else "suite")
 
 
 def schedule_settings(examples: int = EXAMPLES, **others: Any) -> settings:
     """Hypothesis's settings, for state machines, which take no decorator. Mark their test ``schedules``."""
+    wanted = max(1, examples // QUICK_SHARE) if _Mode.is_quick else examples
     return settings(
-        max_examples=SOAK_EXAMPLES if _Mode.is_soak else examples,
+        max_examples=SOAK_EXAMPLES if _Mode.is_soak else wanted,
         deadline=None,
         suppress_health_check=_QUIET,
         print_blob=True,

@@ -102,6 +102,7 @@ print(Namespace({"b": 1, "a": "x"}).id.hex())
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_whatever_their_hash_seed_and_without_vllm() -> None:
     scripts = {"0": _PRINT_KEYS, "1234": _PRINT_KEYS.replace('sys.modules["torch"] = None', "")}
     answers = []

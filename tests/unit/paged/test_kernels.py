@@ -46,6 +46,7 @@ def trials(cache: Path, *how: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_and_move_what_pytorch_moves(tmp_path: Path) -> None:
     """In one process: to import PyTorch and Triton takes as long as much of it."""
     said = trials(tmp_path)

@@ -155,6 +155,7 @@ def test_places_of_the_same_chunks_are_sent_once(monkeypatch: pytest.MonkeyPatch
     assert sent == [12, 8, 4, 12], "of other blocks behind the same"
 
 
+@pytest.mark.slow
 def test_what_the_ring_keeps_is_bounded() -> None:
     paged, device = late(caches(1, 1), staging_bytes=1 << 14)
     for number in range(5000):

@@ -102,6 +102,7 @@ print("same", all(torch.equal(layers[name][:37], before[name][:37]) for name in 
 """
 
 
+@pytest.mark.slow
 def test_a_configuration_uses_a_tier_of_another_package(site: Path, tmp_path: Path) -> None:
     """From the installed package to loaded KV, with nothing but its URL in the file, in a process of its own."""
     install_example(site)

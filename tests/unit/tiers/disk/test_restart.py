@@ -132,6 +132,7 @@ def test_namespace_is_described(open_tier: Open, folder: Path) -> None:
     assert json.loads(text) == {"model": "mine"}
 
 
+@pytest.mark.slow
 def test_many_names(tmp_path: Path) -> None:
     tiny = KVLayout(page_bytes=(64,), planes=1, block_tokens=16, chunk_tokens=16)
     home = tmp_path / MINE.id.hex()

@@ -83,6 +83,7 @@ def test_a_spare_file_of_another_size_is_put_right(open_tier: Open, folder: Path
         assert tier.used_bytes == bytes_on_disk(folder) == CHUNK_BYTES
 
 
+@pytest.mark.slow
 def test_spare_files_are_bounded_and_give_way(open_tier: Open, folder: Path) -> None:
     tier = open_tier(capacity_bytes=80 * CHUNK_BYTES)
     refs = [make_ref(number) for number in range(80)]
