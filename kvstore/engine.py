@@ -175,7 +175,7 @@ class CacheEngine:
         with self._planner.deciding() as index:
             match = index.lookup(hasher)
             held = index.lease(pin_name(hasher), match.refs, math.inf)
-            return sum(ref.num_blocks for ref in match.refs[:held]) * self.layout.block_tokens
+            return self._up_to(match.refs[:held], match.num_tokens)
 
     def unpin(self, tokens: Tokens, *, extras: KeyExtras = NO_EXTRAS) -> None:
         """End the pin of exactly this sequence, if there is one."""
@@ -196,11 +196,11 @@ class CacheEngine:
         hasher = hash_tokens(self.layout, tokens, extras)
         told = self._planner.ask_remote(hasher)
         with self._turn():
-            steps = self._planner.plan_prefetch(hasher, told)
+            steps, num_tokens = self._planner.plan_prefetch(hasher, told)
             self._load([LoadJob(step, _NO_BLOCKS, 0) for step in steps])
             with self._planner.lock:
-                here = list(takewhile(lambda step: self._planner.index.in_memory(step.ref.prefix_key), steps))
-        return sum(step.ref.num_blocks for step in here) * self.layout.block_tokens
+                here = takewhile(lambda step: self._planner.index.in_memory(step.ref.prefix_key), steps)
+                return self._up_to((step.ref for step in here), num_tokens)
 
     def store(
         self,
@@ -410,6 +410,10 @@ class CacheEngine:
     def _remove(self, place: Place, refs: Iterable[ChunkRef]) -> None:
         """For the planner, which is made before the mover."""
         self._mover.remove(place, refs)
+
+    def _up_to(self, refs: Iterable[ChunkRef], num_tokens: int) -> int:
+        """The tokens of a match that its first chunks hold; the last chunk may hold more than is matched."""
+        return min(sum(ref.num_blocks for ref in refs) * self.layout.block_tokens, num_tokens)
 
     def _load_request(self, tokens: Tokens, mask: Tokens | None, slot_mapping: Slots, extras: KeyExtras) -> Request:
         request = check_request(self.layout, self._num_blocks, tokens, mask, slot_mapping, extras=extras)

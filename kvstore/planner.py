@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvstore.assembly import OpenTiers, open_directory
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place
+from kvstore.catalog.plans import NO_MATCH, LoadStep, Match, Place
 from kvstore.catalog.remote_view import RemoteView, Told
 from kvstore.catalog.sequence import all_refs, chunk_refs
 from kvstore.chunks import ChunkRef
@@ -66,7 +66,7 @@ class Planner:
             disk_policy=options.disk_policy,
             slots_take_turns=tiers.slots_take_turns,
         )
-        self.index.adopt(tiers.survivors)
+        self.index.adopt(tiers.survivors, tiers.trails)
         self.view = view
         self.directory = open_directory([Shard(namespace, layout, remote)]) if remote else None
         self._layout = layout
@@ -131,12 +131,15 @@ class Planner:
             self.match(hasher, lambda _: None, skip_tokens, told)
         return told
 
-    def plan_prefetch(self, hasher: PrefixHasher, told: Told) -> list[LoadStep]:
-        """Plan to bring the known prefix of a sequence into memory; nothing where nothing stays there."""
+    def plan_prefetch(self, hasher: PrefixHasher, told: Told) -> tuple[list[LoadStep], int]:
+        """Plan to bring the known prefix of a sequence into memory, and tell its tokens.
+
+        Nothing where nothing stays there.
+        """
         with self.lock:
             self._begin()
-            refs = self.index.lookup(hasher, told=told).refs if self._options.local_cpu else ()
-            return self.index.prepare_load(refs, told)
+            match = self.index.lookup(hasher, told=told) if self._options.local_cpu else NO_MATCH
+            return self.index.prepare_load(match.refs, told, hasher=hasher), match.num_tokens
 
     def plan_load(self, request: Request) -> list[LoadJob]:
         """Plan to load the known prefix of a sequence, from ``request.begin`` on."""
@@ -144,13 +147,13 @@ class Planner:
         with self.lock:
             self._begin()
             match = self.index.lookup(request.hasher, request.begin, request.told)
-            steps = self.index.prepare_load(match.refs, request.told)
-        jobs = []
+            steps = self.index.prepare_load(match.refs, request.told, hasher=request.hasher)
+        jobs, end_block = [], match.num_tokens // self._layout.block_tokens - skip_blocks
         begin = match.first_chunk * blocks_per_chunk
         for step in steps:
             first_block = max(0, skip_blocks - begin)
             start = begin + first_block - skip_blocks
-            end = start + step.ref.num_blocks - first_block
+            end = min(start + step.ref.num_blocks - first_block, end_block)
             jobs.append(LoadJob(step, request.blocks[start:end], first_block))
             begin += step.ref.num_blocks
         return jobs
@@ -207,10 +210,10 @@ class Planner:
             self._remove_from_disk()
 
     def forget(self, hasher: PrefixHasher) -> int:
-        """Forget the chunks of a sequence, in every tier. Returns how many were here."""
-        refs = all_refs(hasher)
+        """Forget the chunks of a sequence, and those that hold its end, in every tier. Returns how many were here."""
         with self.lock:
             self._begin()
+            refs = [*all_refs(hasher), *self.index.longer(b"".join(hasher.block_keys(len(hasher.chunk_keys()))))]
             count = self.index.remove(ref.prefix_key for ref in refs)
             self._remove_from_disk()
             self._remove(Place.REMOTE, refs)

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from kvstore.catalog.deadlines import Deadlines
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import IndexCounters, MissReason
+from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
 
@@ -57,7 +58,11 @@ class Entry:
     uses: int = 0  # plans and writes in flight, and leases
     forgotten: bool = False  # dropped while in use: goes when the last use ends
     expires_s: float | None = None  # has a time to live, so it stays in memory
-    tails: tuple[PrefixKey, ...] = ()  # tails that this chunk supersedes once it is stored
+    trail: bytes = b""  # the keys at the ends of its blocks; empty if they are not known
+
+    def lasts_until(self, expires_s: float | None) -> bool:
+        """Whether it is to be kept until a moment at least, or None for good."""
+        return self.expires_s is None or (expires_s is not None and expires_s <= self.expires_s)
 
     @property
     def in_memory(self) -> bool:
@@ -81,10 +86,24 @@ class Entries(dict[PrefixKey, Entry]):
         super().__init__()
         self.counters = IndexCounters()
         self.departed = Departed()
+        self.trails = Trails()
         self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
         self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # the parts of a checkpoint, by each of them
         self._broken: dict[PrefixKey, None] = {}  # parts of checkpoints of which another part is gone
+
+    def enter(self, chunk: Entry) -> Entry:
+        """Make the entry of a chunk that has none."""
+        self[chunk.ref.prefix_key] = chunk
+        trail, chunk.trail = chunk.trail, b""
+        self.learn(chunk, trail)
+        return chunk
+
+    def learn(self, chunk: Entry, trail: bytes) -> None:
+        """Let a chunk be found by its block ends, if its trail was not known."""
+        if trail and not chunk.trail:
+            chunk.trail = trail
+            self.trails.add(trail)
 
     def is_known(self, key: PrefixKey) -> bool:
         """Whether a chunk is here, or comes, and is not about to go."""
@@ -94,6 +113,17 @@ class Entries(dict[PrefixKey, Entry]):
     def is_unused(self, key: PrefixKey) -> bool:
         """Whether a chunk may be evicted."""
         return self[key].uses == 0
+
+    def extend(self, chunk: Entry, expires_s: float | None) -> None:
+        """Keep a chunk until a moment at least, or for good: it stays as long as any that stored it wants."""
+        if chunk.expires_s is None:
+            return
+        if expires_s is None:
+            chunk.expires_s = None
+            self.expiries.withdraw(chunk.ref.prefix_key)
+        elif expires_s > chunk.expires_s:
+            chunk.expires_s = expires_s
+            self.expiries.set(chunk.ref.prefix_key, expires_s)
 
     def note_change(self, chunk: Entry) -> None:
         """A chunk came to a place, or left one."""
@@ -107,7 +137,8 @@ class Entries(dict[PrefixKey, Entry]):
 
     def vanish(self, chunk: Entry) -> None:
         """Drop the entry of a chunk that is nowhere. A part of a checkpoint that the remote tier has is still there."""
-        self.pop(chunk.ref.prefix_key, None)
+        if self.pop(chunk.ref.prefix_key, None) is not None and chunk.trail:
+            self.trails.discard(chunk.trail)
         self.expiries.withdraw(chunk.ref.prefix_key)
         siblings = self._siblings.pop(chunk.ref.prefix_key, ())
         if chunk.remote is not SENT:

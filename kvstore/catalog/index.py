@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
+from types import MappingProxyType
 
 from kvstore.catalog import invariants
 from kvstore.catalog.entries import (
@@ -102,9 +103,11 @@ class ChunkIndex(Lookup):
         self._loads = Loads(chunks, self._slots, self._remote, self._uses)
         self._last_used: Sequence[PrefixKey] = ()  # the chain
 
-    def adopt(self, survivors: Iterable[tuple[ChunkRef, int]]) -> None:
-        """Take in what a disk tier held at start, with its bytes, the longest untouched first."""
-        self._disk.adopt(survivors)
+    def adopt(
+        self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
+    ) -> None:
+        """Take in what a disk tier held at start, with its bytes and trails, the longest untouched first."""
+        self._disk.adopt(survivors, trails)
 
     def take_changes(self) -> list[PrefixKey]:
         """The chunks that came to a place, or left one, since the last call; not those adopted."""
@@ -116,19 +119,26 @@ class ChunkIndex(Lookup):
     # -- load --------------------------------------------------------------------------------------------------------
 
     def prepare_load(
-        self, refs: Sequence[ChunkRef], told: Told = NOTHING_TOLD, checkpoint: Sequence[ChunkRef] = ()
+        self,
+        refs: Sequence[ChunkRef],
+        told: Told = NOTHING_TOLD,
+        checkpoint: Sequence[ChunkRef] = (),
+        hasher: PrefixHasher | None = None,
     ) -> list[LoadStep]:
         """Plan to load a prefix's chunks, in order; ends before the first one that is no longer possible.
 
         A chunk that the caller was ``told`` a remote tier holds counts. Every step holds its chunk until
-        ``complete_load``. ``checkpoint`` are those of the refs that are parts of one: they go together.
+        ``complete_load``. ``checkpoint`` are those of the refs that are parts of one: they go together. With the
+        ``hasher`` of the sequence, what comes from a remote tier is found by its block ends from then on.
         """
+        made = self._new_trails(hasher, refs)
         planned: list[tuple[Entry, Place]] = []
         for ref in refs:
             source = self.source(ref, told)
             if source is None:
                 break
-            chunk = self._chunks.setdefault(ref.prefix_key, Entry(ref))
+            trail = made.get(ref.prefix_key, b"")
+            chunk = self._chunks.get(ref.prefix_key) or self._chunks.enter(Entry(ref, trail=trail))
             self._uses.begin(chunk)  # before slots are taken for others: this one must not be given away
             planned.append((chunk, source))
         steps: list[LoadStep] = []
@@ -175,7 +185,8 @@ class ChunkIndex(Lookup):
         chunks are kept in memory only, and go when that time is over. A chunk offered again keeps the longer of its
         two times; if that is for good, it is written then.
 
-        With the ``hasher`` of the sequence, a whole chunk supersedes the tails stored of it, once it is stored itself.
+        With the ``hasher`` of the sequence, a chunk is found by its block ends. It supersedes the tails that it holds,
+        once it is stored itself.
 
         This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
         caller who does not know, None, takes these to be the prefix and the chain that was used last.
@@ -191,24 +202,28 @@ class ChunkIndex(Lookup):
             if chunk is not None and self._is_out_of_reach(chunk):
                 self._uses.discard(chunk)
         whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
+        made = self._new_trails(hasher, refs)
+        until_s = None if ttl_s is None else self._now_s + ttl_s
         chain = [*prefix, *(ref.prefix_key for ref in refs)]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._uses.begin(chunk)
         self._touch(chain, {*prefix, *self._last_used} if noted is None else noted, whole.keys())
-        steps = self._plan_stores(refs, whole, ttl_s)
+        steps = self._plan_stores(refs, whole, until_s, made)
         for chunk in own:
             self._uses.end(chunk)
         for order in self._orders:
             order.refresh_chain(chain, whole.keys())  # with the new ones, or they would outlive their prefix
-        if hasher is not None and steps:
-            self._uses.note_tails(steps, hasher)
         for parts in checkpoints:
             self._chunks.note_checkpoint(parts)
         return steps
 
     def _plan_stores(
-        self, refs: Iterable[ChunkRef], whole: Mapping[PrefixKey, Sequence[ChunkRef]], ttl_s: float | None
+        self,
+        refs: Iterable[ChunkRef],
+        whole: Mapping[PrefixKey, Sequence[ChunkRef]],
+        until_s: float | None,
+        made: Mapping[PrefixKey, bytes],
     ) -> list[StoreStep]:
         """Steps for those without the parts, if any, of a checkpoint that has no room as a whole."""
         steps: list[StoreStep] = []
@@ -219,7 +234,7 @@ class ChunkIndex(Lookup):
                 left_out = parts
             if ref in left_out:
                 self.counters.refused += 1
-            elif (step := self._plan_store(ref, ttl_s)) is not None:
+            elif (step := self._plan_store(ref, until_s, made.get(ref.prefix_key, b""))) is not None:
                 steps.append(step)
         return steps
 
@@ -231,19 +246,20 @@ class ChunkIndex(Lookup):
         has_slower = self._disk.stored_bytes is not None or self._remote.view is not None
         return has_slower and self._slots.has_room(len(new))
 
-    def _plan_store(self, ref: ChunkRef, ttl_s: float | None) -> StoreStep | None:
+    def _plan_store(self, ref: ChunkRef, until_s: float | None, trail: bytes) -> StoreStep | None:
         chunk = self._chunks.get(ref.prefix_key)
         if chunk is not None and not chunk.forgotten:
             self.counters.known += 1
-            self._extend(chunk, ttl_s)
+            self._chunks.extend(chunk, until_s)
+            self._chunks.learn(chunk, trail)
             return self._plan_known(chunk)
         # Of a chunk that was forgotten, the older self is still on its way out.
-        step = self._plan_new(ref, ttl_s) if chunk is None else None
+        step = self._plan_new(ref, until_s, trail) if chunk is None else None
         self.counters.refused += step is None
         return step
 
-    def _plan_new(self, ref: ChunkRef, ttl_s: float | None) -> StoreStep | None:
-        chunk = Entry(ref, uses=1, expires_s=None if ttl_s is None else self._now_s + ttl_s)
+    def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes) -> StoreStep | None:
+        chunk = Entry(ref, uses=1, expires_s=until_s, trail=trail)
         slot = self._slots.take(ref.prefix_key)
         targets = self._reserve_targets(chunk) if slot is not None or self._slots.num_idle else ()
         if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
@@ -253,23 +269,12 @@ class ChunkIndex(Lookup):
         if not targets and not self._keep_in_memory:  # it would be gone as soon as it is here
             self._slots.free.append(slot)
             return None
-        self._chunks[ref.prefix_key] = chunk
+        self._chunks.enter(chunk)
         self._slots.fill(chunk, slot, GATHERING)
         chunk.uses += len(targets)
         if chunk.expires_s is not None:
             self._chunks.expiries.set(ref.prefix_key, chunk.expires_s)
-        return StoreStep(ref, slot, targets)
-
-    def _extend(self, chunk: Entry, ttl_s: float | None) -> None:
-        """A chunk stored by several stays for as long as any of them wants."""
-        if chunk.expires_s is None:
-            return
-        if ttl_s is None:
-            chunk.expires_s = None
-            self._chunks.expiries.withdraw(chunk.ref.prefix_key)
-        elif self._now_s + ttl_s > chunk.expires_s:
-            chunk.expires_s = self._now_s + ttl_s
-            self._chunks.expiries.set(chunk.ref.prefix_key, chunk.expires_s)
+        return StoreStep(ref, slot, targets, trail=trail)
 
     def _plan_known(self, chunk: Entry) -> StoreStep | None:
         """Write a chunk from memory to where it is missing, if there is room for it now."""
@@ -277,7 +282,7 @@ class ChunkIndex(Lookup):
             return None
         self.counters.writes_retried += 1
         self._uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
-        return StoreStep(chunk.ref, chunk.slot, targets, gather=False)
+        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
 
     def _reserve_targets(self, chunk: Entry) -> tuple[Place, ...]:
         """Where a chunk is to be written, with the room for it taken."""
@@ -299,7 +304,7 @@ class ChunkIndex(Lookup):
                 self.counters.stored += 1
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
-            if chunk.tails and step.ref.prefix_key not in failed:
+            if chunk.trail and step.ref.prefix_key not in failed:
                 self._uses.supersede(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
@@ -316,6 +321,7 @@ class ChunkIndex(Lookup):
     def check_invariants(self) -> None:
         """State what must hold between any two calls, chunk by chunk and lease by lease. For tests: it takes long."""
         invariants.check_expiries(self._chunks)
+        invariants.check_trails(self._chunks)
         invariants.check_slots(self._chunks, self._slots)
         invariants.check_disk(self._disk)
         invariants.check_sends(self._remote)

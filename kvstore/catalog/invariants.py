@@ -11,7 +11,7 @@ from kvstore.catalog.leases import Leases
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
-from kvstore.keys import PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 
 def check_expiries(chunks: Entries) -> None:
@@ -34,6 +34,15 @@ def check_checkpoints(chunks: Entries) -> None:
     for key, siblings in chunks._siblings.items():
         assert key in chunks, "a checkpoint that is nowhere"
         assert key in siblings
+
+
+def check_trails(chunks: Entries) -> None:
+    """The trails are those of the chunks that have one, and lead to them."""
+    known = [chunk.trail for chunk in chunks.values() if chunk.trail]
+    assert sorted(chunks.trails) == sorted(known)
+    for key, chunk in chunks.items():
+        assert not chunk.trail or len(chunk.trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES
+        assert not chunk.trail or next(chunks.trails.nearest(chunk.trail)) == (key, chunk.ref.num_blocks)
 
 
 def check_slots(chunks: Entries, slots: Slots) -> None:

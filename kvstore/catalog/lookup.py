@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.plans import NO_MATCH, Match, MissReason, Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
-from kvstore.catalog.sequence import all_refs, ends, tail_refs
+from kvstore.catalog.sequence import all_refs, ends, tail_refs, trails
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints, End
@@ -16,6 +17,7 @@ from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
 _ROUNDS, _CHECKPOINT_ROUNDS = 2, 4  # of questions
+_MAX_PROBES = 64  # of chunks that share as many blocks, while those before cannot be read
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
 
 
@@ -93,8 +95,8 @@ class Lookup:
     ) -> Match:
         """The longest prefix that could be loaded now, for a caller that already holds the first ``skip_tokens``.
 
-        Walks whole chunks, from the one in which the caller's tokens end, then probes the block ends inside the first
-        missing one, longest first. Loading a chunk from disk needs a slot, so the match ends where slots would run out.
+        Walks whole chunks, from the one in which the caller's tokens end, then takes the chunk that shares most blocks
+        with the first missing one. Loading a chunk from disk needs a slot, so the match ends where slots would run out.
         A chunk at a remote tier counts if the view knows it is there, or the caller was ``told``.
 
         A model that needs checkpoints goes on at the last one before the chunks end, and not behind ``limit_tokens``.
@@ -104,14 +106,43 @@ class Lookup:
         first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room()
         found = self._whole(hasher, first_chunk, room, told)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
-        block_keys = hasher.block_keys(first_chunk + len(found))
-        for num_blocks in range(len(block_keys), 0, -1):
-            tail = self._find(block_keys[num_blocks - 1], num_blocks, room, told)
-            if tail is not None:
-                found.append(tail)
-                num_tokens += num_blocks * hasher.block_tokens
-                break
+        last, num_blocks = self._last(hasher.block_keys(first_chunk + len(found)), room, told)
+        if last is not None:
+            found.append(last)
+            num_tokens += num_blocks * hasher.block_tokens
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
+
+    def _last(self, keys: Sequence[PrefixKey], room: _StagingRoom, told: Told) -> tuple[ChunkRef | None, int]:
+        """The chunk that holds most of the blocks that end at these keys, and how many; one in memory if several do."""
+        holder, most_blocks = self._holder_of_most(keys)
+        for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or at a remote tier
+            tail = self._find(keys[num_blocks - 1], num_blocks, room, told)
+            if tail is not None:
+                return tail, num_blocks
+        return (holder.ref, most_blocks) if holder is not None and room.takes(holder) else (None, 0)
+
+    def _holder_of_most(self, keys: Iterable[PrefixKey]) -> tuple[Entry | None, int]:
+        best, most_blocks = None, 0
+        for key, num_blocks in islice(self._chunks.trails.nearest(b"".join(keys)), _MAX_PROBES):
+            if num_blocks < most_blocks:
+                break
+            chunk = self._chunks.get(key)
+            if chunk is None or not self._is_readable(chunk):
+                continue
+            if chunk.memory is not NO_SLOT:
+                return chunk, num_blocks
+            best, most_blocks = best or chunk, num_blocks
+        return best, most_blocks
+
+    def longest(self, keys: Iterable[PrefixKey]) -> tuple[Place, int] | None:
+        """Where a chunk is that holds most of the blocks that end at these keys, and how many. From any thread."""
+        chunk, num_blocks = self._holder_of_most(keys)
+        return None if chunk is None else (_DISK if chunk.memory is NO_SLOT else _MEMORY, num_blocks)
+
+    def longer(self, trail: bytes) -> list[ChunkRef]:
+        """The chunks, whatever their state, that hold all blocks of a trail, and more. From any thread."""
+        chunks = (self._chunks.get(key) for key in self._chunks.trails.within(trail))
+        return [chunk.ref for chunk in chunks if chunk is not None]
 
     def _whole(self, hasher: PrefixHasher, first_chunk: int, room: _StagingRoom, told: Told) -> list[ChunkRef]:
         """The whole chunks that could be loaded, in order, from the first of them on."""
@@ -178,7 +209,8 @@ class Lookup:
         """
         first_chunk, inside_tokens = divmod(known_tokens, hasher.chunk_tokens)
         end_block = (end_tokens - first_chunk * hasher.chunk_tokens) // hasher.block_tokens
-        keys = hasher.block_keys(first_chunk)[inside_tokens // hasher.block_tokens : max(0, end_block)]
+        inside_blocks = inside_tokens // hasher.block_tokens
+        keys = (inside := hasher.block_keys(first_chunk))[inside_blocks : max(0, end_block)]
         if not keys:
             return None
         if self.checkpoints is not None and not self.checkpoints.groups.full:  # a checkpoint at one of the ends behind
@@ -186,7 +218,7 @@ class Lookup:
             behind = ends(hasher, known_tokens, end_tokens, {last: tail_refs(hasher, last)})
             keys = [first.prefix_key for first in self.checkpoints.first_refs(reversed(behind)) if first is not None]
         here = (chunk for key in reversed(keys) if (chunk := self._chunks.get(key)) is not None and not chunk.forgotten)
-        if chunk := next(here, None):
+        if chunk := next(here, None) or self._hidden(inside, inside_blocks):
             if self._is_readable(chunk):
                 return MissReason.NO_ROOM if self.checkpoints is None else MissReason.NO_CHECKPOINT
             is_down = chunk.on_disk and chunk.memory is NO_SLOT
@@ -194,6 +226,12 @@ class Lookup:
         gone = (self._chunks.departed.reason(key) for key in reversed(keys))
         reason = next((reason for reason in gone if reason is not None), MissReason.NEVER_STORED)
         return MissReason.TIER_DOWN if self._remote.view is not None and not self._remote.answers else reason
+
+    def _hidden(self, keys: Iterable[PrefixKey], known_blocks: int) -> Entry | None:
+        """A chunk that holds more than the known of these blocks: it cannot be loaded, or it had been found."""
+        key, num_blocks = next(self._chunks.trails.nearest(b"".join(keys)), (b"", 0))
+        chunk = self._chunks.get(key)
+        return chunk if chunk is not None and num_blocks > known_blocks and not chunk.forgotten else None
 
     def questions(
         self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
@@ -281,6 +319,14 @@ class Lookup:
         if memory is NO_SLOT:
             return chunk.on_disk and self._disk.answers
         return memory is not GATHERING
+
+    def _new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+        """The trails of those chunks of a sequence that are known without one, or not at all."""
+        if hasher is None:
+            return {}
+        return trails(
+            hasher, (ref for ref in refs if not (chunk := self._chunks.get(ref.prefix_key)) or not chunk.trail)
+        )
 
     def _is_here(self, ref: ChunkRef) -> bool:
         chunk = self._chunks.get(ref.prefix_key)

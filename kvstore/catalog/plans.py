@@ -13,8 +13,8 @@ class Match(NamedTuple):
     """The longest prefix that can be loaded.
 
     Attributes:
-        refs: its chunks, in order, from chunk number ``first_chunk`` on.
-        num_tokens: tokens from position 0 to the end of the last chunk.
+        refs: the chunks that hold it, in order, from chunk number ``first_chunk`` on. The last one may hold more.
+        num_tokens: tokens from position 0 to its end.
         first_chunk: number of the chunk in which the tokens end that the caller already has.
         checkpoint: the parts of the checkpoint at ``num_tokens``, if the model needs one to go on there.
         chunk_tokens: how far the chunks reach alone, if it needs one.
@@ -43,7 +43,7 @@ class MissReason(Enum):
 
     NEVER_STORED = "never_stored"  # or so long ago that its key has been forgotten
     EVICTED = "evicted"  # it made room for others
-    REMOVED = "removed"  # cleared, expired, or a tail superseded by its whole chunk
+    REMOVED = "removed"  # cleared, or expired
     LOST = "lost"  # its bytes were missing or damaged
     NOT_YET = "not_yet"  # it is being stored or loaded
     TIER_DOWN = "tier_down"  # it is, or may be, in a tier that does not answer
@@ -65,12 +65,17 @@ class LoadStep(NamedTuple):
 
 
 class StoreStep(NamedTuple):
-    """Gather one chunk into its slot unless it is there already, then write it behind to each of ``targets``."""
+    """Gather one chunk into its slot unless it is there already, then write it behind to each of ``targets``.
+
+    Attributes:
+        trail: the keys at the ends of its blocks; empty if they are not known.
+    """
 
     ref: ChunkRef
     slot: int
     targets: tuple[Place, ...]
     gather: bool = True
+    trail: bytes = b""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from kvstore.checkpoints.parts import End
@@ -51,9 +51,16 @@ def all_refs(hasher: PrefixHasher) -> list[ChunkRef]:
     return refs
 
 
-def superseded_tails(hasher: PrefixHasher, keys: Collection[PrefixKey]) -> dict[PrefixKey, tuple[PrefixKey, ...]]:
-    """For each whole chunk among ``keys``, the keys under which tails of it may be known."""
-    return {key: tuple(hasher.block_keys(number)[:-1]) for number, key in enumerate(hasher.chunk_keys()) if key in keys}
+def trails(hasher: PrefixHasher, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
+    """The trails of those of the chunks that are the sequence's own, by their keys."""
+    wanted, whole = {ref.prefix_key for ref in refs}, hasher.chunk_keys()
+    if not wanted:
+        return {}
+    found = {key: b"".join(hasher.block_keys(number)) for number, key in enumerate(whole) if key in wanted}
+    if len(found) < len(wanted):
+        keys = hasher.block_keys(len(whole))
+        found.update((key, b"".join(keys[:end])) for end, key in enumerate(keys, 1) if key in wanted)
+    return found
 
 
 def pin_name(hasher: PrefixHasher) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import NO_FILE, NO_SLOT, READY, WRITING, Entries, Entry
+from kvstore.catalog.entries import NO_FILE, NO_SLOT, READY, Entries, Entry
 from kvstore.catalog.leases import Leases
-from kvstore.catalog.plans import MissReason, StoreStep
-from kvstore.catalog.sequence import superseded_tails
+from kvstore.catalog.plans import MissReason
 from kvstore.catalog.slots import Slots
+from kvstore.catalog.trails import keys_of
 from kvstore.catalog.writebehind import DiskWrites
-from kvstore.keys import PrefixHasher
+from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.policies import Policy
 
 
@@ -84,30 +84,21 @@ class Uses:
         if chunk.disk is not NO_FILE:
             self.disk.removals.append(chunk.ref)
 
-    def note_tails(self, steps: Iterable[StoreStep], hasher: PrefixHasher) -> None:
-        """Whole chunks of a sequence are about to be stored: note the tails that they supersede."""
-        for key, tails in superseded_tails(hasher, {step.ref.prefix_key for step in steps}).items():
-            self.chunks[key].tails = tails
-
     def supersede(self, chunk: Entry) -> None:
-        """Forget the tails of a chunk that has just been stored.
+        """Let the tails go that a chunk holds, which has come to a place: whoever asks for one is led to the chunk.
 
-        A tail on disk stays until its whole chunk is there too, or a crash in between would lose both. One that is
-        leased stays: it goes in its turn, like any other chunk.
+        A tail that is leased or to be kept for longer stays, and goes in its turn. One on disk stays until the chunk is
+        there too, or a crash in between would lose both.
         """
         if not self.chunks.is_known(chunk.ref.prefix_key):  # it was removed meanwhile
             return
-        chunk.tails = tuple(key for key in chunk.tails if self.chunks.is_known(key))
-        if chunk.disk is WRITING:
-            return
-        tails, chunk.tails = chunk.tails, ()
-        for key in tails:
-            tail = self.chunks[key]
-            if key in self.leases or (chunk.expires_s is not None and tail.expires_s is None):
-                continue  # held, or there for longer
-            if chunk.on_disk or tail.disk is NO_FILE:
+        for key in keys_of(chunk.trail[:-PREFIX_KEY_BYTES]):
+            tail = self.chunks.get(key)
+            if tail is None or tail.forgotten or not (chunk.on_disk or tail.disk is NO_FILE):
+                continue
+            if key not in self.leases and chunk.lasts_until(tail.expires_s):
                 self.chunks.counters.superseded_tails += 1
-                self.remove(tail)
+                self.discard(tail)
 
     def _unlease(self, chunk: Entry) -> None:
         """Take a chunk out of all leases: otherwise it could not be stored again before they end."""

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from support.catalog import CHUNK, FULL_BYTES, keys, known_tokens, load, make, refs_of, store, stored_bytes
+from support.catalog import (
+    BLOCK,
+    CHUNK,
+    FULL_BYTES,
+    hasher_of,
+    keys,
+    known_tokens,
+    load,
+    make,
+    refs_of,
+    store,
+    stored_bytes,
+)
 from support.uses import uses_of
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
+from kvstore.catalog.sequence import chunk_refs
+from kvstore.keys import PrefixHasher
 
 # Write and evict
 
@@ -199,7 +213,7 @@ def test_a_write_that_was_dropped_is_planned_again() -> None:
     first, second = store(index, 32)
     assert (bool(first.targets), bool(second.targets)) == (True, False)
     (step,) = index.prepare_store(refs_of(32))
-    assert step == StoreStep(second.ref, second.slot, (Place.DISK,), gather=False)
+    assert step == StoreStep(second.ref, second.slot, (Place.DISK,), gather=False, trail=second.trail)
     assert index.prepare_store(refs_of(32)) == []  # on its way
     index.complete_store([step], keys([step]))  # nothing was copied: the chunk is what it was
     assert known_tokens(index, 32) == 32
@@ -261,3 +275,25 @@ def test_slots_that_a_device_may_still_read_are_used_last(used: list[int], *, ta
         slots_take_turns=take_turns,
     )
     assert [step.slot for seed in range(4) for step in store(index, CHUNK, seed)] == used
+
+
+def test_of_chunks_that_share_as_many_blocks_one_in_memory_is_taken() -> None:
+    index = make(1, disk_chunks=8)
+    for seed in range(6):
+        hasher = PrefixHasher(CHUNK, BLOCK)
+        hasher.update([*range(12), *range(seed * 1000, seed * 1000 + 4)])
+        steps = index.prepare_store(chunk_refs(hasher, with_tail=True), hasher=hasher)
+        index.complete_store(steps, set())
+        for step in steps:
+            index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    match = index.lookup(hasher_of(12))
+    assert match.num_tokens == 12
+    assert index.in_memory(match.refs[-1].prefix_key)
+
+
+def test_a_trail_of_another_length_is_not_taken() -> None:
+    index, (whole,) = make(disk_chunks=4), refs_of(16)
+    trail = b"".join(hasher_of(16).block_keys(0))
+    index.adopt([(whole, FULL_BYTES)], {whole.prefix_key: trail[16:]})
+    index.check_invariants()
+    assert (known_tokens(index, 16), known_tokens(index, 12)) == (16, 0)

@@ -20,6 +20,7 @@ def test_a_leased_tail_is_not_superseded() -> None:
     assert index.lease("one", refs_of(20), 10) == 2
     store(index, 32)
     assert known_tokens(index, 20) == 20
+    assert index.in_memory(refs_of(20)[1].prefix_key)
 
 
 def test_leases_hold_at_most_half_of_the_slots() -> None:

@@ -1,0 +1,90 @@
+"""Which chunks share leading blocks with a sequence: the way from a block's end to the chunks that hold it.
+
+The *trail* of a chunk is the keys at the ends of its blocks, one after the other; the last one is its own. A key names
+all tokens before it: chunks that share a block share all blocks before it, and whose trail begins with another's holds
+all of its blocks. So in the order of their trails, the chunks that share most with a sequence are the neighbours of the
+place where its own trail belongs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+
+_NONE: Final[list[bytes]] = []
+
+
+class Trails:
+    """The trails of known chunks, whatever their state. Takes about 0.5 KiB for a chunk of 16 blocks.
+
+    ``nearest`` and ``within`` may be called by any thread.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[PrefixKey, list[bytes]] = {}  # in order, by the key of the first block's end
+
+    def add(self, trail: bytes) -> None:
+        """Add the trail of a chunk that is not known yet."""
+        insort(self._groups.setdefault(trail[:PREFIX_KEY_BYTES], []), trail)
+
+    def discard(self, trail: bytes) -> None:
+        """Drop the trail of a known chunk."""
+        first = trail[:PREFIX_KEY_BYTES]
+        group = self._groups[first]
+        del group[bisect_left(group, trail)]
+        if not group:
+            del self._groups[first]
+
+    def nearest(self, trail: bytes) -> Iterator[tuple[PrefixKey, int]]:
+        """The chunks that share blocks with a trail, and how many; those that share most come first."""
+        group = self._groups.get(trail[:PREFIX_KEY_BYTES], _NONE)
+        above = bisect_left(group, trail)
+        below = above - 1
+        shared_below, shared_above = _shared_at(group, below, trail), _shared_at(group, above, trail)
+        while shared_below or shared_above:
+            if shared_above >= shared_below:
+                yield group[above][-PREFIX_KEY_BYTES:], shared_above
+                above += 1
+                shared_above = _shared_at(group, above, trail)
+            else:
+                yield group[below][-PREFIX_KEY_BYTES:], shared_below
+                below -= 1
+                shared_below = _shared_at(group, below, trail)
+
+    def within(self, trail: bytes) -> Iterator[PrefixKey]:
+        """The longer chunks that hold all blocks of a trail."""
+        for key, shared in self.nearest(trail):
+            if shared * PREFIX_KEY_BYTES < len(trail):
+                return
+            if key != trail[-PREFIX_KEY_BYTES:]:
+                yield key
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (trail for group in self._groups.values() for trail in group)
+
+
+def keys_of(trail: bytes) -> Iterator[PrefixKey]:
+    """The keys of a trail, the shortest prefix first."""
+    return (trail[begin : begin + PREFIX_KEY_BYTES] for begin in range(0, len(trail), PREFIX_KEY_BYTES))
+
+
+def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> int:
+    """How many blocks a trail shares with another; 0 outside of the group."""
+    try:
+        other = group[place] if place >= 0 else b""
+    except IndexError:
+        other = b""
+    if not other:
+        return 0
+    shared, end = 1, min(len(trail), len(other)) // PREFIX_KEY_BYTES
+    while shared < end:  # the keys up to a common one are common, so that halving finds the last
+        middle = (shared + end + 1) // 2
+        begin = (middle - 1) * PREFIX_KEY_BYTES
+        if trail[begin : begin + PREFIX_KEY_BYTES] == other[begin : begin + PREFIX_KEY_BYTES]:
+            shared = middle
+        else:
+            end = middle - 1
+    return shared
