@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kvstore.catalog.plans import Place
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, TierError
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.memory.labelled import LabelledPool
 from kvstore.memory.slabs import SlabPool
@@ -47,6 +47,7 @@ class OpenTiers:
         remote: None without one.
         hot: copies on the device, or None.
         survivors: the chunks that the disk held, the longest untouched first.
+        trails: those of them, as far as the disk knows them.
         namespace_id: whose chunks all of them hold.
         slots_take_turns: as of ``ChunkIndex``: a device copies to and from the pool.
     """
@@ -56,6 +57,7 @@ class OpenTiers:
     remote: Tier | None = None
     hot: HotChunks | None = None
     survivors: list[tuple[ChunkRef, int]] = field(default_factory=list)
+    trails: dict[PrefixKey, bytes] = field(default_factory=dict)
     namespace_id: bytes | None = None
     slots_take_turns: bool = False
 
@@ -136,7 +138,7 @@ def open_tiers(
         )
     named = (options.local_disk,) if isinstance(options.local_disk, str | Path) else options.local_disk or ()
     folders = tuple(map(Path, named))
-    disk, remote, hot, survivors = None, None, None, []
+    disk, remote, hot, survivors, trails = None, None, None, [], {}
     with ExitStack() as opened:
         pool = SlabPool(num_slots, slot_bytes, paged.device, pin_in_background=options.pin_in_background)
         cpu = LabelledPool(pool, paged.streams)
@@ -155,7 +157,7 @@ def open_tiers(
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)
-            survivors = disk.scan()
+            survivors, trails = disk.scan(), disk.trails()
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
@@ -166,7 +168,7 @@ def open_tiers(
             )
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
-    return OpenTiers(cpu, disk, remote, hot, survivors, namespace.id, slots_take_turns=is_on_device)
+    return OpenTiers(cpu, disk, remote, hot, survivors, trails, namespace.id, slots_take_turns=is_on_device)
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

@@ -55,7 +55,7 @@ class BufferTests(TierHarness):
     def test_put_leaves_the_payload_as_it_is(self, layout: KVLayout) -> None:
         """And all bytes of the slot behind the padding."""
         tier = self.start(layout)
-        ref, buffer, _ = make_transfer(layout, TAIL)
+        ref, buffer, *_ = make_transfer(layout, TAIL)
         tier.put([Transfer(ref, buffer)])
         payload = make_payload(layout, TAIL)
         assert buffer[: len(payload)].tobytes() == payload
@@ -65,7 +65,7 @@ class BufferTests(TierHarness):
     def test_put_may_only_zero_the_padding(self, layout: KVLayout) -> None:
         """Zeros, or what was there."""
         tier = self.start(layout)
-        ref, buffer, _ = make_transfer(layout, TAIL)
+        ref, buffer, *_ = make_transfer(layout, TAIL)
         tier.put([Transfer(ref, buffer)])
         padding = buffer[layout.payload_bytes(1) : touched_bytes(layout, TAIL)]
         assert is_untouched(padding) or not padding.any()
@@ -140,7 +140,7 @@ class BufferTests(TierHarness):
     def test_the_padding_is_not_part_of_the_chunk(self) -> None:
         """Equal payloads are equal chunks, whatever stands behind them."""
         tier = self.start(ODD)
-        ref, buffer, _ = make_transfer(ODD, TAIL)
+        ref, buffer, *_ = make_transfer(ODD, TAIL)
         tier.put([Transfer(ref, buffer)])
         first = self.raw_read(TAIL)
         buffer[ODD.payload_bytes(1) :] = 0x3C

@@ -130,7 +130,7 @@ class TierHarness(ABC):
         """Read the chunks in one batch; a hit must have the right bytes."""
         transfers = [Transfer(ref, make_buffer(self.layout.slot_bytes)) for ref in refs]
         outcomes = self.tier.get(transfers)
-        for outcome, (ref, buffer, _) in zip(outcomes, transfers, strict=True):
+        for outcome, (ref, buffer, *_) in zip(outcomes, transfers, strict=True):
             if outcome is Outcome.HIT:
                 payload = make_payload(self.layout, ref, version)
                 assert buffer[: len(payload)].tobytes() == payload, f"the wrong bytes of {ref}"

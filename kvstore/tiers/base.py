@@ -29,7 +29,7 @@ import numpy as np
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, InvalidCallError
-from kvstore.keys import PREFIX_KEY_BYTES, Namespace
+from kvstore.keys import PREFIX_KEY_BYTES, Namespace, PrefixKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
@@ -46,11 +46,14 @@ class Transfer(NamedTuple):
 
     ``namespace_id`` is for ``put``: the namespace of these bytes. A tier that is in another namespace, because of a
     ``reset`` in between, answers ``FAILED`` and stores nothing. None means the namespace that the tier is in.
+
+    ``trail``, for ``put`` too, is the keys at the ends of the chunk's blocks; empty if they are not known.
     """
 
     ref: ChunkRef
     buffer: ByteArray
     namespace_id: bytes | None = None
+    trail: bytes = b""
 
     def belongs_to(self, namespace_id: bytes | None) -> bool:
         """Whether a tier in this namespace may store it. Ask while holding the lock under which ``reset`` moves."""
@@ -338,6 +341,10 @@ class BoundedTier(Tier):
         order: a prompt is touched from its head to its tail, and should be evicted the other way. Call it once before
         any other use, as it may have to look through the storage; later calls tell what is held then.
         """
+
+    def trails(self) -> dict[PrefixKey, bytes]:
+        """The trails of the chunks held, as far as the storage keeps what ``put`` was told."""
+        return {}
 
     def drop_spares(self, wanted_bytes: int) -> None:
         """Give back storage that is only kept for reuse, until so many bytes are free or none of it is left.

@@ -50,6 +50,7 @@ class _Write:
         namespace_id: whose bytes these are.
         sweeps: clears and resets before it; the next one makes it void.
         after: the last errand that must come before it.
+        trail: of the chunk.
         is_unwanted: the chunk was removed meanwhile, and is removed from the tier as soon as it is there.
     """
 
@@ -58,6 +59,7 @@ class _Write:
     namespace_id: bytes | None
     sweeps: int
     after: int
+    trail: bytes
     is_unwanted: bool = False
 
 
@@ -126,8 +128,8 @@ class Lane:
         """Clears and resets so far. What was read from the model's blocks before one of them is void after it."""
         return self._sweeps
 
-    def write(self, ref: ChunkRef, slot: int, sweeps: int | None = None) -> None:
-        """Start to write what a slot holds; the slot must not change before it has ended.
+    def write(self, ref: ChunkRef, slot: int, sweeps: int | None = None, trail: bytes = b"") -> None:
+        """Start to write what a slot holds, and its trail; the slot must not change before it has ended.
 
         ``sweeps`` is what it was when the slot began to be filled; None if that was just now.
         """
@@ -136,7 +138,7 @@ class Lane:
             return
         with self._lock:
             began = self._sweeps if sweeps is None else sweeps
-            write = _Write(ref, slot, self._namespace_id, began, self._errands.queued)
+            write = _Write(ref, slot, self._namespace_id, began, self._errands.queued, trail)
             future = self._writers.submit(self._write, write)
             self._writing.add(write)
         future.add_done_callback(lambda ended: self._after_write(write, ended))
@@ -228,7 +230,7 @@ class Lane:
             return [Outcome.STORED]
         if self._is_over(write):  # once more: asking took time
             return [Outcome.FAILED]
-        return self._tier.put([Transfer(write.ref, source, write.namespace_id)])
+        return self._tier.put([Transfer(write.ref, source, write.namespace_id, write.trail)])
 
     def _after_write(self, write: _Write, future: Future[Sequence[Outcome]]) -> None:
         """Report a write, unless it timed out and may still read the slot: then once the tier is done with it."""

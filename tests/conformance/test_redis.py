@@ -89,7 +89,7 @@ class Redis(TierConformance):
     def test_the_padding_is_not_part_of_the_chunk(self) -> None:
         """As in the suite, but for the ids of the writes, which differ."""
         tier = self.start(ODD)
-        ref, buffer, _ = make_transfer(ODD, make_ref(7, 1))
+        ref, buffer, *_ = make_transfer(ODD, make_ref(7, 1))
         values = []
         for filling in (0, 0x3C):
             buffer[ODD.payload_bytes(1) :] = filling

@@ -74,7 +74,7 @@ def payload_of(ref: ChunkRef, version: int, layout: KVLayout = LAYOUT) -> ByteAr
 
 def put(tier: RedisTier, *refs: ChunkRef, version: int = 0, layout: KVLayout = LAYOUT) -> list[Outcome]:
     transfers = [Transfer(ref, make_slot(layout)) for ref in refs]
-    for ref, slot, _ in transfers:
+    for ref, slot, *_ in transfers:
         slot[: layout.payload_bytes(ref.num_blocks)] = payload_of(ref, version, layout)
     return tier.put(transfers)
 

@@ -13,7 +13,7 @@ from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.guards import GuardOptions, guarded
 
-NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
+NOT_COUNTED = {".lock", "namespace.json", "layout.json", "trails"}
 HANG_GUARD_S = 60.0
 
 

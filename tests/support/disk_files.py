@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvstore.chunks import ChunkRef
 
-NOT_COUNTED = {".lock", "namespace.json", "layout.json"}
+NOT_COUNTED = {".lock", "namespace.json", "layout.json", "trails"}
 
 
 class DiskFiles(BoundedTierConformance):

@@ -72,7 +72,9 @@ def bytes_on_disk(*folders: Path) -> int:
     for folder in folders:
         for parent, _, names in os.walk(folder):
             total += sum(
-                os.lstat(Path(parent, n)).st_size for n in names if n not in {".lock", "namespace.json", "layout.json"}
+                os.lstat(Path(parent, n)).st_size
+                for n in names
+                if n not in {".lock", "namespace.json", "layout.json", "trails"}
             )
     return total
 

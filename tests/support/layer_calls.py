@@ -114,7 +114,7 @@ class PartTier(FakeTier):
 
     def get_layers(self, transfers: Sequence[Transfer], layers: range) -> list[Outcome]:
         self.before_get()
-        for ref, buffer, _ in transfers:
+        for ref, buffer, *_ in transfers:
             begin = self.layout.layer_range(layers.start, ref.num_blocks)[0]
             end = self.layout.layer_range(layers[-1], ref.num_blocks)[1]
             buffer[begin:end] = np.frombuffer(self.chunks[ref], np.uint8)[begin:end]

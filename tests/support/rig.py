@@ -152,7 +152,7 @@ class FakeTier(BoundedTier):
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self.before_get()
         outcomes = []
-        for ref, buffer, _ in transfers:
+        for ref, buffer, *_ in transfers:
             payload = self.chunks.get(ref)
             outcomes.append(Outcome.MISS if payload is None else Outcome.HIT)
             if payload is not None:

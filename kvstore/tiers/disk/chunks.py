@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk import survey
 from kvstore.tiers.disk.folder import (
@@ -77,6 +77,14 @@ class Chunks:
     def get(self, ref: ChunkRef) -> Held | None:
         """What is known of a chunk; None if it is not held."""
         return self._held.get(ref)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def keys(self) -> set[PrefixKey]:
+        """Of every chunk held."""
+        with self._changed:
+            return {ref.prefix_key for ref in self._held}
 
     def path(self, ref: ChunkRef) -> Path:
         """Where the chunk's file is, if it is held."""

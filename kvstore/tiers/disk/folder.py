@@ -7,6 +7,7 @@ Names inside the folder::
     .dead-<n>/                                        a cleared namespace on its way out
     <namespace id>/namespace.json                     the fields of the namespace, for people
     <namespace id>/layout.json                        the layout of its chunks, for tools
+    <namespace id>/trails                             the keys at the ends of the chunks' blocks
     <namespace id>/<first 2 of key>/<key>-<blocks>.safetensors
 
 A cache server's folder also has a ``.lock``, and one such folder per namespace, with ``geometry.json`` in it.
@@ -36,7 +37,8 @@ NAMESPACE_FILE = "namespace.json"
 LAYOUT_FILE = "layout.json"
 GEOMETRY_FILE = "geometry.json"  # only in the folders of a cache server's namespaces
 LOCK_FILE = ".lock"
-NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE})
+TRAILS_FILE = "trails"
+NOTES = frozenset({NAMESPACE_FILE, LAYOUT_FILE, TRAILS_FILE})
 FOLDER_MODE = 0o700  # KV reveals the prompts
 FILE_MODE = 0o600
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})

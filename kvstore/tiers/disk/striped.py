@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError, TierTimeoutError
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, Transfer, check_layers, payload_view, start_closing
@@ -174,6 +174,15 @@ class StripedTier(BoundedTier):
             self._take_stock(found)
         held = (use for number, uses in enumerate(found) for use in uses if self._place(use.ref) == number)
         return [(use.ref, use.size_bytes) for use in in_order_of_use(held)]
+
+    def trails(self) -> dict[PrefixKey, bytes]:
+        """Those of all folders. Reads them in parallel.
+
+        Raises:
+            TierError: a folder could not be read.
+        """
+        found = self._in_every_folder(lambda number: self._tiers[number].trails())
+        return {key: trail for trails in found for key, trail in trails.items()}
 
     def _uses_in(self, number: int) -> list[Use]:
         """The chunks of a folder and when each was last used."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ClosedError, ConfigError, TierError
 from kvstore.format.codecs import open_codec
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import BoundedTier, TierCounters, TierSetup, Transfer, check_layers
@@ -37,6 +37,7 @@ from kvstore.tiers.disk.chunkio import Body, ChunkIO, Writable
 from kvstore.tiers.disk.chunks import Chunks
 from kvstore.tiers.disk.codedio import CodedIO
 from kvstore.tiers.disk.space import Space
+from kvstore.tiers.disk.trails import TrailNote
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class DiskTier(BoundedTier):
         self._throttle = Throttle(logger)
         self._space = Space(capacity_bytes, self._folder / _folder.FREE_NAME, self._changed)
         self._chunks = Chunks(self._folder, namespace, layout, self._space, self._complain)
+        self._trails = TrailNote(layout)
         self._running = 0
         self._scanned = False
         self._closed = False
@@ -162,6 +164,15 @@ class DiskTier(BoundedTier):
         with self._operation():
             return self._chunks.uses()
 
+    def trails(self) -> dict[PrefixKey, bytes]:
+        """The trails of the chunks held that were stored with one; none if the note of them cannot be read."""
+        with self._operation():
+            try:
+                return self._trails.read(self._chunks.home, self._chunks.keys())
+            except OSError as error:
+                self._complain("trail", f"cannot read the note of trails: {_folder.reason(error)}")
+                return {}
+
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether it is held. Answers from memory."""
         with self._operation():
@@ -207,12 +218,12 @@ class DiskTier(BoundedTier):
             self._space.move_stuck()
             with self._changed:  # both of one moment: a later reset makes another generation
                 generation, namespace_id = self._chunks.generation, self._io.namespace_id
-            return [
-                self.counters.count(
-                    *(self._put(body, generation) if transfer.belongs_to(namespace_id) else (Outcome.FAILED, 0))
-                )
-                for transfer, body in zip(transfers, bodies, strict=True)
-            ]
+            outcomes = []
+            for transfer, body in zip(transfers, bodies, strict=True):
+                is_ours = transfer.belongs_to(namespace_id)
+                put = self._put(body, generation, transfer.trail) if is_ours else (Outcome.FAILED, 0)
+                outcomes.append(self.counters.count(*put))
+            return outcomes
 
     def remove(self, refs: Iterable[ChunkRef]) -> None:
         """Forget chunks: one rename each. A later ``put`` overwrites or deletes their files."""
@@ -344,7 +355,7 @@ class DiskTier(BoundedTier):
         self._complain(damage.name, f"removed a damaged chunk: {damage.value}")
         return Outcome.CORRUPT, 0
 
-    def _put(self, body: Body, generation: int) -> tuple[Outcome, int]:
+    def _put(self, body: Body, generation: int, trail: bytes) -> tuple[Outcome, int]:
         """Store a chunk: the outcome, and the size of its file."""
         with self._io.prepared(body) as chunk:
             try:
@@ -353,11 +364,19 @@ class DiskTier(BoundedTier):
                 except FileNotFoundError:
                     self._revive()
                     outcome = self._store(chunk, generation)
+                if outcome is Outcome.STORED:
+                    self._note_trail(trail)
             except OSError as error:
                 is_full = error.errno in _folder.NO_ROOM
                 self._complain("full" if is_full else "write", f"cannot write a chunk: {_folder.reason(error)}")
                 outcome = Outcome.FULL if is_full else Outcome.FAILED
             return outcome, chunk.size_bytes
+
+    def _note_trail(self, trail: bytes) -> None:
+        try:
+            self._trails.add(self._chunks.home, trail, len(self._chunks), self._chunks.keys)
+        except OSError as error:
+            self._complain("trail", f"cannot note a trail: {_folder.reason(error)}")
 
     def _store(self, chunk: Writable, generation: int) -> Outcome:
         """Write a chunk under a number, then give the file its name.

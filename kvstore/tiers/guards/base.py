@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import InvalidCallError
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.tiers.base import UNBOUNDED_BYTES, BoundedTier, Loan, Tier, Transfer
 
 SomeTier = TypeVar("SomeTier", bound=Tier)
@@ -47,6 +47,10 @@ class TierWrapper(BoundedTier):
     def scan(self) -> list[tuple[ChunkRef, int]]:
         """Forward."""
         return self._call("scan", self._bounded.scan)
+
+    def trails(self) -> dict[PrefixKey, bytes]:
+        """Forward."""
+        return self._call("trails", self._bounded.trails)
 
     @property
     def parts(self) -> tuple[Tier, ...]:

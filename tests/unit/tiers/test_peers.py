@@ -82,7 +82,7 @@ def get(tier: Tier, *numbers: int) -> list[Outcome]:
     """Read chunks in one batch, and compare the bytes of the hits."""
     transfers = [Transfer(make_ref(number), make_buffer(EVEN.slot_bytes)) for number in numbers]
     outcomes = tier.get(transfers)
-    for outcome, (ref, buffer, _) in zip(outcomes, transfers, strict=True):
+    for outcome, (ref, buffer, *_) in zip(outcomes, transfers, strict=True):
         if outcome is Outcome.HIT:
             payload = make_payload(EVEN, ref)
             assert buffer[: len(payload)].tobytes() == payload

@@ -1,0 +1,119 @@
+"""Hits end at blocks: whatever prefix two prompts share is found, wherever in a chunk they part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rig import BLOCK, CHUNK, Rig, tokens_of
+from support.schedules import schedules
+
+from kvstore.keys import NO_EXTRAS
+from kvstore.requests import hash_tokens
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+STEMS = [tokens_of(stem, 3 * CHUNK) for stem in (1, 2, 3)]
+# A prompt begins with one stem, parts from it anywhere and goes on with another one, which others may share in turn.
+PROMPTS = st.tuples(st.integers(0, 2), st.integers(0, 3 * CHUNK), st.integers(0, 2), st.integers(0, 2 * CHUNK)).map(
+    lambda drawn: [*STEMS[drawn[0]][: drawn[1]], *STEMS[drawn[2]][: drawn[3]]]
+)
+
+
+def shared_tokens(prompt: list[int], stored: list[list[int]]) -> int:
+    """The longest prefix, in whole blocks, that a prompt shares with any of those stored."""
+    longest = 0
+    for other in stored:
+        common = next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), None)
+        common = min(len(prompt), len(other)) if common is None else common
+        longest = max(longest, min(common, len(other)) // BLOCK * BLOCK)
+    return longest
+
+
+@schedules(60)
+@given(prompts=st.lists(PROMPTS, max_size=10), restarts=st.sets(st.integers(0, 9)), on_disk=st.booleans())
+def test_the_longest_common_prefix_is_found(prompts: list[list[int]], restarts: set[int], *, on_disk: bool) -> None:
+    rig = Rig()
+    with TemporaryDirectory() as folder:
+        where = {"local_disk": Path(folder)} if on_disk else {}
+        engine, stored = rig.open(slots=64, **where), list[list[int]]()
+        try:
+            for number, prompt in enumerate(prompts):
+                if number in restarts:
+                    assert engine.flush()
+                    engine.close()
+                    engine, stored = rig.open(slots=64, **where), stored if on_disk else []
+                expected = shared_tokens(prompt, stored)
+                assert engine.lookup(prompt) == rig.retrieve(engine, prompt) == expected
+                rig.store(engine, prompt)
+                stored.append(prompt)
+                assert engine.lookup(prompt) == len(prompt) // BLOCK * BLOCK
+        finally:
+            engine.close()
+
+
+@pytest.mark.parametrize("shared", range(CHUNK, 2 * CHUNK, BLOCK // 2))
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_a_part_of_a_chunk_touches_no_other_block(rig: Rig, tmp_path: Path, shared: int, from_disk: bool) -> None:
+    """By layer too, and from any block on. The rig looks at every block that was not to be loaded."""
+    one = tokens_of(1, 3 * CHUNK)
+    other, found = [*one[:shared], *tokens_of(2, 2 * CHUNK)], shared // BLOCK * BLOCK
+    with rig.open(local_disk=tmp_path) as engine:
+        rig.store(engine, one)
+        assert engine.flush()
+    with rig.open(local_disk=tmp_path) as engine:
+        if not from_disk:
+            assert engine.prefetch(other) == found
+        for skip in range(0, found + BLOCK, BLOCK):
+            assert rig.retrieve(engine, other, skip) == max(0, found - skip)
+        mapping = rig.slot_mapping(blocks := rig.blocks(len(other)), len(other))
+        rig.poison()
+        *_, loaded = engine.retrieve_layer(other, slot_mapping=mapping)
+        assert loaded is not None
+        assert int(loaded.sum()) == found
+        for block in range(found // BLOCK):
+            assert (rig.held(blocks[block]) == rig.expected(other, block)).all()
+
+
+def test_two_chunks_that_share_blocks_both_lead_to_them(rig: Rig) -> None:
+    head = tokens_of(1, CHUNK + 2 * BLOCK)
+    one, other, asked = ([*head, *tokens_of(seed, CHUNK)] for seed in (2, 3, 4))
+    for first, second in ((one, other), (other, one)):
+        with rig.open() as engine:
+            rig.store(engine, first)
+            rig.store(engine, second)
+            assert rig.retrieve(engine, asked) == len(head)
+            engine._planner.index.remove(
+                engine._planner.index.lookup(hash_tokens(rig.layout, first, NO_EXTRAS)).refs[1][:1]
+            )
+            assert rig.retrieve(engine, asked) == len(head), "the other one still does"
+
+
+def test_what_is_cleared_is_found_by_no_way(rig: Rig) -> None:
+    one = tokens_of(1, 2 * CHUNK)
+    with rig.open() as engine:
+        rig.store(engine, one)
+        assert engine.clear(one[: 2 * BLOCK]) == 1
+        assert engine.lookup(one) == engine.lookup(one[: 2 * BLOCK]) == 0
+
+
+def test_chunks_stored_before_are_served_as_they_were(rig: Rig, tmp_path: Path) -> None:
+    """A folder without a note of trails; what is offered again is found by its block ends from then on."""
+    one = tokens_of(1, 2 * CHUNK)
+    with rig.open(local_disk=tmp_path) as engine:
+        rig.store(engine, one[: CHUNK + 2 * BLOCK])
+        assert engine.flush()
+    (note,) = tmp_path.glob("*/trails")
+    note.unlink()
+    with rig.open(local_disk=tmp_path) as engine:
+        assert engine.lookup(one) == CHUNK + 2 * BLOCK, "the tail, by its key"
+        assert engine.lookup(one[: CHUNK + BLOCK]) == CHUNK
+        assert rig.store(engine, one[: CHUNK + 2 * BLOCK]) == 0
+        assert rig.retrieve(engine, one[: CHUNK + BLOCK]) == CHUNK + BLOCK
