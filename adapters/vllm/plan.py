@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -220,6 +220,7 @@ class WorkerFacts:
         disk_capacity_bytes: bound of its disk tier; 0 without one.
         stored_bytes: bytes on disk of a chunk of 1, 2, ... blocks.
         survivors: the chunks its disk tier held, with their bytes, the longest untouched first.
+        trails: those of the survivors, as far as the tier knows them.
         namespace: whose chunks its tiers hold.
         layout: their geometry.
         server_url: of the server that it has opened for others, where this engine's processes reach it; None without.
@@ -241,6 +242,7 @@ class WorkerFacts:
     remote_problem: str | None = None
     slots_take_turns: bool = False
     gpu_bytes: int = 0
+    trails: Mapping[PrefixKey, bytes] = field(default_factory=dict)
 
 
 def shards_of(facts: Sequence[WorkerFacts], remote: RemoteOptions) -> list[Shard]:

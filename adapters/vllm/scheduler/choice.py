@@ -37,7 +37,10 @@ class LoadRules:
 
 
 class LoadChoice:
-    """Decides for each load. For the scheduler's thread."""
+    """Decides for each load. For the scheduler's thread.
+
+    A load may carry more tokens than it is for: a slower tier gives a chunk as a whole, as its checksums are for that.
+    """
 
     def __init__(self, rules: LoadRules) -> None:
         self._rules = rules
@@ -45,32 +48,36 @@ class LoadChoice:
         self._computing = _Pace()
         self._declined = 0
 
-    def loaded(self, tokens: Mapping[Place, int], seconds: float) -> None:
-        """A load of so many tokens from each place took so long. It counts for the slowest place."""
-        self._loading[_slowest(tokens)].note(sum(tokens.values()), seconds)
+    def loaded(self, carried: Mapping[Place, int], seconds: float) -> None:
+        """A load that carried so many tokens from each place took so long. It counts for the slowest place."""
+        self._loading[_slowest(carried)].note(sum(carried.values()), seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step that loaded nothing took so long for so many tokens."""
         self._computing.note(num_tokens, seconds)
 
-    def declines(self, tokens: Mapping[Place, int]) -> bool:
-        """Whether to compute these tokens, because that is faster."""
-        load_s, compute_s = self._load_s(tokens), self._computing.seconds(sum(tokens.values()))
-        if not self._rules.only_if_faster or load_s is None or compute_s is None or load_s <= compute_s:
+    def declines(self, carried: Mapping[Place, int], num_tokens: int) -> bool:
+        """Whether to compute ``num_tokens`` and not to carry so many from each place, because that is faster."""
+        if not self.is_slower(carried, num_tokens):
             return False
         self._declined += 1
         return self._declined % RETRY_EVERY != 0
 
-    def is_async(self, tokens: Mapping[Place, int], *, others_run: bool) -> bool:
+    def is_slower(self, carried: Mapping[Place, int], num_tokens: int) -> bool:
+        """Whether carrying so many tokens from each place takes longer than computing ``num_tokens``."""
+        load_s, compute_s = self._load_s(carried), self._computing.seconds(num_tokens)
+        return self._rules.only_if_faster and load_s is not None and compute_s is not None and load_s > compute_s
+
+    def is_async(self, carried: Mapping[Place, int], *, others_run: bool) -> bool:
         """Whether the request, and not the step, waits for the load."""
         if self._rules.async_load is not None:
             return self._rules.async_load
-        if _slowest(tokens) is not Place.MEMORY:
+        if _slowest(carried) is not Place.MEMORY:
             return self._rules.runs_ahead or others_run or not self._rules.layerwise
-        return others_run and (self._load_s(tokens) or 0.0) > BRIEF_S
+        return others_run and (self._load_s(carried) or 0.0) > BRIEF_S
 
-    def _load_s(self, tokens: Mapping[Place, int]) -> float | None:
-        return self._loading[_slowest(tokens)].seconds(sum(tokens.values()))
+    def _load_s(self, carried: Mapping[Place, int]) -> float | None:
+        return self._loading[_slowest(carried)].seconds(sum(carried.values()))
 
 
 class StepClock:

@@ -50,12 +50,17 @@ class _Unverified:
 
 
 class Part(NamedTuple):
-    """A chunk, the position of its first block in its request, and those of the blocks that are wanted."""
+    """A chunk, the position of its first block in its request, and those of the blocks that are wanted.
+
+    Attributes:
+        is_own: the request has all tokens of the chunk, and not only those of its first blocks.
+    """
 
     ref: ChunkRef
     begin: int
     start: int
     stop: int
+    is_own: bool
 
 
 class _Load(NamedTuple):
@@ -76,7 +81,7 @@ class _StepLoads:
 
     requests: dict[str, ReqMeta] = field(default_factory=dict)
     steps: list[LoadStep] = field(default_factory=list)
-    tokens: Counter[Place] = field(default_factory=Counter)
+    carried: Counter[Place] = field(default_factory=Counter)
     unverified: list[_Unverified] = field(default_factory=list)
     time: LoadTime = field(default_factory=LoadTime)
 
@@ -87,7 +92,7 @@ class _Fetching:
 
     req_id: str
     steps: list[LoadStep]
-    tokens: Counter[Place]
+    carried: Counter[Place]
     is_whole: bool  # nothing that it needs was missing when it was planned
     result: FetchResult = field(default_factory=FetchResult)
 
@@ -147,6 +152,21 @@ class LoadPlanner:
             tokens[slowest] += spec.num_external_tokens
         return tokens
 
+    def carried(self, spec: LoadSpec) -> Counter[Place]:
+        """How many tokens a load would carry from each place: of a chunk that is not in memory, all."""
+        if not self._rows.has_chunks:
+            return self.sources(spec)
+        tokens: Counter[Place] = Counter()
+        for part in overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens):
+            source = self._index.source(part.ref, spec.told) or Place.MEMORY
+            tokens[source] += self.carried_of(part, source)
+        return tokens
+
+    def carried_of(self, part: Part, source: Place) -> int:
+        """The tokens that are carried for the wanted blocks of a chunk."""
+        num_blocks = part.stop - part.start if source is Place.MEMORY else part.ref.num_blocks
+        return num_blocks * self._rules.block_tokens
+
     def first_remote_token(self, spec: LoadSpec) -> int:
         """Where the first chunk begins that a load would bring from a remote tier.
 
@@ -198,17 +218,18 @@ class LoadPlanner:
         parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
         wanted = list(_with_blocks(parts, table))
         steps = self._prepare(tracker, spec, [part.ref for part in wanted])
-        jobs, tokens, loaded_end = [], Counter[Place](), first_block
+        jobs, tokens, carried, loaded_end = [], Counter[Place](), Counter[Place](), first_block
         for step, part in zip(steps, wanted, strict=False):
             jobs.append(LoadJob(step, as_block_ids(table[part.start : part.stop]), part.start - part.begin))
             tokens[step.source] += (part.stop - part.start) * block_tokens
+            carried[step.source] += self.carried_of(part, step.source)
             loaded_end = part.stop
         lost_block_ids = blocks.present(table[loaded_end:end_block])
         if spec.async_load:
             has_gaps = blocks.NULL_BLOCK in table[:end_block]
-            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), tokens)
+            self._plan_fetch(Fetch(0, request_id, jobs, lost_block_ids, has_gaps), carried)
         else:
-            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), tokens)
+            self._plan_within(tracker, first_block, ReqMeta(request_id, jobs, lost_block_ids=lost_block_ids), carried)
         return tokens
 
     def _plan_groups(
@@ -222,7 +243,7 @@ class LoadPlanner:
         jobs = [LoadJob(step, load.rows, 0) for step, load in zip(steps, loads or (), strict=False)]
         lost_block_ids = [] if is_whole else [_NOT_LOADED]
         fetch = Fetch(0, tracker.request.request_id, jobs, lost_block_ids, has_gaps=True)
-        self._plan_fetch(fetch, tokens, is_whole=is_whole)
+        self._plan_fetch(fetch, self.carried(spec) if is_whole else Counter(), is_whole=is_whole)
         return tokens
 
     def _group_loads(self, spec: LoadSpec, tables: Tables, num_external_tokens: int) -> list[_Load] | None:
@@ -231,7 +252,7 @@ class LoadPlanner:
         if rows.checkpoints is not None and begin_tokens + num_external_tokens != match.num_tokens:
             return None
         loads: list[_Load | None] = []
-        for ref, begin, start, stop in overlapping(match, self._rules, begin_tokens, num_external_tokens):
+        for ref, begin, start, stop, _ in overlapping(match, self._rules, begin_tokens, num_external_tokens):
             loads.append(_Load.to(ref, rows.to_load(tables, begin, start, stop, ref.num_blocks)))
         if rows.checkpoints is not None:
             for ref, part in zip(match.checkpoint, rows.checkpoints.rows(match.num_tokens), strict=True):
@@ -245,26 +266,27 @@ class LoadPlanner:
     def _prepare(self, tracker: RequestTracker, spec: LoadSpec, refs: Sequence[ChunkRef]) -> list[LoadStep]:
         """Plan to bring chunks to their slots, as far as that is possible."""
         checkpoint = spec.match.checkpoint if set(refs).issuperset(spec.match.checkpoint) else ()
-        steps = self._index.prepare_load(refs, spec.told, checkpoint)
+        hasher = tracker.hasher if self._rows.checkpoints is None else None
+        steps = self._index.prepare_load(refs, spec.told, checkpoint, hasher)
         tracker.noted.update(step.ref.prefix_key for step in steps)
         remote_refs = [step.ref for step in steps if step.source is Place.REMOTE]
         if spec.told.source and remote_refs:
             self._coming_sourced.append(Sourced(spec.told.source, remote_refs))
         return steps
 
-    def _plan_fetch(self, fetch: Fetch, tokens: Counter[Place], *, is_whole: bool = True) -> None:
+    def _plan_fetch(self, fetch: Fetch, carried: Counter[Place], *, is_whole: bool = True) -> None:
         self._number += 1
         fetch.number = self._number
         steps = [job.step for job in fetch.loads]
         self._coming_fetches.append(fetch)
-        self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, tokens, is_whole)
+        self._fetching[fetch.number] = _Fetching(fetch.req_id, steps, carried, is_whole)
         self._fetched_keys.update(step.ref.prefix_key for step in steps if step.source is not Place.MEMORY)
 
-    def _plan_within(self, tracker: RequestTracker, first_block: int, meta: ReqMeta, tokens: Counter[Place]) -> None:
+    def _plan_within(self, tracker: RequestTracker, first_block: int, meta: ReqMeta, carried: Counter[Place]) -> None:
         loads = self._coming
         loads.requests[meta.req_id] = meta
         loads.steps += (job.step for job in meta.loads)
-        loads.tokens.update(tokens)
+        loads.carried.update(carried)
         # A slot that another load is filling counts too: what fails there fails here.
         if meta.lost_block_ids or not all(self._index.in_memory(job.step.ref.prefix_key) for job in meta.loads):
             key = self._block_key(tracker.local_hasher(), first_block)
@@ -310,7 +332,7 @@ class LoadPlanner:
             return
         loads.time.merge(time)
         if loads.time.ranks == self._num_ranks and self._untimed.pop(number, None) is not None:
-            self._choice.loaded(loads.tokens, loads.time.seconds)
+            self._choice.loaded(loads.carried, loads.time.seconds)
 
     def complete_fetch(self, number: int, result: FetchResult) -> str | None:
         """A rank has ended a fetch. Returns its request's id if this was the last rank and something has failed."""
@@ -324,7 +346,7 @@ class LoadPlanner:
         self._fetched_keys -= Counter(step.ref.prefix_key for step in fetching.steps if step.source is not Place.MEMORY)
         if result.failed_loads or not fetching.steps or not fetching.is_whole:
             return fetching.req_id
-        self._choice.loaded(fetching.tokens, result.load_s)
+        self._choice.loaded(fetching.carried, result.load_s)
         return None
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
@@ -350,7 +372,8 @@ def overlapping(match: Match, rules: SaveRules, begin_tokens: int, num_tokens: i
     for ref in match.refs:
         end = begin + ref.num_blocks
         if begin < end_block and end > first_block:
-            yield Part(ref, begin, max(begin, first_block), min(end, end_block))
+            is_own = end * rules.block_tokens <= match.num_tokens
+            yield Part(ref, begin, max(begin, first_block), min(end, end_block), is_own)
         begin = end
 
 
@@ -361,4 +384,4 @@ def _with_blocks(parts: Iterable[Part], block_ids: Sequence[int]) -> Iterator[Pa
         if run is None:
             return
         if run[0] < run[1]:
-            yield Part(part.ref, part.begin, *run)
+            yield part._replace(start=run[0], stop=run[1])

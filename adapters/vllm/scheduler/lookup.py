@@ -221,6 +221,9 @@ def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -
     whole = next((number for number, place in enumerate(places) if place is None), len(chunks))
     tails = tail_refs(hasher, whole)
     by_tail = {ref: place for ref, place in zip(tails, _places(tails, index, remote), strict=True) if place is not None}
+    keys = hasher.block_keys(whole)
+    if checkpoints is None and (longest := index.longest(keys)) is not None:
+        by_tail.setdefault(ChunkRef(keys[longest[1] - 1], longest[1]), longest[0])
     whole_tokens = whole * hasher.chunk_tokens
     end_tokens = whole_tokens + max((ref.num_blocks for ref in by_tail), default=0) * hasher.block_tokens
     if checkpoints is not None:

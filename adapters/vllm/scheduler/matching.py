@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker
@@ -100,6 +101,7 @@ class Matching:
             worth_tokens = self._tokens_worth_fetching(spec)
             if worth_tokens < spec.num_external_tokens:
                 spec = self._spec(tracker, spec, num_local_tokens + worth_tokens)
+        spec = self._without_slow_end(tracker, spec)
         least_tokens, most_tokens = max(1, self.options.min_retrieve_tokens), self.options.max_tokens_per_load
         if most_tokens and spec.num_external_tokens > max(most_tokens, least_tokens - 1):
             most_tokens -= most_tokens % self.options.rules.block_tokens
@@ -121,6 +123,19 @@ class Matching:
             end_tokens -= end_tokens % self.options.rules.block_tokens
         return replace(spec, match=match, num_external_tokens=end_tokens - spec.num_local_tokens)
 
+    def _without_slow_end(self, tracker: RequestTracker, spec: LoadSpec) -> LoadSpec:
+        """A load without its last chunk, if so few of that one's blocks are wanted that to compute them is faster."""
+        parts = overlapping(spec.match, self.options.rules, spec.num_local_tokens, max(0, spec.num_external_tokens))
+        last = next(iter(deque(parts, maxlen=1)), None)
+        if last is None or last.is_own or self.loads.needs_checkpoints:
+            return spec
+        block_tokens = self.options.rules.block_tokens
+        source = self.index.source(last.ref, spec.told) or Place.MEMORY
+        carried = {source: self.loads.carried_of(last, source)}
+        if source is Place.MEMORY or not self.choice.is_slower(carried, (last.stop - last.start) * block_tokens):
+            return spec
+        return self._spec(tracker, spec, max(spec.num_local_tokens, last.begin * block_tokens))
+
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """The tokens of a hit; only those before the remote tier's first chunk if too few would come from there."""
         num_remote_tokens = self.loads.sources(spec)[Place.REMOTE]
@@ -131,19 +146,19 @@ class Matching:
     def _is_verified(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> bool:
         """Whether a request computes its hit, to compare it with what is stored."""
         parts = overlapping(match, self.options.rules, 0, match.num_tokens)
-        chunks = ((part.ref, part.begin) for part in parts)
+        chunks = ((part.ref, part.begin) for part in parts if part.is_own)
         takes = self.canary.takes(tracker.request.request_id, chunks, num_local_tokens)
         tracker.account.is_verified |= takes
         return takes
 
     def _promise(self, tracker: RequestTracker, spec: LoadSpec) -> int | None:
         """Choose how to load, if at all; None while a load for another request brings what is needed."""
-        tokens = self.loads.sources(spec)
+        carried = self.loads.carried(spec)
         others_run = not self.running <= {tracker.request.request_id}
-        async_load = self.choice.is_async(tokens, others_run=others_run)
+        async_load = self.choice.is_async(carried, others_run=others_run)
         if self.loads.must_wait(spec.match, async_load=async_load):
             return None
-        if self.choice.declines(tokens):
+        if self.choice.declines(carried, spec.num_external_tokens):
             tracker.account.declined()
             return 0
         tracker.load = replace(spec, async_load=async_load)

@@ -215,7 +215,7 @@ class StoreScheduler:
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
-            self._describe(connected, tracker, ((part.ref, part.begin) for part in parts))
+            self._describe(connected, tracker, ((part.ref, part.begin) for part in parts if part.is_own))
         connected.remote.end(request_id)
         self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
 

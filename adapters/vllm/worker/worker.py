@@ -143,8 +143,9 @@ class StoreWorker:
 
     def facts(self) -> WorkerFacts:
         """What this worker owns; for the scheduler, once."""
-        disk, survivors = self._tiers.disk, list(self._tiers.survivors)
+        disk, survivors, trails = self._tiers.disk, list(self._tiers.survivors), dict(self._tiers.trails)
         self._tiers.survivors.clear()
+        self._tiers.trails.clear()
         return WorkerFacts(
             num_slots=self._tiers.cpu.num_slots,
             slot_bytes=self._layout.slot_bytes,
@@ -153,6 +154,7 @@ class StoreWorker:
                 disk.stored_bytes(count + 1) if disk else 0 for count in range(self._layout.blocks_per_chunk)
             ),
             survivors=survivors,
+            trails=trails,
             namespace=self._namespace,
             layout=self._layout,
             server_url=self._server.url if self._server else None,

@@ -53,15 +53,21 @@ def test_a_long_load_from_memory_does_not_hold_up_others() -> None:
 
 def test_what_is_faster_to_compute_is_computed_but_for_a_try_now_and_then() -> None:
     choice = measured(LoadChoice(LoadRules()), load_s=0.2, compute_s=0.1)
-    assert [choice.declines(DISK) for _ in range(2 * RETRY_EVERY)].count(False) == 2
-    assert not choice.declines(MEMORY), "nothing is known of memory"
+    assert [choice.declines(DISK, 256) for _ in range(2 * RETRY_EVERY)].count(False) == 2
+    assert not choice.declines(MEMORY, 256), "nothing is known of memory"
 
 
 @pytest.mark.parametrize(
     ("rules", "load_s"), [(LoadRules(), 0.05), (LoadRules(only_if_faster=False), 0.2)], ids=["faster", "not asked"]
 )
 def test_other_loads_are_done(rules: LoadRules, load_s: float) -> None:
-    assert not measured(LoadChoice(rules), load_s=load_s, compute_s=0.1).declines(DISK)
+    assert not measured(LoadChoice(rules), load_s=load_s, compute_s=0.1).declines(DISK, 256)
+
+
+def test_a_chunk_is_carried_as_a_whole_and_must_be_worth_it() -> None:
+    choice = measured(LoadChoice(LoadRules()), load_s=0.1, compute_s=0.4)
+    assert not choice.is_slower(DISK, 80)
+    assert choice.is_slower(DISK, 48)
 
 
 def test_nothing_is_declined_before_enough_was_measured() -> None:
@@ -71,14 +77,14 @@ def test_nothing_is_declined_before_enough_was_measured() -> None:
         choice.computed(256, 0.1)
     for _ in range(9):
         choice.computed(8, 0.1)  # decodes tell nothing about a prefill
-    assert not choice.declines(DISK)
+    assert not choice.declines(DISK, 256)
 
 
 def test_a_tier_that_recovers_is_used_again() -> None:
     choice = measured(LoadChoice(LoadRules()), load_s=0.2, compute_s=0.1)
     for _ in range(10):
         choice.loaded(DISK, 0.01)
-    assert not choice.declines(DISK)
+    assert not choice.declines(DISK, 256)
 
 
 def test_steps_that_overlap_are_not_counted_twice() -> None:

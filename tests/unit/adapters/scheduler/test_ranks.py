@@ -98,7 +98,7 @@ def test_a_chunk_that_one_stage_cannot_store_is_not_found(
     assert loaded_again(vllm) == 0
     monkeypatch.undo()
     vllm.ask("stores", [*PROMPT, *PROMPT])
-    assert loaded_again(vllm, "later") == 3 * CHUNK, "whole chunks: the tail has become one of them"
+    assert loaded_again(vllm, "later") == WHOLE, "the tail has become a whole chunk, which leads to it"
     vllm.settle()
     vllm.assert_nothing_leaked()
 

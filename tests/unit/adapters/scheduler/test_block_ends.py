@@ -1,0 +1,102 @@
+"""Prompts that part inside a chunk; `support/fake_vllm.py` checks every byte of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_parts import BLOCK, CHUNK, Setup
+from support.fake_vllm import FakeVllm, one_after_the_other
+
+from kvstore.adapters.vllm.scheduler.choice import LoadRules
+from kvstore.adapters.vllm.telemetry.announcer import Stored
+from kvstore.catalog.plans import Place
+from kvstore.ops import metrics
+
+FIRST = list(range(3 * CHUNK + 1))
+
+Build = Callable[..., FakeVllm]
+WAYS: list[dict[str, Any]] = [{}, {"async_load": True}, {"layerwise": True}, {"ranks": 2}, {"stages": (2, 3)}]
+
+
+def parting(shared: int) -> list[int]:
+    """A prompt that has so many tokens in common with the first one."""
+    return [*FIRST[:shared], *range(100, 100 + 2 * CHUNK)]
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    """Makes engines, one after the other."""
+    with one_after_the_other(Setup()) as build:
+        yield build
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("from_disk", [False, True])
+@pytest.mark.parametrize("shared", [BLOCK, CHUNK - 1, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 2 * BLOCK])
+def test_what_is_shared_is_loaded(
+    build: Build, tmp_path: Path, shared: int, way: dict[str, Any], *, from_disk: bool
+) -> None:
+    vllm = build(folder=tmp_path, **way)
+    vllm.ask("first", FIRST)
+    vllm.settle()
+    if from_disk:
+        vllm = build(folder=tmp_path, **way)
+    vllm.forget_local()
+    vllm.ask("other", parting(shared))
+    assert vllm.loaded_tokens["other"] == shared // BLOCK * BLOCK
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+def test_a_part_is_announced_by_the_request_that_has_all_of_it(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what a disk held at start nobody knows the blocks before a request comes with them."""
+    build(folder=tmp_path).ask("first", FIRST)
+    vllm = build(folder=tmp_path, saves=False)
+    heard: list[object] = []
+    monkeypatch.setattr(vllm.heard, "hear", heard.extend)
+    other = vllm.ask("other", parting(CHUNK + 2 * BLOCK))
+    vllm.settle()
+    names = {name for event in heard if isinstance(event, Stored) for name in event.blocks.hashes}
+    assert names == set(other.block_hashes[: CHUNK // BLOCK])
+    vllm.forget_local()
+    first = vllm.ask("first", FIRST)
+    vllm.settle()
+    names = {name for event in heard if isinstance(event, Stored) for name in event.blocks.hashes}
+    assert names == set(first.block_hashes[: 3 * CHUNK // BLOCK])
+
+
+def test_a_part_is_not_compared(build: Build) -> None:
+    """What the request computes are other tokens from some block on."""
+    vllm = build(verify_fraction=1.0)
+    vllm.ask("first", FIRST)
+    vllm.forget_local()
+    vllm.ask("other", parting(CHUNK + 2 * BLOCK))
+    vllm.settle()
+    vllm.scheduler.take_tally()
+    assert vllm.scheduler.totals[metrics.VERIFIED_CHUNKS.key("mismatch")] == 0
+    assert vllm.scheduler.totals[metrics.VERIFIED_CHUNKS.key("equal")] == 1
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("only_if_faster", [True, False])
+def test_a_part_that_is_computed_faster_is_not_read(build: Build, tmp_path: Path, *, only_if_faster: bool) -> None:
+    vllm = build(folder=tmp_path, local_cpu=False)
+    vllm.ask("first", FIRST)
+    vllm.settle()
+    choice = vllm.scheduler._connected.choice  # type: ignore[union-attr]
+    choice._rules = LoadRules(only_if_faster=only_if_faster)
+    for _ in range(3):
+        choice.loaded({Place.DISK: 256}, 0.1)
+        choice.computed(256, 0.2)
+    vllm.forget_local()
+    vllm.ask("most of it", parting(2 * CHUNK - BLOCK))
+    vllm.settle()  # until then its own chunks are in memory
+    vllm.forget_local()
+    vllm.ask("one block", [*FIRST[: CHUNK + BLOCK], *range(200, 200 + CHUNK)])
+    assert vllm.loaded_tokens["most of it"] == 2 * CHUNK - BLOCK
+    assert vllm.loaded_tokens["one block"] == (CHUNK if only_if_faster else CHUNK + BLOCK)
