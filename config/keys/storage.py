@@ -34,7 +34,8 @@ class StorageKeys(Keys):
     """Chunks, and where an engine keeps them for itself."""
 
     chunk_size: Annotated[int, Unit("tokens"), Field(gt=0)] = 256
-    """Tokens that are stored and found as one piece. Rounded up to whole blocks of vLLM's, of every KV cache group."""
+    """Tokens that are stored as one piece; a hit may end inside, with a block. Rounded up to whole blocks of vLLM's, of
+    every KV cache group."""
     checkpoint_interval: Annotated[int, Unit("tokens"), Field(ge=0)] = 0
     """Of models with windows or states ([models.md](models.md)): how often a checkpoint is stored within a prompt. One
     is always stored where a prompt ends or another parted from it, and wherever it is no larger than a chunk. 0 for no
