@@ -157,7 +157,7 @@ def open_tiers(
                 wrap=lambda tier: guarded(tier, _guard_options(options.io_timeout_s, options.disk_io_threads)),
             )
             opened.callback(disk.close)
-            survivors, trails = disk.scan(), disk.trails()
+            survivors, trails = disk.scan(), _trails_in(disk)
             _log_foreign(folders, namespace)
         if options.max_local_gpu_bytes and paged.moves_layers:
             hot = HotChunks(paged, options.max_local_gpu_bytes)
@@ -169,6 +169,14 @@ def open_tiers(
         opened.pop_all()
     is_on_device = paged.device.type != "cpu"
     return OpenTiers(cpu, disk, remote, hot, survivors, trails, namespace.id, slots_take_turns=is_on_device)
+
+
+def _trails_in(disk: BoundedTier) -> dict[PrefixKey, bytes]:
+    try:
+        return disk.trails()
+    except TierError as error:
+        logger.warning("what is on disk is found by whole chunks and tails only, not by blocks: %s", error)
+        return {}
 
 
 def log_device_bytes(paged: PagedKV, tiers: OpenTiers, *, threads: int) -> None:

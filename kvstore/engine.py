@@ -319,8 +319,8 @@ class CacheEngine:
     def clear(self, tokens: Tokens | None = None, *, extras: KeyExtras = NO_EXTRAS) -> int:
         """Forget the chunks of a token sequence, or all chunks, in every tier. Returns how many there were.
 
-        Nothing of them is found from now on. Waits, within the tiers' deadlines, until the slower tiers have removed
-        them.
+        Nothing of them is found from now on but what other sequences have in common with them, in whole blocks. Waits,
+        within the tiers' deadlines, until the slower tiers have removed them.
         """
         hasher = None if tokens is None else hash_tokens(self.layout, tokens, extras)
         with self._turn():

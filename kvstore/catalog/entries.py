@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -11,7 +11,7 @@ from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import IndexCounters, MissReason
 from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef
-from kvstore.keys import PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 
 class InMemory(Enum):
@@ -95,9 +95,19 @@ class Entries(dict[PrefixKey, Entry]):
     def enter(self, chunk: Entry) -> Entry:
         """Make the entry of a chunk that has none."""
         self[chunk.ref.prefix_key] = chunk
-        trail, chunk.trail = chunk.trail, b""
-        self.learn(chunk, trail)
+        if chunk.trail:
+            self.trails.add(chunk.trail)
         return chunk
+
+    def learn_all(self, trails: Mapping[PrefixKey, bytes]) -> None:
+        """``learn`` of many chunks at once. What is no trail of the chunk is left out."""
+        found = []
+        for key, trail in trails.items():
+            chunk = self.get(key)
+            if chunk is not None and not chunk.trail and len(trail) == chunk.ref.num_blocks * PREFIX_KEY_BYTES:
+                chunk.trail = trail
+                found.append(trail)
+        self.trails.add_all(found)
 
     def learn(self, chunk: Entry, trail: bytes) -> None:
         """Let a chunk be found by its block ends, if its trail was not known."""

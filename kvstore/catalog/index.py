@@ -102,6 +102,7 @@ class ChunkIndex(Lookup):
         self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
         self._loads = Loads(chunks, self._slots, self._remote, self._uses)
         self._last_used: Sequence[PrefixKey] = ()  # the chain
+        self._whole_blocks = 0  # of a whole chunk, which supersedes tails; 0 before the first is stored
 
     def adopt(
         self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
@@ -138,7 +139,8 @@ class ChunkIndex(Lookup):
             if source is None:
                 break
             trail = made.get(ref.prefix_key, b"")
-            chunk = self._chunks.get(ref.prefix_key) or self._chunks.enter(Entry(ref, trail=trail))
+            chunk = self._chunks.get(ref.prefix_key) or self._chunks.enter(Entry(ref))
+            self._chunks.learn(chunk, trail)
             self._uses.begin(chunk)  # before slots are taken for others: this one must not be given away
             planned.append((chunk, source))
         steps: list[LoadStep] = []
@@ -185,7 +187,7 @@ class ChunkIndex(Lookup):
         chunks are kept in memory only, and go when that time is over. A chunk offered again keeps the longer of its
         two times; if that is for good, it is written then.
 
-        With the ``hasher`` of the sequence, a chunk is found by its block ends. It supersedes the tails that it holds,
+        With the ``hasher`` of the sequence, a chunk is found by its block ends; a whole one supersedes the tails in it,
         once it is stored itself.
 
         This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
@@ -202,6 +204,7 @@ class ChunkIndex(Lookup):
             if chunk is not None and self._is_out_of_reach(chunk):
                 self._uses.discard(chunk)
         whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
+        self._whole_blocks = hasher.blocks_per_chunk if hasher is not None else self._whole_blocks
         made = self._new_trails(hasher, refs)
         until_s = None if ttl_s is None else self._now_s + ttl_s
         chain = [*prefix, *(ref.prefix_key for ref in refs)]
@@ -304,7 +307,7 @@ class ChunkIndex(Lookup):
                 self.counters.stored += 1
                 self._chunks.note_change(chunk)
             self._uses.end(chunk)
-            if chunk.trail and step.ref.prefix_key not in failed:
+            if chunk.ref.num_blocks == self._whole_blocks and step.ref.prefix_key not in failed:
                 self._uses.supersede(chunk)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
@@ -314,7 +317,7 @@ class ChunkIndex(Lookup):
             self._remote.complete(chunk, self._now_s, stored=stored)
         else:
             self._disk.complete(chunk, stored=stored, size_bytes=size_bytes)
-            if stored and chunk.in_memory:
+            if stored and chunk.in_memory and chunk.ref.num_blocks == self._whole_blocks:
                 self._uses.supersede(chunk)
         self._uses.end(chunk)
 

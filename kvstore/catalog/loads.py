@@ -42,7 +42,6 @@ class Loads:
                 if step.source is Place.REMOTE:
                     chunk.remote = SENT
                 self.chunks.note_change(chunk)
-                self.uses.supersede(chunk)
             self.uses.end(chunk)
 
     def _fail(self, chunk: Entry, step: LoadStep, now_s: float, *, is_lost: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvstore.catalog.entries import GATHERING, LOADING, NO_SLOT, READY, Entries, Entry
@@ -92,12 +92,15 @@ class Lookup:
         skip_tokens: int = 0,
         told: Told = NOTHING_TOLD,
         limit_tokens: int | None = None,
+        *,
+        reads_parts: bool = True,
     ) -> Match:
         """The longest prefix that could be loaded now, for a caller that already holds the first ``skip_tokens``.
 
         Walks whole chunks, from the one in which the caller's tokens end, then takes the chunk that shares most blocks
         with the first missing one. Loading a chunk from disk needs a slot, so the match ends where slots would run out.
-        A chunk at a remote tier counts if the view knows it is there, or the caller was ``told``.
+        A chunk at a remote tier counts if the view knows it is there, or the caller was ``told``. Without
+        ``reads_parts`` no chunk is read from disk of which the sequence has only the first blocks.
 
         A model that needs checkpoints goes on at the last one before the chunks end, and not behind ``limit_tokens``.
         """
@@ -106,37 +109,48 @@ class Lookup:
         first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room()
         found = self._whole(hasher, first_chunk, room, told)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
-        last, num_blocks = self._last(hasher.block_keys(first_chunk + len(found)), room, told)
+        last, num_blocks = self._last(hasher.block_keys(first_chunk + len(found)), room, told, reads_parts=reads_parts)
         if last is not None:
             found.append(last)
             num_tokens += num_blocks * hasher.block_tokens
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
 
-    def _last(self, keys: Sequence[PrefixKey], room: _StagingRoom, told: Told) -> tuple[ChunkRef | None, int]:
+    def _last(
+        self, keys: Sequence[PrefixKey], room: _StagingRoom, told: Told, *, reads_parts: bool
+    ) -> tuple[ChunkRef | None, int]:
         """The chunk that holds most of the blocks that end at these keys, and how many; one in memory if several do."""
-        holder, most_blocks = self._holder_of_most(keys)
-        for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or at a remote tier
+        holder, most_blocks = self._holder_of_most(keys, room, reads_parts=reads_parts)
+        for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or coming, or at a remote tier
             tail = self._find(keys[num_blocks - 1], num_blocks, room, told)
             if tail is not None:
                 return tail, num_blocks
-        return (holder.ref, most_blocks) if holder is not None and room.takes(holder) else (None, 0)
+        return (holder.ref, most_blocks) if holder is not None else (None, 0)
 
-    def _holder_of_most(self, keys: Iterable[PrefixKey]) -> tuple[Entry | None, int]:
+    def _holder_of_most(
+        self, keys: Iterable[PrefixKey], room: _StagingRoom, *, reads_parts: bool = True
+    ) -> tuple[Entry | None, int]:
+        """Not one that is coming: nobody waits for a chunk of which another request needs more than the asker."""
         best, most_blocks = None, 0
         for key, num_blocks in islice(self._chunks.trails.nearest(b"".join(keys)), _MAX_PROBES):
             if num_blocks < most_blocks:
                 break
             chunk = self._chunks.get(key)
-            if chunk is None or not self._is_readable(chunk):
+            if chunk is None or chunk.memory is LOADING or not self._is_readable(chunk):
+                continue
+            if chunk.memory is NO_SLOT and (
+                best is not None or (not reads_parts and num_blocks < chunk.ref.num_blocks)
+            ):
+                continue
+            if not replace(room).takes(chunk):
                 continue
             if chunk.memory is not NO_SLOT:
                 return chunk, num_blocks
-            best, most_blocks = best or chunk, num_blocks
+            best, most_blocks = chunk, num_blocks
         return best, most_blocks
 
     def longest(self, keys: Iterable[PrefixKey]) -> tuple[Place, int] | None:
         """Where a chunk is that holds most of the blocks that end at these keys, and how many. From any thread."""
-        chunk, num_blocks = self._holder_of_most(keys)
+        chunk, num_blocks = self._holder_of_most(keys, self._room())
         return None if chunk is None else (_DISK if chunk.memory is NO_SLOT else _MEMORY, num_blocks)
 
     def longer(self, trail: bytes) -> list[ChunkRef]:

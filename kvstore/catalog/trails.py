@@ -9,7 +9,7 @@ place where its own trail belongs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
@@ -30,6 +30,16 @@ class Trails:
         """Add the trail of a chunk that is not known yet."""
         insort(self._groups.setdefault(trail[:PREFIX_KEY_BYTES], []), trail)
 
+    def add_all(self, trails: Iterable[bytes]) -> None:
+        """``add`` many at once."""
+        grown = set()
+        for trail in trails:
+            first = trail[:PREFIX_KEY_BYTES]
+            self._groups.setdefault(first, []).append(trail)
+            grown.add(first)
+        for first in grown:
+            self._groups[first].sort()
+
     def discard(self, trail: bytes) -> None:
         """Drop the trail of a known chunk."""
         first = trail[:PREFIX_KEY_BYTES]
@@ -43,16 +53,17 @@ class Trails:
         group = self._groups.get(trail[:PREFIX_KEY_BYTES], _NONE)
         above = bisect_left(group, trail)
         below = above - 1
-        shared_below, shared_above = _shared_at(group, below, trail), _shared_at(group, above, trail)
+        key_below, shared_below = _shared_at(group, below, trail)
+        key_above, shared_above = _shared_at(group, above, trail)
         while shared_below or shared_above:
             if shared_above >= shared_below:
-                yield group[above][-PREFIX_KEY_BYTES:], shared_above
+                yield key_above, shared_above
                 above += 1
-                shared_above = _shared_at(group, above, trail)
+                key_above, shared_above = _shared_at(group, above, trail)
             else:
-                yield group[below][-PREFIX_KEY_BYTES:], shared_below
+                yield key_below, shared_below
                 below -= 1
-                shared_below = _shared_at(group, below, trail)
+                key_below, shared_below = _shared_at(group, below, trail)
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
         """The longer chunks that hold all blocks of a trail."""
@@ -71,14 +82,17 @@ def keys_of(trail: bytes) -> Iterator[PrefixKey]:
     return (trail[begin : begin + PREFIX_KEY_BYTES] for begin in range(0, len(trail), PREFIX_KEY_BYTES))
 
 
-def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> int:
-    """How many blocks a trail shares with another; 0 outside of the group."""
+def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[PrefixKey, int]:
+    """A chunk of a group, and how many blocks it shares with a trail; 0 outside of the group.
+
+    Another thread may change the group meanwhile: what stands there is read once.
+    """
     try:
         other = group[place] if place >= 0 else b""
     except IndexError:
         other = b""
     if not other:
-        return 0
+        return b"", 0
     shared, end = 1, min(len(trail), len(other)) // PREFIX_KEY_BYTES
     while shared < end:  # the keys up to a common one are common, so that halving finds the last
         middle = (shared + end + 1) // 2
@@ -87,4 +101,4 @@ def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> int:
             shared = middle
         else:
             end = middle - 1
-    return shared
+    return other[-PREFIX_KEY_BYTES:], shared

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.catalog.entries import NO_FILE, NO_SLOT, SENDING, SENT, STORED, UNSENT, WRITING, Entries, Entry
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.chunks import ChunkRef
-from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
+from kvstore.keys import PrefixKey
 from kvstore.policies import Policy
 
 
@@ -37,10 +37,9 @@ class DiskWrites:
     def adopt(self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes]) -> None:
         """Take in what the tier held at start, and the trails of these chunks, as far as it knows them."""
         for ref, stored_bytes in survivors if self.stored_bytes is not None else ():
-            trail = trails.get(ref.prefix_key, b"")
-            is_its = len(trail) == ref.num_blocks * PREFIX_KEY_BYTES
-            self.chunks.enter(Entry(ref, disk=STORED, trail=trail if is_its else b""))
+            self.chunks[ref.prefix_key] = Entry(ref, disk=STORED)
             self.order.add(ref.prefix_key, stored_bytes)
+        self.chunks.learn_all(trails)
 
     def reserve(self, chunk: Entry) -> bool:
         """Make room for a chunk about to be stored; False if it will not be written."""

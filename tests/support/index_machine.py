@@ -336,7 +336,7 @@ class IndexMachine(RuleBasedStateMachine):
     def check_longest(self, family: int, length: int, match: Match) -> None:
         """A match ends with the longest common prefix, in blocks, of the sequence and of all that can be read."""
         room = self.index._room()
-        if self.view is not None or self.checkpoints is not None or not match.refs or room.slots < len(match.refs):
+        if self.view is not None or self.checkpoints is not None or not match.refs or room.slots <= len(match.refs):
             return
         hasher, begin = self.hasher(family, length), match.num_tokens // CHUNK
         if match.num_tokens % CHUNK == 0 and match.refs[-1].prefix_key != hasher.chunk_keys()[begin - 1]:

@@ -176,9 +176,10 @@ class LoadPlanner:
         starts = (part.start for part in parts if self._index.source(part.ref, spec.told) is Place.REMOTE)
         return next(starts, spec.num_local_tokens // self._rules.block_tokens) * self._rules.block_tokens
 
-    def must_wait(self, match: Match, *, async_load: bool) -> bool:
-        """Whether a load for another request brings one of these chunks, and may still fail."""
-        for ref in (*match.refs, *match.checkpoint):
+    def must_wait(self, spec: LoadSpec, *, async_load: bool) -> bool:
+        """Whether a load for another request brings one of the chunks to be loaded, and may still fail."""
+        parts = overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens)
+        for ref in (*(part.ref for part in parts), *spec.match.checkpoint):
             if self._fetched_keys[ref.prefix_key] or (async_load and self._index.is_loading(ref.prefix_key)):
                 return True
         return False

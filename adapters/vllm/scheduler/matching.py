@@ -134,7 +134,9 @@ class Matching:
         carried = {source: self.loads.carried_of(last, source)}
         if source is Place.MEMORY or not self.choice.is_slower(carried, (last.stop - last.start) * block_tokens):
             return spec
-        return self._spec(tracker, spec, max(spec.num_local_tokens, last.begin * block_tokens))
+        tracker.account.declined()
+        match = self.index.lookup(tracker.hasher, spec.num_local_tokens, spec.told, reads_parts=False)
+        return self._spec(tracker, replace(spec, match=match), spec.num_local_tokens + spec.num_external_tokens)
 
     def _tokens_worth_fetching(self, spec: LoadSpec) -> int:
         """The tokens of a hit; only those before the remote tier's first chunk if too few would come from there."""
@@ -156,7 +158,7 @@ class Matching:
         carried = self.loads.carried(spec)
         others_run = not self.running <= {tracker.request.request_id}
         async_load = self.choice.is_async(carried, others_run=others_run)
-        if self.loads.must_wait(spec.match, async_load=async_load):
+        if self.loads.must_wait(spec, async_load=async_load):
             return None
         if self.choice.declines(carried, spec.num_external_tokens):
             tracker.account.declined()

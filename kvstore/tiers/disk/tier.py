@@ -374,7 +374,8 @@ class DiskTier(BoundedTier):
 
     def _note_trail(self, trail: bytes) -> None:
         try:
-            self._trails.add(self._chunks.home, trail, len(self._chunks), self._chunks.keys)
+            with suppress(FileNotFoundError):  # cleared meanwhile
+                self._trails.add(self._chunks.home, trail, len(self._chunks), self._chunks.keys)
         except OSError as error:
             self._complain("trail", f"cannot note a trail: {_folder.reason(error)}")
 

@@ -7,6 +7,7 @@ found as a whole only. Records have one size, so that a torn one spoils no other
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -44,7 +45,7 @@ class TrailNote:
         """
         if not PREFIX_KEY_BYTES < len(trail) <= self._trail_bytes:  # that of one block says nothing but its key
             return
-        with self._lock, opened(home / TRAILS_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
+        with self._lock, opened(home / TRAILS_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             num_records = os.fstat(fd).st_size // self._record_bytes  # a torn one at the end is overwritten
             if num_records > 2 * num_held + _SLACK:
                 num_records = self._shorten(fd, held())
@@ -56,8 +57,9 @@ class TrailNote:
         Raises:
             OSError: the system refused.
         """
-        with suppress(FileNotFoundError), self._lock, opened(home / TRAILS_FILE, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-            return {trail[-PREFIX_KEY_BYTES:]: trail for trail in self._trails(fd) if trail[-PREFIX_KEY_BYTES:] in held}
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(FileNotFoundError), self._lock, opened(home / TRAILS_FILE, flags) as fd:
+            return self._held(fd, held)
         return {}
 
     def _shorten(self, fd: int, held: Collection[PrefixKey]) -> int:
@@ -65,7 +67,7 @@ class TrailNote:
 
         A crash in between loses trails, no more.
         """
-        kept = {trail[-PREFIX_KEY_BYTES:]: trail for trail in self._trails(fd) if trail[-PREFIX_KEY_BYTES:] in held}
+        kept = self._held(fd, held)
         records = b"".join(map(self._record, kept.values()))
         size_bytes = os.pwrite(fd, records, 0)
         os.ftruncate(fd, size_bytes)
@@ -75,10 +77,18 @@ class TrailNote:
         body = trail.ljust(self._trail_bytes, b"\0")
         return xxhash.xxh3_64_digest(body) + body
 
-    def _trails(self, fd: int) -> Iterator[bytes]:
-        """The trails of all records that are whole. A file that is too long takes time and no memory."""
-        piece_bytes = _PIECE_RECORDS * self._record_bytes
-        for offset in range(0, os.fstat(fd).st_size, piece_bytes):
+    def _held(self, fd: int, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
+        trails = self._trails(fd, 4 * len(held) + 2 * _SLACK)
+        return {trail[-PREFIX_KEY_BYTES:]: trail for trail in trails if trail[-PREFIX_KEY_BYTES:] in held}
+
+    def _trails(self, fd: int, max_records: int) -> Iterator[bytes]:
+        """The trails of all records that are whole; of a file that is too long, those of its end."""
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return
+        piece_bytes, num_records = _PIECE_RECORDS * self._record_bytes, status.st_size // self._record_bytes
+        first_bytes = max(0, num_records - max_records) * self._record_bytes
+        for offset in range(first_bytes, status.st_size, piece_bytes):
             data = os.pread(fd, piece_bytes, offset)
             for begin in range(0, len(data) - self._record_bytes + 1, self._record_bytes):
                 body = data[begin + _SUM_BYTES : begin + self._record_bytes]

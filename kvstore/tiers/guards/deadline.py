@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_SLOW: Final = frozenset({"scan", "clear"})  # reset and close, which are slow too, have threads of their own
+_SLOW: Final = frozenset({"scan", "trails", "clear"})  # reset and close, which are slow too, have threads of their own
 
 
 class Deadline(TierWrapper):

@@ -21,7 +21,7 @@ from support.uses import uses_of
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.keys import PrefixHasher
 
 # Write and evict
@@ -297,3 +297,51 @@ def test_a_trail_of_another_length_is_not_taken() -> None:
     index.adopt([(whole, FULL_BYTES)], {whole.prefix_key: trail[16:]})
     index.check_invariants()
     assert (known_tokens(index, 16), known_tokens(index, 12)) == (16, 0)
+
+
+def parting(shared: int, seed: int) -> PrefixHasher:
+    """A chunk that has so many tokens in common with all others of these."""
+    hasher = PrefixHasher(CHUNK, BLOCK)
+    hasher.update([*range(shared), *range(seed * 1000, seed * 1000 + CHUNK - shared)])
+    return hasher
+
+
+def adopt(index: ChunkIndex, hasher: PrefixHasher) -> None:
+    """A chunk that the disk held at start, with its trail."""
+    refs = chunk_refs(hasher, with_tail=False)
+    index.adopt(((ref, FULL_BYTES) for ref in refs), trails(hasher, refs))
+
+
+def test_a_chunk_that_is_coming_is_not_taken_for_a_part() -> None:
+    """Whoever asks would wait for the load of another request."""
+    index, coming = make(4, disk_chunks=8), parting(12, 1)
+    index.adopt(
+        [(chunk_refs(coming, with_tail=False)[0], FULL_BYTES)], trails(coming, chunk_refs(coming, with_tail=False))
+    )
+    assert index.lookup(parting(12, 2)).num_tokens == 12
+    steps = index.prepare_load(index.lookup(coming).refs)
+    assert index.lookup(parting(12, 2)).num_tokens == 0
+    assert index.lookup(coming).num_tokens == 16
+    index.complete_load(steps, set(), set())
+    assert index.lookup(parting(12, 2)).num_tokens == 12
+
+
+def test_without_a_slot_for_the_way_a_shorter_one_in_memory_is_taken() -> None:
+    index, on_disk, here = make(1, disk_chunks=8), parting(12, 1), parting(8, 2)
+    index.adopt(
+        [(chunk_refs(on_disk, with_tail=False)[0], FULL_BYTES)], trails(on_disk, chunk_refs(on_disk, with_tail=False))
+    )
+    index.complete_store(index.prepare_store(chunk_refs(here, with_tail=False), hasher=here), set())
+    assert index.lookup(parting(12, 3)).num_tokens == 8, "the only slot is being written"
+    index.check_invariants()
+
+
+def test_of_what_is_on_disk_no_part_is_read_where_that_is_not_wanted() -> None:
+    index, on_disk, here = make(4, disk_chunks=8), parting(12, 1), parting(8, 2)
+    index.adopt(
+        [(chunk_refs(on_disk, with_tail=False)[0], FULL_BYTES)], trails(on_disk, chunk_refs(on_disk, with_tail=False))
+    )
+    index.complete_store(index.prepare_store(chunk_refs(here, with_tail=False), hasher=here), set())
+    assert index.lookup(parting(12, 3)).num_tokens == 12
+    assert index.lookup(parting(12, 3), reads_parts=False).num_tokens == 8
+    assert index.lookup(on_disk, reads_parts=False).num_tokens == 16

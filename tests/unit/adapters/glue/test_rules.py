@@ -210,26 +210,26 @@ class TestWaiting:
         self, planner: LoadPlanner, refs: list[ChunkRef], *, async_load: bool
     ) -> None:
         """It may fail, and nobody would tell the other request."""
-        match, other = Match((refs[0],), CHUNK), Match((refs[1],), CHUNK)
+        spec, other = (LoadSpec(Match((ref,), CHUNK), 0, CHUNK, async_load=True) for ref in refs)
         tracker = RequestTracker(FakeRequest("one", list(PROMPT)), NO_EXTRAS, RULES)
-        planner.plan(tracker, LoadSpec(match, 0, CHUNK, async_load=True), [TABLE], CHUNK)
-        assert planner.must_wait(match, async_load=async_load)
+        planner.plan(tracker, spec, [TABLE], CHUNK)
+        assert planner.must_wait(spec, async_load=async_load)
         assert not planner.must_wait(other, async_load=async_load)
         planner.fill(plan := StepPlan(1, 0))
         (fetch,) = plan.fetches
         planner.complete_fetch(fetch.number, FetchResult(ranks_ended=1))
-        assert not planner.must_wait(match, async_load=async_load)
+        assert not planner.must_wait(spec, async_load=async_load)
 
     @pytest.mark.parametrize("async_load", [False, True])
     def test_one_that_comes_within_a_step(
         self, planner: LoadPlanner, index: ChunkIndex, refs: list[ChunkRef], *, async_load: bool
     ) -> None:
         """A load beside might be carried out before that step; one within a step comes after it."""
-        match = Match((refs[0],), CHUNK)
+        spec = LoadSpec(Match((refs[0],), CHUNK), 0, CHUNK)
         steps = index.prepare_load([refs[0]])
-        assert planner.must_wait(match, async_load=async_load) is async_load
+        assert planner.must_wait(spec, async_load=async_load) is async_load
         index.complete_load(steps, set(), set())
-        assert not planner.must_wait(match, async_load=async_load)
+        assert not planner.must_wait(spec, async_load=async_load)
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_tier_keeps_trails_of_what_it_holds(tmp_path: Path) -> None:
         assert tier.trails() == {}
 
 
-@pytest.mark.parametrize("what", ["a folder", "a link"])
+@pytest.mark.parametrize("what", ["a folder", "a link", "a pipe"])
 def test_a_note_that_cannot_be_used_costs_trails_only(tmp_path: Path, what: str) -> None:
     trail = trail_of(1, EVEN.blocks_per_chunk)
     one = ChunkRef(trail[-PREFIX_KEY_BYTES:], EVEN.blocks_per_chunk)
@@ -128,9 +128,20 @@ def test_a_note_that_cannot_be_used_costs_trails_only(tmp_path: Path, what: str)
         note = tmp_path / MINE.id.hex() / TRAILS_FILE
         if what == "a folder":
             note.mkdir()
+        elif what == "a pipe":
+            os.mkfifo(note)
         else:
             note.symlink_to(tmp_path / "elsewhere")
         assert tier.put([make_transfer(one)._replace(trail=trail)]) == [Outcome.STORED]
         assert tier.trails() == {}
         assert get(tier, one) is Outcome.HIT
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_of_a_note_that_is_too_long_the_end_is_read(
+    note: TrailNote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(note, tmp_path, *range(20))
+    monkeypatch.setattr(trails, "_SLACK", 1)
+    assert note.read(tmp_path, keys(19)).keys() == keys(19)
+    assert note.read(tmp_path, keys(0)) == {}
