@@ -65,7 +65,7 @@ SHELL_WORDS: Final = frozenset({"time", "export", "cd"})
 SERVERS: Final = {
     "vllm serve": "Application startup complete",
     "kvstore serve": "ready",
-    "kvstore proxy": "listen",
+    "kvstore proxy": "status: ready",
     "redis-server": "Ready to accept connections",
 }
 """Commands that go on until they are stopped, and the words that they print when they can be asked."""
