@@ -129,7 +129,10 @@ class Lookup:
     def _holder_of_most(
         self, keys: Iterable[PrefixKey], room: _StagingRoom, *, reads_parts: bool = True
     ) -> tuple[Entry | None, int]:
-        """Not one that is coming: nobody waits for a chunk of which another request needs more than the asker."""
+        """``_last`` among the chunks whose trails are known, the longer ones included.
+
+        A chunk that another request is loading is left out: who wants a part of it would wait for all of it.
+        """
         best, most_blocks = None, 0
         for key, num_blocks in islice(self._chunks.trails.nearest(b"".join(keys)), _MAX_PROBES):
             if num_blocks < most_blocks:

@@ -142,24 +142,21 @@ class LoadPlanner:
 
     def sources(self, spec: LoadSpec) -> Counter[Place]:
         """How many tokens of a load would come from each place."""
+        return self._by_source(spec, lambda part, _: (part.stop - part.start) * self._rules.block_tokens)
+
+    def carried(self, spec: LoadSpec) -> Counter[Place]:
+        """How many tokens a load would carry from each place: of a chunk that is not in memory, all."""
+        return self._by_source(spec, self.carried_of)
+
+    def _by_source(self, spec: LoadSpec, tokens_of: Callable[[Part, Place], int]) -> Counter[Place]:
         tokens: Counter[Place] = Counter()
         for part in overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens):
             source = self._index.source(part.ref, spec.told) or Place.MEMORY
-            tokens[source] += (part.stop - part.start) * self._rules.block_tokens
+            tokens[source] += tokens_of(part, source)
         if not self._rows.has_chunks:
             sources = [self._index.source(ref, spec.told) for ref in spec.match.checkpoint]
             slowest = max((source for source in sources if source is not None), key=_SPEEDS.index, default=Place.MEMORY)
             tokens[slowest] += spec.num_external_tokens
-        return tokens
-
-    def carried(self, spec: LoadSpec) -> Counter[Place]:
-        """How many tokens a load would carry from each place: of a chunk that is not in memory, all."""
-        if not self._rows.has_chunks:
-            return self.sources(spec)
-        tokens: Counter[Place] = Counter()
-        for part in overlapping(spec.match, self._rules, spec.num_local_tokens, spec.num_external_tokens):
-            source = self._index.source(part.ref, spec.told) or Place.MEMORY
-            tokens[source] += self.carried_of(part, source)
         return tokens
 
     def carried_of(self, part: Part, source: Place) -> int:
