@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,3 +29,10 @@ class ChunkRef(NamedTuple):
 
     prefix_key: PrefixKey
     num_blocks: int
+
+
+Asked: TypeAlias = ChunkRef | bytes
+"""What a remote tier is asked: whether a chunk is there; or, for a trail, which chunks share blocks with it."""
+
+Answer: TypeAlias = bool | tuple[bytes, ...] | None
+"""Whether a chunk is there; for a trail, those of chunks that may share blocks with it. None: nobody could say."""
