@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from kvstore.catalog.trails import Trails
+from kvstore.catalog.trails import Trails, chunk_of
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
@@ -44,8 +44,7 @@ class HeardTrails:
 
     def nearest(self, trail: bytes) -> Iterator[tuple[ChunkRef, int]]:
         """Chunks that share blocks with a trail, and how many; those that share most come first."""
-        for key, num_blocks in islice(self._trails.nearest(trail), _MAX_NEAR):
-            yield ChunkRef(key, len(self._by_key[key]) // PREFIX_KEY_BYTES), num_blocks
+        return ((chunk_of(other), shared) for other, shared in islice(self._trails.neighbours(trail), _MAX_NEAR))
 
     def trail_of(self, ref: ChunkRef) -> bytes:
         """The trail of a chunk; empty if it was not heard of."""

@@ -243,6 +243,8 @@ class ChunkIndex(Lookup):
 
     def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
         """Whether all of these could be stored that are new, if only for the way to a slower tier."""
+        if any((chunk := self._chunks.get(ref.prefix_key)) is not None and chunk.forgotten for ref in refs):
+            return False  # an older self is on its way out
         new = [ref.prefix_key for ref in refs if ref.prefix_key not in self._chunks]
         if not new or self._slots.has_room(len(new), new[0]):
             return True
@@ -337,11 +339,11 @@ class ChunkIndex(Lookup):
     def advance(self, now_s: float) -> None:
         """Tell the index the time, on any clock that only goes forward: ends what has run out."""
         self._now_s = max(self._now_s, now_s)
-        for part in self._chunks.take_broken():
-            self._uses.discard(part)
         for key in self._chunks.expiries.take_due(self._now_s):
             self.counters.expired += 1
             self._uses.remove(self._chunks[key])
+        for part in self._chunks.take_broken():  # those of what has just expired, too
+            self._uses.discard(part)
         for lease_id in self._leases.take_expired(self._now_s):
             self.release(lease_id)
 

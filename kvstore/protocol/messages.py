@@ -31,12 +31,15 @@ from kvstore.protocol.runs import Run
 
 Decoded = TypeVar("Decoded")
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+OLDEST_VERSION: Final = 1  # that is spoken: a client of it sends no message that came later
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
 MAX_REFS: Final = 4096  # in a lookup; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
+MAX_TRAILS: Final = 64  # in one message
 WINDOW: Final = 8  # pieces under way at once, to the server
 MAX_MESSAGE_BYTES: Final = 128 << 10
+MAX_TRAIL_BYTES: Final = 64 << 10  # of one; together, those of a message fit into it
 MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
@@ -50,6 +53,7 @@ _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 _Refs: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_REFS)]
 _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOVES)]
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
+_Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
 
 
@@ -234,6 +238,19 @@ class UnpinSpaces(Request, tag=18, frozen=True):
     namespace: Annotated[bytes, msgspec.Meta(max_length=8)]
 
 
+class Describe(Request, tag=19, frozen=True):
+    """Tells the keys at the ends of the blocks of a chunk that is being written. No answer. Since version 2."""
+
+    lease: _Count
+    trail: _Trail
+
+
+class Nearest(Request, tag=20, frozen=True):
+    """Which chunks share leading blocks with each of these trails? ``Named``. Since version 2."""
+
+    trails: Annotated[list[_Trail], msgspec.Meta(max_length=MAX_TRAILS)]
+
+
 Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
 """Requests that only operators may send."""
 
@@ -315,7 +332,13 @@ class Report(_Answer, tag=8, frozen=True):
     body: bytes
 
 
-Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report
+class Named(_Answer, tag=9, frozen=True):
+    """To ``Nearest``: for each trail, those of chunks, the one that shares most with it first."""
+
+    trails: list[list[bytes]]
+
+
+Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report | Named
 
 _OUTCOMES: Final = tuple(Outcome)
 _NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}

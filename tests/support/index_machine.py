@@ -24,10 +24,12 @@ from kvstore.catalog.trails import keys_of
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
+from kvstore.tiers.base import MAX_NEAREST
+from support.catalog import shared_blocks
 from support.uses import uses_of
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ChunkRef
+    from kvstore.chunks import Answer, Asked, ChunkRef
 
 BLOCK, CHUNK = 2, 6
 COMMON = list(range(100, 118))
@@ -51,6 +53,19 @@ def _hasher(family: int, length: int) -> PrefixHasher:
     return hasher
 
 
+@cache
+def _all_trails() -> dict[ChunkRef, bytes]:
+    """Of every chunk that any sequence has."""
+    found = {}
+    for family, tokens in enumerate(FAMILIES):
+        for length in range(BLOCK, len(tokens) + 1, BLOCK):
+            hasher = _hasher(family, length)
+            refs = chunk_refs(hasher, with_tail=True)
+            made = trails(hasher, refs)
+            found.update((ref, made[ref.prefix_key]) for ref in refs)
+    return found
+
+
 @dataclass
 class World:
     """What a mover and its tiers would hold."""
@@ -64,6 +79,14 @@ class World:
     writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
     doomed: set[tuple[Place, ChunkRef]] = field(default_factory=set)
     stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
+
+    def say(self, item: Asked) -> Answer:
+        """What the remote tier answers."""
+        if not isinstance(item, bytes):
+            return item in self.remote
+        shared = {ref: shared_blocks(item, _all_trails()[ref]) for ref in sorted(self.remote)}
+        nearest = sorted(filter(shared.__getitem__, shared), key=lambda ref: -shared[ref])
+        return tuple(_all_trails()[ref] for ref in nearest[:MAX_NEAREST])
 
     def written_to_disk(self) -> set[ChunkRef]:
         return {ref for place, ref in self.writes if place is Place.DISK}
@@ -294,9 +317,28 @@ class IndexMachine(RuleBasedStateMachine):
         for _ in range(self.index.question_rounds):
             match = self.index.lookup(hasher, skip_tokens)
             questions = self.index.questions(hasher, match, skip_tokens)
-            self.view.note(questions, [ref in self.world.remote for ref in questions], self.now_s)
+            self.view.note(questions, [self.world.say(item) for item in questions], self.now_s)
         match = self.index.lookup(hasher, skip_tokens)
         assert not self.index.questions(hasher, match, skip_tokens), "asked again what was just answered"
+
+    @precondition(lambda self: self.view is not None and self.checkpoints is None)
+    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
+    def ask_for_the_longest(self, family: int, length: int) -> None:
+        """What the remote tier alone holds is found as far as it goes, in blocks, if nothing here is in its way."""
+        assert self.view is not None
+        self.view.clear()
+        self.ask_the_remote(family, length, 0)
+        match, hasher, there = self.index.lookup(self.hasher(family, length)), self.hasher(family, length), 0
+        remote = {ref.prefix_key for ref in self.world.remote}
+        for key in hasher.chunk_keys():
+            if key not in remote:
+                break
+            there += 1
+        trail = b"".join(hasher.block_keys(there))
+        shared = max((shared_blocks(trail, _all_trails()[ref]) for ref in self.world.remote), default=0)
+        is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > there
+        if self.index._remote.answers and is_free:
+            assert match.num_tokens >= there * CHUNK + shared * BLOCK, "a longer prefix is there"
 
     @rule(answers=st.booleans())
     def disk_goes_or_comes_back(self, answers: bool) -> None:

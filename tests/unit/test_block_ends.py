@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.parting import PROMPTS, check_strangers, shared_tokens
+from support.remote import REMOTE, install
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
@@ -18,23 +21,6 @@ from kvstore.requests import hash_tokens
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
-
-
-STEMS = [tokens_of(stem, 3 * CHUNK) for stem in (1, 2, 3)]
-# A prompt begins with one stem, parts from it anywhere and goes on with another one, which others may share in turn.
-PROMPTS = st.tuples(st.integers(0, 2), st.integers(0, 3 * CHUNK), st.integers(0, 2), st.integers(0, 2 * CHUNK)).map(
-    lambda drawn: [*STEMS[drawn[0]][: drawn[1]], *STEMS[drawn[2]][: drawn[3]]]
-)
-
-
-def shared_tokens(prompt: list[int], stored: list[list[int]]) -> int:
-    """The longest prefix, in whole blocks, that a prompt shares with any of those stored."""
-    longest = 0
-    for other in stored:
-        common = next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), None)
-        common = min(len(prompt), len(other)) if common is None else common
-        longest = max(longest, min(common, len(other)) // BLOCK * BLOCK)
-    return longest
 
 
 @schedules(60)
@@ -57,6 +43,16 @@ def test_the_longest_common_prefix_is_found(prompts: list[list[int]], restarts: 
                 assert engine.lookup(prompt) == len(prompt) // BLOCK * BLOCK
         finally:
             engine.close()
+
+
+@schedules(60)
+@given(prompts=st.lists(PROMPTS, max_size=8), hold_s=st.sampled_from([0.0, 60.0]))
+def test_strangers_find_what_they_have_in_common(prompts: list[list[int]], hold_s: float) -> None:
+    """At a remote tier, through engines that have nothing themselves."""
+    rig = Rig()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        check_strangers(rig, lambda: rig.open(slots=64, remote=replace(REMOTE, hold_s=hold_s)), prompts)
 
 
 @pytest.mark.parametrize("shared", range(CHUNK, 2 * CHUNK, BLOCK // 2))

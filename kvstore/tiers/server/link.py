@@ -40,11 +40,16 @@ class NoSessionError(TierError):
     """The server was restarted, or has forgotten this connection: a new connection will do."""
 
 
+class _VersionError(TierSetupError):
+    """The server does not speak this version."""
+
+
 class Link:
     """A connection. Belongs to one thread at a time.
 
     Attributes:
         namespace: what ``hello`` was said for.
+        version: of the protocol, that both sides speak.
         token: what the unix socket handed out; empty without one.
         pool_fd: the same; -1 without one.
         memory: the server's pool, once it is mapped.
@@ -61,6 +66,7 @@ class Link:
         self._target = target
         self._serials = itertools.count(1)
         self.namespace = Namespace({})
+        self.version = messages.PROTOCOL_VERSION
         self.token, self.pool_fd = b"", -1
         self.memory: ByteArray | None = None
         self._unix_socket = None if target.folder is None else self._open_pool(str(target.folder / _POOL_SOCKET))
@@ -96,9 +102,15 @@ class Link:
             TierError: it does not answer.
         """
         self.namespace = namespace
-        version, fields = messages.PROTOCOL_VERSION, dict(namespace.fields)
-        message = messages.Hello(self.new_serial(), version, fields, geometry, capacity_bytes, self.token)
-        return self.ask(message, messages.Welcome)
+        fields = dict(namespace.fields)
+        while True:
+            message = messages.Hello(self.new_serial(), self.version, fields, geometry, capacity_bytes, self.token)
+            try:
+                return self.ask(message, messages.Welcome)
+            except _VersionError:
+                if self.version <= messages.OLDEST_VERSION:
+                    raise
+                self.version -= 1  # the server is older
 
     def new_serial(self) -> int:
         """A number for a request."""
@@ -270,6 +282,8 @@ def _refused(answer: messages.Refused, address: str) -> TierError:
     message = f"the cache server at {address} refuses: {answer.message[:300]}"
     if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
         return NoSessionError(message)
-    if answer.reason in {Refusal.VERSION, Refusal.LIMIT, Refusal.FOREIGN}:
+    if answer.reason == Refusal.VERSION:
+        return _VersionError(message)
+    if answer.reason in {Refusal.LIMIT, Refusal.FOREIGN}:
         return TierSetupError(message)
     return TierError(message)
