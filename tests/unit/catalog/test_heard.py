@@ -60,6 +60,7 @@ def test_a_chunk_of_others_is_named_then_asked_for_then_found() -> None:
     (step,) = index.prepare_load(match.refs, hasher=MINE)
     assert step.source is Place.REMOTE
     index.complete_load([step], set(), set())
+    view.clear()
     index.set_remote_answers(answers=False)
     again = index.lookup(parted(2 * BLOCK, seed=7))
     assert again.num_tokens == 2 * BLOCK, "from now on it is found here, by its trail"
