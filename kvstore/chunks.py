@@ -30,6 +30,10 @@ class ChunkRef(NamedTuple):
     prefix_key: PrefixKey
     num_blocks: int
 
+    def blocks_from(self, first_block: int) -> range:
+        """Its blocks, if the first of them has that number."""
+        return range(first_block, first_block + self.num_blocks)
+
 
 Asked: TypeAlias = ChunkRef | bytes
 """What a remote tier is asked: whether a chunk is there; or, for a trail, which chunks share blocks with it."""
