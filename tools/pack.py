@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.catalog.trails import keys_of
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
@@ -121,11 +121,9 @@ class Source:
         absent = {ref.prefix_key for ref in wanted if ref not in stored}
         holders: dict[PrefixKey, ChunkRef] = {}
         for trail in self.trails(stored) if absent else ():
-            keys = list(keys_of(trail))
-            holder = ChunkRef(keys[-1], len(keys))
-            for key in absent.intersection(keys):
+            for key in absent.intersection(keys_of(trail)):
                 if holders.get(key) not in wanted:  # best is one that goes into the pack anyway
-                    holders[key] = holder
+                    holders[key] = chunk_of(trail)
         return list(dict.fromkeys(ref if ref in stored else holders.get(ref.prefix_key, ref) for ref in wanted))
 
 

@@ -23,12 +23,12 @@ import numpy as np
 import xxhash
 
 from kvstore import __version__
-from kvstore.chunks import ByteArray, ChunkRef
+from kvstore.chunks import ByteArray, ChunkRef, chunk_of
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.format.images import MAX_HEADER_BYTES, check_image, read_facts
 from kvstore.format.trailrecords import TrailRecords
 from kvstore.format.wholeio import read_front, read_whole, write_whole
-from kvstore.keys import PREFIX_KEY_BYTES, ChunkKey, Namespace, PrefixKey
+from kvstore.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 MAGIC = b"KVSPACK1"
@@ -167,7 +167,7 @@ class PackWriter(_File):
     def _noted(self, trails: Iterable[bytes]) -> bytes:
         """The part of the file that holds the trails of its chunks; empty if none is known."""
         records, held = _records(self._shards), {ref for _, ref in self.held}
-        mine = dict.fromkeys(trail for trail in trails if records.takes(trail) and _chunk_of(trail) in held)
+        mine = dict.fromkeys(trail for trail in trails if records.takes(trail) and chunk_of(trail) in held)
         return b"".join((TRAILS_MAGIC, *map(records.record, mine))) if mine else b""
 
     def _resume(self) -> int:
@@ -235,7 +235,7 @@ class Pack(_File):
                 size_bytes = min(_PIECE_RECORDS, num_records - first) * records.record_bytes
                 for trail in records.read(read_front(self._fd, size_bytes, offset + first * records.record_bytes)):
                     num_sound += 1
-                    if (ref := _chunk_of(trail)) in held:
+                    if (ref := chunk_of(trail)) in held:
                         trails[ref.prefix_key] = trail
         return trails, num_records - num_sound
 
@@ -342,10 +342,6 @@ def _opened(fd: int, path: Path) -> Pack:
 def _records(shards: Sequence[Shard]) -> TrailRecords:
     """A trail is that of a chunk's part in every shard, so there is one record for all."""
     return TrailRecords(max((shard.layout.blocks_per_chunk for shard in shards), default=0))
-
-
-def _chunk_of(trail: bytes) -> ChunkRef:
-    return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
 
 
 def _front(shards: Sequence[Shard]) -> bytes:

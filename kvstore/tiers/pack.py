@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -17,14 +17,14 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from kvstore.catalog.trails import Trails
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.chunks import ByteArray, ChunkRef, Outcome, chunk_of
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
-from kvstore.keys import PREFIX_KEY_BYTES, ChunkKey, Namespace, PrefixKey
+from kvstore.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, Tier, TierCounters, TierSetup, Transfer, payload_view
 
@@ -83,12 +83,13 @@ class PackTier(Tier):
     def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
         """The trails of chunks that share leading blocks with each. Answers from memory."""
         self._check_open()
-        return [tuple(islice(self._near(trail), MAX_NEAREST)) for trail in trails]
+        found = (islice(self._in_order.neighbours(trail), MAX_NEAREST) for trail in trails)
+        return [tuple(other for other, _ in near) for near in found]
 
     def trail_of(self, ref: ChunkRef) -> bytes:
         """The trail of a chunk; empty if the pack does not tell it."""
         trail = self._trails.get(ref.prefix_key, b"")
-        return trail if len(trail) == ref.num_blocks * PREFIX_KEY_BYTES else b""
+        return trail if chunk_of(trail) == ref else b""
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""
@@ -150,10 +151,6 @@ class PackTier(Tier):
             del self._trails[ref.prefix_key]
             self._in_order.discard(trail)
 
-    def _near(self, trail: bytes) -> Iterator[bytes]:
-        found = (self._trails.get(key) for key, _ in self._in_order.nearest(trail))
-        return (other for other in found if other is not None)  # another thread may hide it
-
     def _read(self, ref: ChunkRef, extent: Extent, payload: ByteArray) -> Damage | None:
         """Fill the payload from a chunk in the pack.
 
@@ -195,8 +192,7 @@ def _trails_of(pack: Pack, chunks: Container[ChunkRef]) -> dict[PrefixKey, bytes
             lost,
             pack.path,
         )
-    refs = ((ChunkRef(key, len(trail) // PREFIX_KEY_BYTES), trail) for key, trail in found.items())
-    return {ref.prefix_key: trail for ref, trail in refs if ref in chunks}
+    return {key: trail for key, trail in found.items() if chunk_of(trail) in chunks}
 
 
 def path_of(url: object) -> Path:

@@ -15,12 +15,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from support.diskwork import make_slot
+from support.parting import PROMPTS, shared_tokens
 from support.rig import BLOCK, BLOCKS_PER_CHUNK, CHUNK, FILE_BYTES, NAMESPACE, Rig, tokens_of
 from support.schedules import schedules
-from support.stems import PROMPTS, shared_tokens
 
 from kvstore.catalog.sequence import chunk_refs
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.engine import CacheEngine
 from kvstore.format.pack import PARTIAL_SUFFIX, TRAILS_MAGIC, PackWriter, Shard, open_pack
 from kvstore.keys import NO_EXTRAS, PREFIX_KEY_BYTES, Namespace
@@ -146,7 +146,7 @@ def test_what_is_hidden_is_not_named(tmp_path: Path) -> None:
         before = tier.nearest([asked])[0]
         tier.remove([refs_of(ONE)[1]])
         assert tier.nearest([asked])[0] == before[1:]
-        broken = ChunkRef(before[1][-PREFIX_KEY_BYTES:], len(before[1]) // PREFIX_KEY_BYTES)
+        broken = chunk_of(before[1])
         tier._chunks[broken] = tier._chunks[broken]._replace(offset=0)
         assert tier.get([Transfer(broken, make_slot(RIG.layout))]) == [Outcome.CORRUPT]
         assert tier.nearest([asked])[0] == before[2:]

@@ -13,7 +13,6 @@ from support.parting import PROMPTS, check_strangers, shared_tokens
 from support.remote import REMOTE, install
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
-from support.stems import PROMPTS, shared_tokens
 
 from kvstore.keys import NO_EXTRAS
 from kvstore.requests import hash_tokens
