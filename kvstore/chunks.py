@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.keys import PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -33,6 +33,11 @@ class ChunkRef(NamedTuple):
     def blocks_from(self, first_block: int) -> range:
         """Its blocks, if the first of them has that number."""
         return range(first_block, first_block + self.num_blocks)
+
+
+def chunk_of(trail: bytes) -> ChunkRef:
+    """The chunk whose trail it is: the keys at the ends of its blocks, one after the other."""
+    return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
 
 
 Asked: TypeAlias = ChunkRef | bytes

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.catalog.trails import keys_of
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, PrefixKey
 from kvstore.tiers import leads_to, open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.shelf import Shelf, shelves
@@ -108,6 +109,23 @@ class Source:
                 found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
         return sorted(found, key=lambda ref: (found[ref], ref))
 
+    def trails(self, refs: Iterable[ChunkRef]) -> list[bytes]:
+        """The trails of chunks, as far as they are noted. Name all that the folder holds: that bounds what is read."""
+        keys = {ref.prefix_key for ref in refs}
+        found = [shelf.trails(keys) for same in self.shelves for shelf in same]
+        return list({key: trail for trails in found for key, trail in trails.items()}.values())
+
+    def holders(self, refs: Iterable[ChunkRef], stored: Collection[ChunkRef]) -> list[ChunkRef]:
+        """The stored chunks that hold what these do: a tail within a longer chunk may have no file of its own."""
+        wanted, stored = dict.fromkeys(refs), set(stored)
+        absent = {ref.prefix_key for ref in wanted if ref not in stored}
+        holders: dict[PrefixKey, ChunkRef] = {}
+        for trail in self.trails(stored) if absent else ():
+            for key in absent.intersection(keys_of(trail)):
+                if holders.get(key) not in wanted:  # best is one that goes into the pack anyway
+                    holders[key] = chunk_of(trail)
+        return list(dict.fromkeys(ref if ref in stored else holders.get(ref.prefix_key, ref) for ref in wanted))
+
 
 def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
     first = same[0]
@@ -137,9 +155,11 @@ def export(
     Raises:
         ConfigError: the pack cannot be written.
     """
-    wanted = source.refs() if refs is None else list(dict.fromkeys(refs))
+    stored = source.refs()
+    wanted = stored if refs is None else source.holders(refs, stored)
     report = PackReport(str(path))
     with PackWriter(path, source.shards) as writer:
+        trails = source.trails([*stored, *(ref for _, ref in writer.held)])  # before any of these is evicted
         for ref in wanted:
             if should_stop():
                 report.interrupted = True
@@ -147,7 +167,7 @@ def export(
             for number, same in enumerate(source.shelves):
                 moved_bytes = _export_one(writer, report, same, number, ref)
                 tick(len(wanted) * len(source.shelves), moved_bytes)
-        writer.finish()
+        writer.finish(trails)
     return report
 
 
@@ -227,7 +247,7 @@ def import_pack(
                         if should_stop():
                             report.interrupted = True
                             return report
-                        transfer = Transfer(ref, slot)
+                        transfer = Transfer(ref, slot, trail=source.trail_of(ref))
                         moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
                         tick(total, moved_bytes)
             except TierError as error:

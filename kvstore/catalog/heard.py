@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from kvstore.catalog.trails import Trails, chunk_of
-from kvstore.chunks import ChunkRef
+from kvstore.catalog.trails import Trails
+from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 MAX_HEARD = 1 << 14  # about 10 MB with 16 blocks a chunk; beyond that the oldest are forgotten

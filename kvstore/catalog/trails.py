@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvstore.chunks import ChunkRef
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 _NONE: Final[list[bytes]] = []
@@ -85,11 +84,6 @@ class Trails:
 def is_trail(trail: bytes, blocks_per_chunk: int) -> bool:
     """Whether it may be one: of whole keys, and of no more than a chunk has."""
     return bool(trail) and len(trail) % PREFIX_KEY_BYTES == 0 and len(trail) <= blocks_per_chunk * PREFIX_KEY_BYTES
-
-
-def chunk_of(trail: bytes) -> ChunkRef:
-    """The chunk whose trail it is."""
-    return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
 
 
 def keys_of(trail: bytes) -> Iterator[PrefixKey]:

@@ -15,8 +15,7 @@ from itertools import islice
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
-from kvstore.catalog.trails import chunk_of
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy

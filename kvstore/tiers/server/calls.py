@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeVar
 
-from kvstore.catalog.trails import chunk_of
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.errors import TierError
 from kvstore.protocol import messages
 from kvstore.tiers.base import Transfer

@@ -11,8 +11,7 @@ from kvstore.catalog.heard import HeardTrails
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import RemoteView, Told
-from kvstore.catalog.trails import chunk_of
-from kvstore.chunks import Asked, ChunkRef
+from kvstore.chunks import Asked, ChunkRef, chunk_of
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher
 
 
