@@ -56,7 +56,7 @@ def _hasher(family: int, length: int) -> PrefixHasher:
 @cache
 def _all_trails() -> dict[ChunkRef, bytes]:
     """Of every chunk that any sequence has."""
-    found = {}
+    found: dict[ChunkRef, bytes] = {}
     for family, tokens in enumerate(FAMILIES):
         for length in range(BLOCK, len(tokens) + 1, BLOCK):
             hasher = _hasher(family, length)
