@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,12 +22,14 @@ from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
+from kvstore.tools.ends import Ends
 from kvstore.tools.interrupts import ShouldStop, never
 from kvstore.tools.locks import require_free
 from kvstore.tools.verify import Fault, Tick, place_in_pack
 
 _SHARD_FIELD = "shard"
 _ROOM_CHUNKS = 4  # a tier writes before it deletes
+_NO_TRAILS: Mapping[ChunkRef, bytes] = MappingProxyType({})
 
 
 def _ignore(_total: int, _size_bytes: int) -> None:
@@ -122,6 +125,7 @@ def export(
     path: Path,
     *,
     refs: Iterable[ChunkRef] | None = None,
+    trails: Mapping[ChunkRef, bytes] = _NO_TRAILS,
     tick: Tick = _ignore,
     should_stop: ShouldStop = never,
 ) -> PackReport:
@@ -131,6 +135,7 @@ def export(
         source: where the chunks are; an engine may be using the folder.
         path: the pack. An existing one is replaced when the new one is complete.
         refs: which chunks, in order; all if None.
+        trails: of those that end a prompt. One without a file of its own is cut out of a longer chunk that holds it.
         tick: called after each chunk.
         should_stop: asked before each chunk; if so, the pack is left to the next call.
 
@@ -139,35 +144,38 @@ def export(
     """
     wanted = source.refs() if refs is None else list(dict.fromkeys(refs))
     report = PackReport(str(path))
+    pairs = zip(source.shelves, source.shards, strict=True)
+    workers = [Ends(same, shard.layout, trails) for same, shard in pairs]
     with PackWriter(path, source.shards) as writer:
         for ref in wanted:
             if should_stop():
                 report.interrupted = True
                 return report
-            for number, same in enumerate(source.shelves):
-                moved_bytes = _export_one(writer, report, same, number, ref)
-                tick(len(wanted) * len(source.shelves), moved_bytes)
+            for number, ends in enumerate(workers):
+                moved_bytes = _export_one(writer, report, ends, number, ref)
+                tick(len(wanted) * len(workers), moved_bytes)
         writer.finish()
     return report
 
 
-def _export_one(writer: PackWriter, report: PackReport, same: Sequence[Shelf], number: int, ref: ChunkRef) -> int:
+def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: int, ref: ChunkRef) -> int:
+    """Copy one chunk. Returns the bytes moved."""
     if (number, ref) in writer.held:
         report.present += 1
         return 0
-    for shelf in same:
-        image = shelf.read(ref)
-        if image is None:
-            continue
-        if isinstance(image, str):
-            report.faults.append(Fault(str(shelf.path(ref)), image))
-            return 0
-        writer.add(number, ref, image)
-        report.chunks += 1
-        report.size_bytes += len(image)
-        return len(image)
-    report.missing += 1
-    return 0
+    found = ((shelf, image) for shelf in source.shelves if (image := shelf.read(ref)) is not None)
+    shelf, image = next(found, (None, None))
+    if shelf is not None and isinstance(image, str):
+        report.faults.append(Fault(str(shelf.path(ref)), image))
+        return 0
+    image = source.read(ref) if image is None else image
+    if image is None:
+        report.missing += 1
+        return 0
+    writer.add(number, ref, image)
+    report.chunks += 1
+    report.size_bytes += len(image)
+    return len(image)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._admin = admin_server(vllm_config, self._config, self._scheduler)
 
     @property
+    def scheduler(self) -> StoreScheduler | None:
+        """The scheduler side, for our own tools; None in a worker."""
+        return self._scheduler
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """A best-effort cache: a dropped save is a later miss."""
         return False
