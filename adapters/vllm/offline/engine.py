@@ -198,7 +198,7 @@ class OfflineEngine:
         """Whether every worker has a chunk on disk, or a longer one that holds it."""
         if self._has_files(ref):
             return True
-        index = self._connector.scheduler.index if self._connector.scheduler is not None else None
+        index = self._connector.index
         return index is not None and any(map(self._has_files, index.longer(trails.get(ref, b""))))
 
     def _has_files(self, ref: ChunkRef) -> bool:
