@@ -193,5 +193,4 @@ class Stores:
                 self.chunks.counters.stored += 1
                 self.chunks.note_change(chunk)
             self.uses.end(chunk)
-            if step.ref.prefix_key not in failed:
-                self.uses.supersede(chunk)
+            self.uses.supersede(chunk)

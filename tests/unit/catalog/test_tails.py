@@ -80,9 +80,10 @@ def test_a_chunk_that_passes_through_memory_stands_in_for_nothing_unless_it_is_w
     index = make(disk_chunks=4, keep=False)
     (step,) = offer(index, 16)
     assert offer(index, 8) == [], "it is being written"
-    index.complete_store([step], set())
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=False)
-    assert keys(offer(index, 8)) == keys(refs_of(8))
+    assert keys(offer(index, 8)) == keys(refs_of(8)), "it is still being gathered, and in vain"
+    index.complete_store([step], set())
+    index.check_invariants()
 
 
 @pytest.mark.parametrize(("ttl_s", "stored"), [(None, True), (9, True), (5, False), (1, False)])
@@ -138,16 +139,16 @@ def test_the_holder_is_written_in_the_stead_of_a_tail() -> None:
 
 
 def test_of_several_holders_one_in_memory_is_used() -> None:
-    index = make(disk_chunks=4)
-    on_disk = [parting(8, seed) for seed in (1, 2)]
-    for hasher in on_disk:
-        refs = chunk_refs(hasher, with_tail=False)
-        index.adopt([(refs[0], FULL_BYTES)], trails(hasher, refs))
-    here = parting(8, 3)
-    index.complete_store(steps := index.prepare_store(chunk_refs(here, with_tail=False), hasher=here), set())
-    index._disk.complete(index._chunks[steps[0].ref.prefix_key], stored=False, size_bytes=None)
-    index._uses.end(index._chunks[steps[0].ref.prefix_key])
-    assert keys(offer(index, 8)) == keys(steps), "which is written now"
+    sequences = [parting(8, seed) for seed in range(1, 6)]
+    for here in sequences:  # whichever is the next to the tail
+        index = make(disk_chunks=8)
+        for hasher in sequences:
+            refs = chunk_refs(hasher, with_tail=False)
+            index.adopt([(refs[0], FULL_BYTES)] * (hasher is not here), trails(hasher, refs))
+        steps = index.prepare_store(chunk_refs(here, with_tail=False), hasher=here)
+        index.complete_store(steps, set())
+        index.complete_write(steps[0].ref.prefix_key, Place.DISK, stored=False)
+        assert keys(offer(index, 8)) == keys(steps), "which is written now"
 
 
 # What is here
@@ -212,6 +213,16 @@ def test_a_chunk_that_takes_in_no_tail_yet_does_when_it_is_written() -> None:
     assert len(index) == 2, "the tail is on disk, and a crash would lose it"
     index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
     assert (len(index), index.take_removals()) == (1, refs_of(8))
+
+
+def test_a_chunk_that_was_removed_while_it_was_written_takes_in_no_tail() -> None:
+    index = make(8, disk_chunks=8)
+    store(index, 8)
+    (step,) = store(index, 16, write=False)
+    index.remove(keys([step]))
+    index.complete_write(step.ref.prefix_key, Place.DISK, stored=True)
+    assert known_tokens(index, 16) == 8
+    assert index.counters.superseded_tails == 0
 
 
 # Leases
