@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
@@ -163,11 +163,14 @@ def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: in
     if (number, ref) in writer.held:
         report.present += 1
         return 0
-    found = ((shelf, image) for shelf in source.shelves if (image := shelf.read(ref)) is not None)
-    shelf, image = next(found, (None, None))
-    if shelf is not None and isinstance(image, str):
-        report.faults.append(Fault(str(shelf.path(ref)), image))
-        return 0
+    image: ByteArray | str | None = None
+    for shelf in source.shelves:
+        image = shelf.read(ref)
+        if isinstance(image, str):
+            report.faults.append(Fault(str(shelf.path(ref)), image))
+            return 0
+        if image is not None:
+            break
     image = source.read(ref) if image is None else image
     if image is None:
         report.missing += 1

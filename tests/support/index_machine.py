@@ -155,7 +155,8 @@ class IndexMachine(RuleBasedStateMachine):
         hasher = self.hasher(family, length)
         refs = chunk_refs(hasher, with_tail=with_tail)
         busy = self.world.busy_slots()
-        before = [ref for ref in self.index.lookup(hasher).refs if ref.prefix_key in self.index._chunks]
+        found = ((ref, self.index._chunks.get(ref.prefix_key)) for ref in self.index.lookup(hasher).refs)
+        before = [ref for ref, chunk in found if chunk is not None and not self.index._stores._is_out_of_reach(chunk)]
         leased = self.leased()
         self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
         until_s = None if ttl_s is None else self.now_s + ttl_s
@@ -190,6 +191,34 @@ class IndexMachine(RuleBasedStateMachine):
         self.carry_out_removals()
         if steps:
             self.world.stores.append(steps)
+
+    @precondition(lambda self: self.checkpoints is None)
+    @rule(
+        family=st.integers(0, len(FAMILIES) - 1),
+        length=st.integers(1, 20),
+        shorter=st.integers(0, 9),
+        name=st.none() | st.sampled_from("ab"),
+        ttl_s=st.none() | st.integers(1, 9),
+    )
+    def store_both(self, family: int, length: int, shorter: int, name: str | None, ttl_s: int | None) -> None:
+        """A prompt and one that begins like it, the longer one first or last, with success; one may be leased."""
+        for number, end in enumerate(sorted({length, max(0, length - shorter)}, reverse=shorter % 2 == 0)):
+            self.prepare_store(family=family, length=end, first=0, with_tail=True, ttl_s=ttl_s if number else None)
+            for steps in self.world.stores:
+                self.world.slots.update((step.slot, step.ref) for step in steps)
+                leased = self.leased()
+                self.index.complete_store(steps, set())
+                self.check_leases(leased)
+                self.check_superseded(step.ref.prefix_key for step in steps)
+                known = self.index._chunks.is_known
+                self.stored.update(step.ref.prefix_key for step in steps if known(step.ref.prefix_key))
+                self.world.writes.update(((target, step.ref), step.slot) for step in steps for target in step.targets)
+            self.world.stores.clear()
+            self.carry_out_removals()
+            for write in list(self.world.writes):
+                self.finish_write(write, stored=write not in self.world.doomed)
+            if name is not None:
+                self.lease(name=name, family=family, length=end, ttl_s=9)
 
     def extend(self, keys: list[PrefixKey], ttl_s: int | None) -> None:
         """What is known stays for as long as any store wants."""
@@ -230,11 +259,14 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_write(self, data: st.DataObject) -> None:
         write = data.draw(st.sampled_from(sorted(self.world.writes, key=lambda write: (write[0].value, write[1]))))
+        stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
+        size_bytes = data.draw(st.none() | st.integers(1, stored_bytes(write[1].num_blocks)))
+        self.finish_write(write, stored=stored, size_bytes=size_bytes)
+
+    def finish_write(self, write: tuple[Place, ChunkRef], *, stored: bool, size_bytes: int | None = None) -> None:
         slot, (target, ref) = self.world.writes.pop(write), write
         assert self.world.slots[slot] == ref, "the slot changed while it was being written"
-        stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
         self.world.doomed.discard(write)
-        size_bytes = data.draw(st.none() | st.integers(1, stored_bytes(ref.num_blocks)))
         if stored:
             (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
             if target is Place.DISK:
