@@ -163,22 +163,26 @@ def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: in
     if (number, ref) in writer.held:
         report.present += 1
         return 0
-    image: ByteArray | str | None = None
-    for shelf in source.shelves:
-        image = shelf.read(ref)
-        if isinstance(image, str):
-            report.faults.append(Fault(str(shelf.path(ref)), image))
-            return 0
-        if image is not None:
-            break
-    image = source.read(ref) if image is None else image
+    image = _read(source, ref)
     if image is None:
         report.missing += 1
+        return 0
+    if isinstance(image, Fault):
+        report.faults.append(image)
         return 0
     writer.add(number, ref, image)
     report.chunks += 1
     report.size_bytes += len(image)
     return len(image)
+
+
+def _read(source: Ends, ref: ChunkRef) -> ByteArray | Fault | None:
+    """The content of a chunk's file, or of the one that it would have; None if it is nowhere."""
+    for shelf in source.shelves:
+        image = shelf.read(ref)
+        if image is not None:
+            return Fault(str(shelf.path(ref)), image) if isinstance(image, str) else image
+    return source.read(ref)
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,8 @@ class ChunkIndex(Lookup):
             self._chunks.whole_blocks = hasher.blocks_per_chunk
             holders = self._stores.holders(refs, made, until_s)
         stand_ins = {tail: holder.ref.prefix_key for tail, holder in holders.items()}
-        chain = [*prefix, *(stand_ins.get(ref.prefix_key, ref.prefix_key) for ref in refs)]
+        offered = [ref.prefix_key for ref in refs]
+        chain = [*prefix, *(map(stand_ins.get, offered, offered) if stand_ins else offered)]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._uses.begin(chunk)

@@ -58,9 +58,7 @@ class Stores:
         found: dict[PrefixKey, Entry] = {}
         if self.remote.is_sent_to and until_s is None:
             return found
-        for ref in refs:
-            if ref.num_blocks >= self.chunks.whole_blocks:
-                continue
+        for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
             tail = self.chunks.get(ref.prefix_key)
             holder = self._holder(made.get(ref.prefix_key) or (tail.trail if tail is not None else b""), until_s)
             if holder is not None and (tail is None or tail.forgotten or self.uses.take_in(holder, tail)):
@@ -119,21 +117,21 @@ class Stores:
             if ref in left_out:
                 self.chunks.counters.refused += 1
                 continue
-            chunk = holders.get(ref.prefix_key) or self.chunks.get(ref.prefix_key)
-            step = self._plan(ref, chunk, until_s, made.get(ref.prefix_key, b""), now_s)
+            if ref.prefix_key in holders:
+                self.chunks.counters.known += 1
+                step = self._plan_known(holders[ref.prefix_key], now_s)
+            else:
+                step = self._plan(ref, until_s, made.get(ref.prefix_key, b""), now_s)
             if step is not None:
                 steps.append(step)
         return steps
 
-    def _plan(
-        self, ref: ChunkRef, chunk: Entry | None, until_s: float | None, trail: bytes, now_s: float
-    ) -> StoreStep | None:
-        """A step for a chunk of which an entry is here, its own or that of its holder, or none."""
+    def _plan(self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float) -> StoreStep | None:
+        chunk = self.chunks.get(ref.prefix_key)
         if chunk is not None and not chunk.forgotten:
             self.chunks.counters.known += 1
-            if chunk.ref == ref:
-                self.chunks.extend(chunk, until_s)
-                self.chunks.learn(chunk, trail)
+            self.chunks.extend(chunk, until_s)
+            self.chunks.learn(chunk, trail)
             return self._plan_known(chunk, now_s)
         # Of a chunk that was forgotten, the older self is still on its way out.
         step = self._plan_new(ref, until_s, trail, now_s) if chunk is None else None
