@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
-from kvstore.catalog.trails import keys_of
-from kvstore.chunks import ChunkRef, Outcome, chunk_of
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
-from kvstore.keys import Namespace, PrefixKey
+from kvstore.keys import Namespace
 from kvstore.tiers import leads_to, open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
 from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
+from kvstore.tools.ends import Ends
 from kvstore.tools.interrupts import ShouldStop, never
 from kvstore.tools.locks import require_free
 from kvstore.tools.verify import Fault, Tick, place_in_pack
 
 _SHARD_FIELD = "shard"
 _ROOM_CHUNKS = 4  # a tier writes before it deletes
+_NO_TRAILS: Mapping[ChunkRef, bytes] = MappingProxyType({})
 
 
 def _ignore(_total: int, _size_bytes: int) -> None:
@@ -115,17 +117,6 @@ class Source:
         found = [shelf.trails(keys) for same in self.shelves for shelf in same]
         return list({key: trail for trails in found for key, trail in trails.items()}.values())
 
-    def holders(self, refs: Iterable[ChunkRef], stored: Collection[ChunkRef]) -> list[ChunkRef]:
-        """The stored chunks that hold what these do: a tail within a longer chunk may have no file of its own."""
-        wanted, stored = dict.fromkeys(refs), set(stored)
-        absent = {ref.prefix_key for ref in wanted if ref not in stored}
-        holders: dict[PrefixKey, ChunkRef] = {}
-        for trail in self.trails(stored) if absent else ():
-            for key in absent.intersection(keys_of(trail)):
-                if holders.get(key) not in wanted:  # best is one that goes into the pack anyway
-                    holders[key] = chunk_of(trail)
-        return list(dict.fromkeys(ref if ref in stored else holders.get(ref.prefix_key, ref) for ref in wanted))
-
 
 def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
     first = same[0]
@@ -140,6 +131,7 @@ def export(
     path: Path,
     *,
     refs: Iterable[ChunkRef] | None = None,
+    trails: Mapping[ChunkRef, bytes] = _NO_TRAILS,
     tick: Tick = _ignore,
     should_stop: ShouldStop = never,
 ) -> PackReport:
@@ -149,6 +141,7 @@ def export(
         source: where the chunks are; an engine may be using the folder.
         path: the pack. An existing one is replaced when the new one is complete.
         refs: which chunks, in order; all if None.
+        trails: of those that end a prompt. One without a file of its own is cut out of a longer chunk that holds it.
         tick: called after each chunk.
         should_stop: asked before each chunk; if so, the pack is left to the next call.
 
@@ -156,38 +149,48 @@ def export(
         ConfigError: the pack cannot be written.
     """
     stored = source.refs()
-    wanted = stored if refs is None else source.holders(refs, stored)
+    wanted = stored if refs is None else list(dict.fromkeys(refs))
     report = PackReport(str(path))
+    pairs = zip(source.shelves, source.shards, strict=True)
+    workers = [Ends(same, shard.layout, trails) for same, shard in pairs]
     with PackWriter(path, source.shards) as writer:
-        trails = source.trails([*stored, *(ref for _, ref in writer.held)])  # before any of these is evicted
+        noted = source.trails([*stored, *(ref for _, ref in writer.held)])  # before any of these is evicted
         for ref in wanted:
             if should_stop():
                 report.interrupted = True
                 return report
-            for number, same in enumerate(source.shelves):
-                moved_bytes = _export_one(writer, report, same, number, ref)
-                tick(len(wanted) * len(source.shelves), moved_bytes)
-        writer.finish(trails)
+            for number, ends in enumerate(workers):
+                moved_bytes = _export_one(writer, report, ends, number, ref)
+                tick(len(wanted) * len(workers), moved_bytes)
+        writer.finish([*noted, *trails.values()])
     return report
 
 
-def _export_one(writer: PackWriter, report: PackReport, same: Sequence[Shelf], number: int, ref: ChunkRef) -> int:
+def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: int, ref: ChunkRef) -> int:
+    """Copy one chunk. Returns the bytes moved."""
     if (number, ref) in writer.held:
         report.present += 1
         return 0
-    for shelf in same:
+    image = _read(source, ref)
+    if image is None:
+        report.missing += 1
+        return 0
+    if isinstance(image, Fault):
+        report.faults.append(image)
+        return 0
+    writer.add(number, ref, image)
+    report.chunks += 1
+    report.size_bytes += len(image)
+    return len(image)
+
+
+def _read(source: Ends, ref: ChunkRef) -> ByteArray | Fault | None:
+    """The content of a chunk's file, or of the one that it would have; None if it is nowhere."""
+    for shelf in source.shelves:
         image = shelf.read(ref)
-        if image is None:
-            continue
-        if isinstance(image, str):
-            report.faults.append(Fault(str(shelf.path(ref)), image))
-            return 0
-        writer.add(number, ref, image)
-        report.chunks += 1
-        report.size_bytes += len(image)
-        return len(image)
-    report.missing += 1
-    return 0
+        if image is not None:
+            return Fault(str(shelf.path(ref)), image) if isinstance(image, str) else image
+    return source.read(ref)
 
 
 @dataclass(frozen=True)

@@ -281,19 +281,6 @@ def test_the_chunks_of_several_workers_have_one_trail(tmp_path: Path, run_json: 
             assert tier.trails() == {trail[-PREFIX_KEY_BYTES:]: trail}
 
 
-def test_a_prompt_within_a_longer_chunk_is_exported_with_it(tmp_path: Path) -> None:
-    """Its tail has no file of its own any more."""
-    short = ONE[: CHUNK + 2 * BLOCK]
-    folder = stored(tmp_path / "disk", [short, ONE, *OTHERS])
-    assert refs_of(short)[-1] not in Source(folder).refs()
-    report = export(Source(folder), tmp_path / "a.kvpack", refs=[*refs_of(short), *refs_of(ONE)[:2]])
-    assert (report.chunks, report.missing) == (2, 0)
-    with behind(tmp_path / "a.kvpack") as engine:
-        assert RIG.retrieve(engine, short) == len(short)
-    report = export(Source(folder), tmp_path / "b.kvpack", refs=refs_of(tokens_of(5, CHUNK)))
-    assert (report.chunks, report.missing) == (0, 1)
-
-
 def test_few_chunks_of_many_keep_their_trails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long ago they were noted."""
     monkeypatch.setattr("kvstore.tiers.disk.trails._SLACK", 0)
