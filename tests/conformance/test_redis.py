@@ -37,6 +37,7 @@ class Redis(TierConformance):
     """What they have in common: raw access through a client of its own."""
 
     persistent = True
+    keeps_trails = True
     checks_bytes = True
     options: ClassVar[dict[str, object]] = {}
     admins: ClassVar[list[Any]]
@@ -71,7 +72,7 @@ class Redis(TierConformance):
     def all_keys(self) -> list[tuple[Any, bytes]]:
         """The keys of all chunks, each with a client of its server."""
         found = ((admin, key) for admin in self.admins for key in admin.scan_iter("kvs:*", 1000))
-        return [(admin, key) for admin, key in found if not key.endswith(b":epoch")]
+        return [(admin, key) for admin, key in found if not key.endswith((b":epoch", b"}:t"))]
 
     def redis_tier(self) -> RedisTier:
         *_, tier = layers(self.tier)

