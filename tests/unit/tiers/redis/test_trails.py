@@ -10,7 +10,7 @@ from kvstore.errors import TierError
 from kvstore.tiers.redis import trails
 from kvstore.tiers.redis.chunk import Home
 from kvstore.tiers.redis.nodes import SlotMovingError
-from kvstore.tiers.redis.trails import CHECKED, REST_S, SETS, Errand, TrailSets
+from kvstore.tiers.redis.trails import CALM, CALM_PUTS, CHECKED, REST_S, SETS, Errand, TrailSets, _Doubt
 from kvstore.tiers.redis.wire import Reply, pack
 
 HOME = Home(bytes(8), b"00112233445566ff")
@@ -78,6 +78,22 @@ def test_a_put_goes_on_with_many_doubts_together(sets: TrailSets) -> None:
     pick(sets, HOME, *PATHS[CHECKED : CHECKED + 2])
     errand = sets.tell(HOME, ref_of((1,)), trail_of((1,)))
     assert sum(b"EXISTS" in command for command in commands(errand)) == CHECKED
+
+
+def test_where_nothing_is_evicted_few_puts_look(sets: TrailSets) -> None:
+    """Until one of them sees that something is gone."""
+
+    def looks() -> int:
+        return sum(b"ZRANGE" in names(sets.tell(HOME, ref_of((1,)), trail_of((1,)))) for _ in range(2 * CALM_PUTS))
+
+    assert looks() == 2 * CALM_PUTS
+    for path in PATHS[:CALM]:
+        pick(sets, HOME, path)
+        settle(sets, HOME, 1)
+    assert looks() == 2
+    sets._doubt(HOME, [trail_of((1, 2))], _Doubt.UNSURE)
+    settle(sets, HOME, 0)
+    assert looks() == 2 * CALM_PUTS
 
 
 def test_what_is_remembered_is_bounded(sets: TrailSets, monkeypatch: pytest.MonkeyPatch) -> None:
