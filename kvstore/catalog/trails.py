@@ -28,7 +28,12 @@ class Trails:
 
     def add(self, trail: bytes) -> None:
         """Add the trail of a chunk that is not known yet."""
-        insort(self._groups.setdefault(trail[:PREFIX_KEY_BYTES], []), trail)
+        first = trail[:PREFIX_KEY_BYTES]
+        group = self._groups.get(first)
+        if group is None:
+            self._groups[first] = [trail]  # nearly always, and smaller than a list that grew
+        else:
+            insort(group, trail)
 
     def add_all(self, trails: Iterable[bytes]) -> None:
         """``add`` many at once."""
