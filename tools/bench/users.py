@@ -17,12 +17,12 @@ from typing import Final
 from rich.table import Table
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.sequence import chunk_refs
 from kvstore.errors import ConfigError
 from kvstore.keys import PrefixHasher
 from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.vllm import has_vllm
 from kvstore.tools.console import numbers, parse_numbers
+from kvstore.tools.replay import Replay
 
 USERS: Final = 200
 TURNS: Final = 3
@@ -129,18 +129,15 @@ def users_table(counts: Sequence[Count], geometry: Geometry) -> Table:
 def _slots_for_all(prompts: Sequence[Sequence[int]], geometry: Geometry) -> int:
     """The slots that kvstore takes where nothing is evicted."""
     enough = sum(-(-len(prompt) // geometry.chunk_tokens) for prompt in prompts)
-    stores = [_Store(enough, geometry, block_ends=block_ends) for block_ends in (False, True)]
-    for store in stores:
+    replays = [Replay(ChunkIndex(enough), block_ends=block_ends) for block_ends in (False, True)]
+    for replay in replays:
         for prompt in prompts:
-            store.ask(prompt)
-    return max(store.most_slots for store in stores)
+            replay.ask(_hasher(prompt, geometry))
+    return max(replay.most_slots for replay in replays)
 
 
 def _caches(slots: int, longest_tokens: int, geometry: Geometry) -> dict[str, Ask]:
-    caches: dict[str, Ask] = {
-        WHOLE: _Store(slots, geometry, block_ends=False).ask,
-        BLOCKS: _Store(slots, geometry, block_ends=True).ask,
-    }
+    caches = {WHOLE: _store(slots, geometry, block_ends=False), BLOCKS: _store(slots, geometry, block_ends=True)}
     if has_vllm():
         from kvstore.adapters.vllm.offline.prefix_cache import PrefixCache  # noqa: PLC0415 - imports vLLM
 
@@ -148,37 +145,10 @@ def _caches(slots: int, longest_tokens: int, geometry: Geometry) -> dict[str, As
     return caches
 
 
-class _Store:
-    """kvstore's memory: the index, asked as the connector asks it."""
-
-    def __init__(self, slots: int, geometry: Geometry, *, block_ends: bool) -> None:
-        self._index = ChunkIndex(slots)
-        self._geometry = geometry
-        self._block_ends = block_ends
-        self.most_slots = 0  # that were in use at a time
-
-    def ask(self, prompt: Sequence[int]) -> int:
-        """Look a prompt up, load what is there and store the rest."""
-        index, hasher = self._index, _hasher(prompt, self._geometry)
-        named = hasher if self._block_ends else None
-        match = index.lookup(hasher)
-        loads = index.prepare_load(match.refs, hasher=named)
-        index.complete_load(loads, set(), set())
-        first = match.num_tokens // hasher.chunk_tokens
-        stores = index.prepare_store(
-            chunk_refs(hasher, with_tail=True)[first:],
-            hasher.chunk_keys()[:first],
-            hasher=named,
-            noted={step.ref.prefix_key for step in loads},
-        )
-        self.most_slots = max(self.most_slots, index.slots_in_use)
-        index.complete_store(stores, set())
-        if named is None:
-            stored = {step.ref.prefix_key for step in stores}
-            for number, key in enumerate(hasher.chunk_keys()):
-                if key in stored:
-                    index.remove(hasher.block_keys(number)[:-1])  # the tails in it, as nobody was led to the chunk
-        return min(match.num_tokens, len(prompt) - 1)
+def _store(slots: int, geometry: Geometry, *, block_ends: bool) -> Ask:
+    """What kvstore's memory finds; of a prompt found whole the last token is computed all the same."""
+    replay = Replay(ChunkIndex(slots), block_ends=block_ends)
+    return lambda prompt: min(replay.ask(_hasher(prompt, geometry)).num_tokens, len(prompt) - 1)
 
 
 def _hasher(prompt: Sequence[int], geometry: Geometry) -> PrefixHasher:

@@ -84,16 +84,6 @@ def test_a_smaller_cache_computes_more() -> None:
         assert found[cache, 0.3] > found[cache, 1]
 
 
-def test_without_block_ends_a_chunk_is_found_whole_or_as_a_tail() -> None:
-    store, prompt = users._Store(8, TOY, block_ends=False), list(range(70))
-    assert store.ask(prompt) == 0
-    assert store.ask([*prompt[:68], 1, 2]) == 68, "two chunks and a tail of a block"
-    assert store.ask([*prompt[:60], 1, 2]) == 32
-    assert store.ask([*prompt, *range(100, 126)]) == 68
-    assert store.ask([*prompt[:68], 1, 2]) == 64, "the chunk has superseded the tail, and does not lead to its blocks"
-    assert store.most_slots == 5
-
-
 @pytest.mark.vllm
 @needs_vllm
 def test_vllm_finds_as_much_where_all_fits_and_less_where_not() -> None:
