@@ -50,7 +50,8 @@ class PrefixCache:
         """
         self._asked += 1
         request = Request(str(self._asked), list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
-        blocks, found_tokens = self._manager.get_computed_blocks(request)[:2]
+        found_tokens: int
+        blocks, found_tokens = self._manager.get_computed_blocks(request)[:2]  # later versions say more
         if self._manager.allocate_slots(request, len(prompt) - found_tokens, found_tokens, blocks) is None:
             raise ConfigError(f"a prompt of {len(prompt):,} tokens does not fit in the prefix cache: make it larger")
         self._manager.free(request)
