@@ -54,12 +54,22 @@ class Trails:
             del self._groups[first]
 
     def nearest(self, trail: bytes) -> Iterator[tuple[PrefixKey, int]]:
-        """The chunks that share blocks with a trail, and how many; those that share most come first."""
+        """The chunks that share blocks with a trail, and how many; those that share most come first.
+
+        Of those that share the most blocks the first is the same for all trails that share these with it: what many
+        sequences begin with is a use of one chunk then, and not of one here and one there.
+        """
         group = self._groups.get(trail[:PREFIX_KEY_BYTES], _NONE)
-        above = bisect_left(group, trail)
+        place = bisect_left(group, trail)
+        most = max(_shared_at(group, place, trail)[1], _shared_at(group, place - 1, trail)[1])
+        above = bisect_left(group, trail[: most * PREFIX_KEY_BYTES])
         below = above - 1
-        key_below, shared_below = _shared_at(group, below, trail)
         key_above, shared_above = _shared_at(group, above, trail)
+        while most and shared_above == most:
+            yield key_above, shared_above
+            above += 1
+            key_above, shared_above = _shared_at(group, above, trail)
+        key_below, shared_below = _shared_at(group, below, trail)
         while shared_below or shared_above:
             if shared_above >= shared_below:
                 yield key_above, shared_above
