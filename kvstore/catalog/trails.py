@@ -60,18 +60,18 @@ class Trails:
         sequences begin with is a use of one chunk then, and not of one here and one there.
         """
         group = self._groups.get(trail[:PREFIX_KEY_BYTES], _NONE)
-        place = bisect_left(group, trail)
-        most = max(_shared_at(group, place, trail)[1], _shared_at(group, place - 1, trail)[1])
-        above = bisect_left(group, trail[: most * PREFIX_KEY_BYTES])
+        above = bisect_left(group, trail)
         below = above - 1
-        key_above, shared_above = _shared_at(group, above, trail)
-        while most and shared_above == most:
-            yield key_above, shared_above
-            above += 1
-            key_above, shared_above = _shared_at(group, above, trail)
         key_below, shared_below = _shared_at(group, below, trail)
+        key_above, shared_above = _shared_at(group, above, trail)
+        if shared_below >= max(1, shared_above):
+            first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
+            if first < below:  # all from there on share as much
+                above, below = first, first - 1
+                key_below, shared_below = _shared_at(group, below, trail)
+                key_above, shared_above = _shared_at(group, above, trail)
         while shared_below or shared_above:
-            if shared_above >= shared_below:
+            if shared_above > shared_below:
                 yield key_above, shared_above
                 above += 1
                 key_above, shared_above = _shared_at(group, above, trail)
