@@ -28,7 +28,12 @@ class Trails:
 
     def add(self, trail: bytes) -> None:
         """Add the trail of a chunk that is not known yet."""
-        insort(self._groups.setdefault(trail[:PREFIX_KEY_BYTES], []), trail)
+        first = trail[:PREFIX_KEY_BYTES]
+        group = self._groups.get(first)
+        if group is None:
+            self._groups[first] = [trail]  # nearly always, and smaller than a list that grew
+        else:
+            insort(group, trail)
 
     def add_all(self, trails: Iterable[bytes]) -> None:
         """``add`` many at once."""
@@ -49,7 +54,11 @@ class Trails:
             del self._groups[first]
 
     def nearest(self, trail: bytes) -> Iterator[tuple[PrefixKey, int]]:
-        """The chunks that share blocks with a trail, and how many; those that share most come first."""
+        """The chunks that share blocks with a trail, and how many; those that share most come first.
+
+        Of those that share the most blocks the first is the same for all trails that share these with it: what many
+        sequences begin with is a use of one chunk then, and not of one here and one there.
+        """
         return ((other[-PREFIX_KEY_BYTES:], shared) for other, shared in self.neighbours(trail))
 
     def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
@@ -59,8 +68,14 @@ class Trails:
         below = above - 1
         below_it, shared_below = _shared_at(group, below, trail)
         above_it, shared_above = _shared_at(group, above, trail)
+        if shared_below >= max(1, shared_above):
+            first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
+            if first < below:  # all from there on share as much
+                above, below = first, first - 1
+                below_it, shared_below = _shared_at(group, below, trail)
+                above_it, shared_above = _shared_at(group, above, trail)
         while shared_below or shared_above:
-            if shared_above >= shared_below:
+            if shared_above > shared_below:
                 yield above_it, shared_above
                 above += 1
                 above_it, shared_above = _shared_at(group, above, trail)
