@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Raw
 
 from kvstore.errors import InvalidCallError
+from kvstore.tools.proxy.choice import Beginning, beginnings_of
+from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, says, written
-from kvstore.tools.proxy.options import Receiver
 
 _PARAMS: Final = "kv_transfer_params"
 _SPEC: Final = "disagg_spec"
@@ -23,6 +24,7 @@ _SENT: Final = "num_transferred_tokens"
 _OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # only the proxy may set these
 _WISHES: Final = ("kvstore.", "lmcache.")
 _PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt in kv_transfer_params
+_KINDS: Final = ("model", "cache_salt")  # what else decides KV, as far as requests to one engine differ
 _NOT_FOR_PREFILL: Final = frozenset({"stream_options", "min_tokens"})  # without meaning for one token, or refused
 
 
@@ -52,6 +54,11 @@ class Ask:
         except InvalidCallError as error:
             raise InvalidCallError(f"{_PARAMS} must be an object of few members") from error
         return cls(body, {name: value for name, value in params.items() if name not in _OURS})
+
+    def beginnings(self) -> list[Beginning]:
+        """By which to choose engines that have its KV."""
+        prompt = self.params.get(_PROMPT) or self.body.get("prompt") or self.body.get("messages") or Raw(b"")
+        return beginnings_of([self.body.get(name, Raw(b"")) for name in _KINDS], prompt)
 
     def for_prefill(self, receiver: Receiver | None, transfer_id: str) -> Parts:
         """The same prompt for one token. Its KV goes to ``receiver``, if there is one, under ``transfer_id``."""
