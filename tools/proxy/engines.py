@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from kvstore.tools.proxy.listing import Listed
 from kvstore.tools.proxy.objects import Parts
 from kvstore.tools.proxy.reply import AnswerError, Reason
-from kvstore.tools.proxy.upstream import NoConnectionError, Pool, SilenceError, UpstreamAnswer, UpstreamError
+from kvstore.tools.proxy.upstream import Exchange, NoConnectionError, Pool, SilenceError, UpstreamAnswer, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -71,26 +71,9 @@ class Engine:
         finally:
             self.load -= 1
 
-    @asynccontextmanager
-    async def asked(
-        self, method: str, path: str, headers: Mapping[str, str], content: Parts
-    ) -> AsyncIterator[UpstreamAnswer]:
-        """Its answer, of any status, with its body unread. If the caller leaves early, the engine aborts.
-
-        Raises:
-            EngineError: it does not answer, or ends too early while the caller reads.
-        """
-        try:
-            async with self._pool.asked(method, path, headers, content) as answer:
-                yield answer
-        except NoConnectionError as error:
-            self.note(is_well=False, why=str(error))
-            raise EngineUnreachableError(Reason.UNREACHABLE, f"the {self.role} engine cannot be reached") from error
-        except SilenceError as error:
-            raise EngineSilentError(Reason.TIMEOUT, f"the {self.role} engine took too long") from error
-        except UpstreamError as error:
-            message = f"the {self.role} engine ended in the middle of a request"
-            raise EngineError(Reason.BROKEN, message) from error
+    def asked(self, method: str, path: str, headers: Mapping[str, str], content: Parts) -> Asked:
+        """A request, to be entered for its answer."""
+        return Asked(self, self._pool.asked(method, path, headers, content))
 
     async def check(self) -> None:
         """Check its health once."""
@@ -107,3 +90,34 @@ class Engine:
     def close(self) -> None:
         """Close its connections, each when its request has ended."""
         self._pool.close()
+
+
+class Asked:
+    """An exchange with an engine, whose errors are told as clients and metrics need them.
+
+    Entering it, and reading the answer within, raise ``EngineError``.
+    """
+
+    def __init__(self, engine: Engine, exchange: Exchange) -> None:
+        self._engine = engine
+        self._exchange = exchange
+
+    async def __aenter__(self) -> UpstreamAnswer:
+        try:
+            return await self._exchange.__aenter__()
+        except UpstreamError as error:
+            raise self._told(error) from error
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        await self._exchange.__aexit__()
+        if isinstance(error, UpstreamError):
+            raise self._told(error) from error
+
+    def _told(self, error: UpstreamError) -> EngineError:
+        name = f"the {self._engine.role} engine"
+        if isinstance(error, NoConnectionError):
+            self._engine.note(is_well=False, why=str(error))
+            return EngineUnreachableError(Reason.UNREACHABLE, f"{name} cannot be reached")
+        if isinstance(error, SilenceError):
+            return EngineSilentError(Reason.TIMEOUT, f"{name} took too long")
+        return EngineError(Reason.BROKEN, f"{name} ended in the middle of a request")
