@@ -39,6 +39,7 @@ def test_checked(run_json: Run) -> None:
         (("--decode-kv", "kvs://x"), "it must be kvs://HOST:PORT"),
         (("--decode-kv", "kvs://x:1", "--decode-kv", "kvs://x:2"), "given 2 times and --decode 1 times"),
         (("--bidirectional",), "needs --decode-kv"),
+        (("--first-token",), "needs --decode-kv"),
         (("--host", "0.0.0.0"), "give --api-key-file too"),
         (("--api-key-file", "nowhere"), "cannot be read"),
         (("--engines", "nowhere"), "give either it, or --prefill, --decode and --decode-kv"),

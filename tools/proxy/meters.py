@@ -22,6 +22,7 @@ class ProxyMeters:
         self.requests = counter("requests", "Requests answered, by path and status.", ("path", "status"))
         self.fallbacks = counter("fallbacks", "Requests that took another way than planned, and why.", ("reason",))
         self.errors = counter("errors", "Requests that the proxy ended with an error, and why.", ("reason",))
+        self.first_tokens = counter("first_tokens", "Streams that began with the prefill engine's token.")
         self.prefill_seconds = Histogram(
             f"{_NAME}_prefill_seconds", "Time of a prefill that was answered.", buckets=_BUCKETS_S, registry=all_
         )

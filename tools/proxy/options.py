@@ -99,6 +99,8 @@ class ProxyOptions(Limits):
         listing = self.listing()
         if self.bidirectional and self.engines_file is None and not self.receivers:
             raise ConfigError("--bidirectional needs --decode-kv: it tells clients where the KV of an answer is")
+        if self.first_token and self.engines_file is None and not self.receivers:
+            raise ConfigError("--first-token needs --decode-kv: it is for prompts whose KV is handed over")
         if not is_loopback(self.host) and self.api_key is None:
             raise ConfigError(
                 f"--host is {self.host!r}, which other machines can reach: give --api-key-file too, or leave it out"

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from msgspec import Raw
 
@@ -22,6 +22,7 @@ from kvstore.tools.proxy.engines import (
     EngineUnreachableError,
 )
 from kvstore.tools.proxy.events import EventCutter, Handover, is_last
+from kvstore.tools.proxy.firsts import First, Recount, first_of
 from kvstore.tools.proxy.fleet import Fleet
 from kvstore.tools.proxy.gate import Call
 from kvstore.tools.proxy.listing import Receiver
@@ -32,6 +33,13 @@ from kvstore.tools.proxy.reply import AnswerError, Reason, Reply
 from kvstore.tools.proxy.upstream import UpstreamAnswer, UpstreamError
 
 _EVENTS: Final = "text/event-stream"
+
+
+class Filter(Protocol):
+    """Changes a stream on its way."""
+
+    def pass_on(self, event: bytes) -> bytes:
+        """What the client gets instead of this event."""
 
 
 class Whole(NamedTuple):
@@ -47,10 +55,12 @@ class Prefilled(NamedTuple):
 
     Attributes:
         spec: what the engine says about the KV that it sent.
+        first: its token, if the stream may begin with it.
         refusal: its answer, if it refused the request.
     """
 
     spec: Mapping[str, Raw] | None = None
+    first: First | None = None
     refusal: Whole | None = None
 
 
@@ -59,6 +69,7 @@ class Router:
 
     def __init__(self, options: ProxyOptions, fleet: Fleet, meters: ProxyMeters) -> None:
         self._bidirectional = options.bidirectional
+        self._first_token = options.first_token
         self._prefill_timeout_s = options.prefill_timeout_s
         self._by_prefix = options.choice is Choice.PREFIX
         self._fleet = fleet
@@ -84,7 +95,7 @@ class Router:
             if prefilled.refusal is not None:
                 await _pass_on(prefilled.refusal, reply)
             else:
-                await self._decode(ask, call, decoders, prefilled.spec, reply)
+                await self._decode(ask, call, decoders, prefilled, reply)
 
     async def forward(self, call: Call, reply: Reply) -> None:
         """Answer a request with the answer of any decode engine.
@@ -107,7 +118,8 @@ class Router:
     ) -> Prefilled:
         # A name of our own: two clients may use the same request id, and their KV must not get mixed up.
         transfer_id = f"{call.request_id}-{secrets.token_hex(8)}"
-        content = ask.for_prefill(receiver, transfer_id)
+        wants_first = self._first_token and receiver is not None and ask.may_begin(call.path)
+        content = ask.for_prefill(receiver, transfer_id, wants_first=wants_first)
         reason = "no_prefill_engine"
         for engine in self._fleet.prefill.candidates(beginnings):
             begin_s = time.monotonic()
@@ -126,7 +138,10 @@ class Router:
                 break
             if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
                 self._meters.prefill_seconds.observe(time.monotonic() - begin_s)
-                return Prefilled(spec=None if receiver is None else sent_kv(answer.content))
+                return Prefilled(
+                    spec=None if receiver is None else sent_kv(answer.content),
+                    first=first_of(answer.content, ask.body) if wants_first else None,
+                )
             if HTTPStatus.BAD_REQUEST <= answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 return Prefilled(refusal=answer)
             reason = "prefill_error"
@@ -135,16 +150,22 @@ class Router:
         return Prefilled()
 
     async def _decode(
-        self, ask: Ask, call: Call, engines: Sequence[Engine], spec: Mapping[str, Raw] | None, reply: Reply
+        self, ask: Ask, call: Call, engines: Sequence[Engine], prefilled: Prefilled, reply: Reply
     ) -> None:
+        spec, first = prefilled.spec, prefilled.first
+        if first is not None:
+            self._meters.first_tokens.inc()
+            await reply.begin(HTTPStatus.OK, {"content-type": f"{_EVENTS}; charset=utf-8"})
+            await reply.piece(first.event)
         for engine in engines:
-            handover = None
-            if self._bidirectional and engine.receiver is not None and ask.is_one_stream:
-                handover = Handover(engine.receiver, shows_usage=ask.shows_usage)
-            content = ask.for_decode(spec, counted=handover is not None)
+            filters: list[Filter] = [] if first is None else [Recount()]
+            tells = self._bidirectional and engine.receiver is not None and ask.is_one_stream
+            if tells and engine.receiver is not None:
+                filters.append(Handover(engine.receiver, shows_usage=ask.shows_usage))
+            content = ask.for_decode(spec, counted=tells, first=first)
             try:
                 async with engine.asked(call.method, call.path, call.headers, content) as answer:
-                    await _relay(engine, answer, handover, reply)
+                    await _relay(engine, answer, filters, reply)
             except EngineUnreachableError:
                 self._meters.fallbacks.labels("decode_unreachable").inc()
                 spec = None  # that engine has the KV; the next one computes
@@ -158,7 +179,7 @@ async def _whole(engine: Engine, call: Call, content: Parts) -> Whole:
         return Whole(answer.status, answer.headers, await answer.read(MAX_ANSWER_BYTES))
 
 
-async def _relay(engine: Engine, answer: UpstreamAnswer, handover: Handover | None, reply: Reply) -> None:
+async def _relay(engine: Engine, answer: UpstreamAnswer, filters: Sequence[Filter], reply: Reply) -> None:
     """Pass on an answer as it arrives; a stream in whole events.
 
     Raises:
@@ -166,15 +187,19 @@ async def _relay(engine: Engine, answer: UpstreamAnswer, handover: Handover | No
         UpstreamError: the same.
     """
     if not answer.headers.get("content-type", "").startswith(_EVENTS):
+        if reply.status is not None:
+            message = f"the {engine.role} engine answered {answer.status} after the first token"
+            raise EngineError(Reason.BROKEN, message)
         await _pass_on(Whole(answer.status, answer.headers, await answer.read(MAX_ANSWER_BYTES)), reply)
         return
-    await reply.begin(answer.status, answer.headers)
+    if reply.status is None:
+        await reply.begin(answer.status, answer.headers)
     cutter = EventCutter()
     is_complete = False
     try:
         async for data in answer.pieces():
             events = cutter.feed(data)
-            shown = b"".join(events if handover is None else map(handover.pass_on, events))
+            shown = b"".join(_filtered(event, filters) for event in events) if filters else b"".join(events)
             if shown:
                 await reply.piece(shown)
             is_complete = is_complete or any(map(is_last, events))
@@ -184,6 +209,12 @@ async def _relay(engine: Engine, answer: UpstreamAnswer, handover: Handover | No
     if not is_complete:
         raise EngineError(Reason.BROKEN, f"the {engine.role} engine ended in the middle of its answer")
     await reply.end_stream()
+
+
+def _filtered(event: bytes, filters: Sequence[Filter]) -> bytes:
+    for one in filters:
+        event = one.pass_on(event)
+    return event
 
 
 async def _pass_on(answer: Whole, reply: Reply) -> None:
