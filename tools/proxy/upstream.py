@@ -274,6 +274,10 @@ class _Connection(asyncio.Protocol):
     async def send(self, head: bytes, content: Parts) -> None:
         """Send a request. A large body goes in pieces, so that other requests proceed between them."""
         self._begin()
+        if sum(map(len, content)) < _PIECE_BYTES:
+            await self._write(b"".join((head, *content)))
+            self._is_sent = True
+            return
         piece = bytearray(head)
         for part in content:
             view = memoryview(part)
@@ -383,10 +387,8 @@ class UpstreamAnswer:
             UpstreamError: it ends too early, or is longer.
         """
         content = await self._connection.next_piece()
-        if not content:
-            return content
         rest = bytearray()
-        async for piece in self.pieces():
+        while piece := content and await self._connection.next_piece():
             rest += piece
             if len(content) + len(rest) > most_bytes:
                 raise UpstreamError(f"the answer has more than {most_bytes} bytes")
