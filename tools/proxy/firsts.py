@@ -72,7 +72,7 @@ def may_begin(path: str, body: Mapping[str, Raw]) -> bool:
     if any(name not in _HARMLESS and not says(value, b"null") for name, value in body.items()):
         return False
     is_one = says(body.get("n"), b"null") or says(body.get("n"), b"1")
-    max_tokens = bytes(body.get("max_tokens", b""))[:16]
+    max_tokens = bytes(memoryview(body.get("max_tokens", b""))[:16])
     knows_prompt = is_text(body) or _TOKENS.match(body.get("prompt", b"")) is not None
     return is_one and knows_prompt and _TWO_OR_MORE.fullmatch(max_tokens) is not None and _counts_at_the_end(body)
 

@@ -101,26 +101,32 @@ def read_listing(path: Path) -> Listing:
     Raises:
         ConfigError: says what is wrong, where, and what to do.
     """
+    content = _content(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise ConfigError(f"the engines' file {path} has more than {_MAX_FILE_BYTES} bytes: {_REMEDY}")
         found = _File.model_validate(yaml.safe_load(content))
-    except OSError as error:
-        raise ConfigError(f"the engines' file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"the engines' file {path} is no YAML: {_REMEDY}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(f"the engines' file {path}: {where}: {first['msg']}: {_REMEDY}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
+        raise ConfigError(f"the engines' file {path} is no YAML: {_REMEDY}") from error
     listing = Listing(
         tuple(Listed(engine.url.rstrip("/"), None, engine.weight) for engine in found.prefill),
         tuple(Listed(engine.url.rstrip("/"), _receiver(engine.kv, path), engine.weight) for engine in found.decode),
     )
     listing.check(f"{path}: prefill", f"{path}: decode")
     return listing
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the engines' file {path} cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the engines' file {path} has more than {_MAX_FILE_BYTES} bytes: {_REMEDY}")
+    return content
 
 
 def _receiver(url: str | None, path: Path) -> Receiver | None:

@@ -92,10 +92,10 @@ class Router:
             raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine answers: try again later")
         with decoders[0].taken():
             prefilled = await self._prefill(ask, beginnings, call, decoders[0].receiver)
-            if prefilled.refusal is not None:
-                await _pass_on(prefilled.refusal, reply)
-            else:
-                await self._decode(ask, call, decoders, prefilled, reply)
+        if prefilled.refusal is not None:
+            await _pass_on(prefilled.refusal, reply)
+        else:
+            await self._decode(ask, call, decoders, prefilled, reply)
 
     async def forward(self, call: Call, reply: Reply) -> None:
         """Answer a request with the answer of any decode engine.
@@ -164,8 +164,9 @@ class Router:
                 filters.append(Handover(engine.receiver, shows_usage=ask.shows_usage))
             content = ask.for_decode(spec, counted=tells, first=first)
             try:
-                async with engine.asked(call.method, call.path, call.headers, content) as answer:
-                    await _relay(engine, answer, filters, reply)
+                with engine.taken():
+                    async with engine.asked(call.method, call.path, call.headers, content) as answer:
+                        await _relay(engine, answer, filters, reply)
             except EngineUnreachableError:
                 self._meters.fallbacks.labels("decode_unreachable").inc()
                 spec = None  # that engine has the KV; the next one computes

@@ -191,7 +191,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
-        if exc is None and self._has_head and not self._has_length:
+        if exc is None and self._has_head and not self._has_length and not self._is_broken:
             self._is_complete = True  # the end of the connection is that of the answer
         self._wake()
 

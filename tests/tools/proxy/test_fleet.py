@@ -59,6 +59,8 @@ class TestFile:
             ("decode: [{url: 'http://a', wieght: 1}]", "decode.0.wieght: Extra inputs"),
             ("decode: [", "is no YAML"),
             ("\x00", "is no YAML"),
+            ("decode: [{url: 2001-99-99}]", "is no YAML"),
+            ("[" * 100_000, "is no YAML"),
             ("#" * (2 << 20), "has more than"),
         ],
     )

@@ -27,7 +27,16 @@ def made_certificate(folder: Path, name: str) -> Pair:
         pytest.skip("openssl makes the certificates, and is not there")
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    command += [
+        "-subj",
+        f"/CN={name}",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     key.chmod(0o600)
     return cert, key
