@@ -182,7 +182,7 @@ class _Connection(asyncio.Protocol):
         self._status = 0
         self._pieces: deque[bytes] = deque()
         self._buffered_bytes = 0
-        self._has_head = self._has_length = self._is_complete = self._is_sent = self._is_kept = False
+        self._has_head = self._has_length = self._is_complete = self._is_kept = False
 
     # What asyncio calls.
 
@@ -255,9 +255,8 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it has been read to the end, and may be used again."""
-        is_at_rest = self._is_sent and self._is_complete and not self._pieces and not self._is_full
-        return is_at_rest and self._is_kept and not self._is_lost and not self._is_broken
+        """Whether the answer has come, and the engine keeps the connection."""
+        return self._is_kept and not (self._is_lost or self._is_broken or self._is_full)
 
     def rest(self) -> None:
         """Forget the answer, and wait for the next request."""
@@ -276,7 +275,6 @@ class _Connection(asyncio.Protocol):
         self._begin()
         if sum(map(len, content)) < _PIECE_BYTES:
             await self._write(b"".join((head, *content)))
-            self._is_sent = True
             return
         piece = bytearray(head)
         for part in content:
@@ -289,7 +287,6 @@ class _Connection(asyncio.Protocol):
                     await asyncio.sleep(0)
         if piece:
             await self._write(bytes(piece))
-        self._is_sent = True
 
     async def answer(self) -> UpstreamAnswer:
         """The head of the answer."""
@@ -329,7 +326,7 @@ class _Connection(asyncio.Protocol):
             SilenceError: nothing happened.
         """
         if self._is_lost or self._is_broken:
-            raise UpstreamError("the connection was closed" if self._is_lost else "what came is no answer")
+            raise UpstreamError("what came is no answer" if self._is_broken else "the connection was closed")
         self._waiter = self._loop.create_future()
         self._deadline_s = self._loop.time() + self._silent_s
         if self._timer is None:
