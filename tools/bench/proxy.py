@@ -23,7 +23,7 @@ from kvstore.errors import ConfigError
 from kvstore.tools.bench.bare_http import ANSWER, Asker, run
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
 from kvstore.tools.bench.lines import Line, Subject
-from kvstore.tools.bench.samples import Pair, Tick, alternating, require
+from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair, Tick, alternating, require
 from kvstore.tools.processes import running
 
 ADDED = Subject(
@@ -71,10 +71,9 @@ def measure_proxy(rounds: int, tick: Tick) -> list[Line]:
     with _stage() as stage:
         for forwarder_first in alternating("proxy", rounds, tick):
             run(_round(stage, added, times, forwarder_first=forwarder_first))
-    warm = len(times) - rounds
-    shares = times[warm:]
+    shares = times[WARM_UP_ROUNDS:]
     return [
-        ADDED.line(_GEOMETRY, added[warm * REQUESTS_A_ROUND :]),
+        ADDED.line(_GEOMETRY, added[WARM_UP_ROUNDS * REQUESTS_A_ROUND :]),
         TIME.line(_GEOMETRY, [Pair(_TARGET_S, pair.path_s) for pair in shares]),
         SHARE.line(_GEOMETRY, shares),
     ]
@@ -125,7 +124,7 @@ async def _busy(port: int, process: psutil.Process) -> float:
     askers = [Asker() for _ in range(_CLIENTS)]
     for asker in askers:
         await asker.connect(port)
-        _check(await asker.ask(_REQUEST))
+    await asyncio.gather(*(asker.ask(_REQUEST) for asker in askers))  # all connections are there now
     asked = 0
     end_s = time.perf_counter() + CLOSED_LOOP_S
 

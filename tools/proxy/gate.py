@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,7 +42,7 @@ class Call(NamedTuple):
 
     method: str
     path: str
-    content: bytes | bytearray
+    content: bytearray
     headers: Mapping[str, str]
     request_id: str
 
@@ -100,14 +101,14 @@ class _Running:
         assert task is not None
         self.why: ClientGoneError | AnswerError | None = None
         self.is_over = False
-        self._task = task
+        self.task = task
         self._reply = reply
 
     def end(self, why: ClientGoneError | AnswerError) -> None:
         """Cancel it, unless it is answered: then only the engine's connection remains to be released."""
         if self.why is None and not self.is_over and not self._reply.has_ended:
             self.why = why
-            self._task.cancel()
+            self.task.cancel()
 
 
 class Gate:
@@ -154,29 +155,54 @@ class Gate:
         if self._in_flight > self._options.max_requests:
             message = f"{self._options.max_requests} requests are under way: try again soon"
             raise AnswerError(Reason.BUSY, message, {"retry-after": "1"})
-        content = await self._body(headers, receive)
-        call = Call(scope["method"], scope["path"], content, self._told(headers, reply.request_id), reply.request_id)
-        await self._while_wanted(answer(call, reply), receive, reply)
+        with self._ended_by_others(reply) as running:
+            content = await self._body(headers, receive, running)
+            told = self._told(headers, reply.request_id)
+            call = Call(scope["method"], scope["path"], content, told, reply.request_id)
+            watch = asyncio.ensure_future(_gone(receive))
+            watch.add_done_callback(lambda _: running.end(ClientGoneError("the client hung up")))
+            try:
+                await answer(call, reply)
+            finally:
+                watch.cancel()
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | bytearray:
+    @contextmanager
+    def _ended_by_others(self, reply: Reply) -> Iterator[_Running]:
+        """A request that ``halt``, its client or a timer may end: its cancellation becomes the reason for it."""
+        running = _Running(reply)
+        self._running.add(running)
+        if self._is_halted:
+            running.end(_ending())
+        try:
+            yield running
+        except asyncio.CancelledError:
+            if running.why is None or running.task.uncancel() > 0:
+                raise
+            raise running.why from None
+        finally:
+            running.is_over = True
+            self._running.discard(running)
+
+    async def _body(self, headers: Headers, receive: Receive, running: _Running) -> bytearray:
         most = int(self._options.max_body_mb * (1 << 20))
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
             raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
+        late = AnswerError(Reason.SLOW_BODY, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s")
+        timer = asyncio.get_running_loop().call_later(_BODY_TIMEOUT_S, running.end, late)
         content = bytearray()
         try:
-            async with asyncio.timeout(_BODY_TIMEOUT_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError("the client hung up")
-                    content += message.get("body", b"")
-                    if len(content) > most:
-                        raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
-                    if not message.get("more_body", False):
-                        return content
-        except TimeoutError as error:
-            raise AnswerError(Reason.SLOW_BODY, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s") from error
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError("the client hung up")
+                content += message.get("body", b"")
+                if len(content) > most:
+                    raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
+                if not message.get("more_body", False):
+                    return content
+        finally:
+            timer.cancel()
 
     def _told(self, headers: Headers, request_id: str) -> dict[str, str]:
         """The headers for engines."""
@@ -191,25 +217,6 @@ class Gate:
             if _TRACE_STATE.fullmatch(state):
                 told["tracestate"] = state
         return told
-
-    async def _while_wanted(self, work: Coroutine[Any, Any, None], receive: Receive, reply: Reply) -> None:
-        running = _Running(reply)
-        task = asyncio.current_task()
-        watch = asyncio.ensure_future(_gone(receive))
-        watch.add_done_callback(lambda _: running.end(ClientGoneError("the client hung up")))
-        self._running.add(running)
-        if self._is_halted:
-            running.end(_ending())
-        try:
-            await work
-        except asyncio.CancelledError:
-            if running.why is None or task is None or task.uncancel() > 0:
-                raise
-            raise running.why from None
-        finally:
-            running.is_over = True
-            self._running.discard(running)
-            watch.cancel()
 
 
 class Endpoint:
