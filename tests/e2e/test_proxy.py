@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from kvstore.tools.cli import app
 from kvstore.tools.demo.client import complete, read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
+from kvstore.tools.processes import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -33,6 +34,12 @@ remote_lookup_cache_secs: 0.2
 lookup_timeout_ms: 5000
 """
 
+HANDED_OVER = f"""
+enable_pd: true
+pd_buffer_size: {256 << 20}
+max_local_cpu_size: 0.25
+load_only_if_faster: false
+"""
 
 PROMPTS = [random_tokens(length, vocab=TINY.vocab, seed=length) for length in LENGTHS]
 SYSTEM = random_tokens(300, vocab=TINY.vocab, seed=1)
@@ -171,3 +178,36 @@ def test_a_decode_engine_that_is_killed(engines: Disaggregation) -> None:
     assert rest[-1].startswith('data: {"error"')
     refused = httpx.post(url, json=asked, timeout=60, trust_env=False)
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+
+
+@pytest.mark.soak
+def test_streams_that_begin_with_the_prefill_engines_token(
+    plain: list[list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Their words and their usage are those of one vLLM, for texts and for tokens."""
+    port = free_port()
+    options = ("--decode-kv", f"kvs://127.0.0.1:{port}", "--first-token")
+    decode = f"{HANDED_OVER}pd_peer_init_port: {port}\n"
+    with Disaggregation(tiny_model, tmp_path, prefill=HANDED_OVER, decode=decode, options=options) as running:
+        for number, (prompt, words) in enumerate(zip(PROMPTS, plain, strict=False)):
+            text, usage = streamed(running, as_text(prompt) if number % 2 else prompt)
+            assert text.split()[: len(words)] == words, f"prompt {number} differs from plain vLLM"
+            assert usage["prompt_tokens"] == len(prompt)
+            assert usage["completion_tokens"] == OUTPUT_TOKENS
+        begun = read_counter(running.proxy.url, "kvstore_proxy_first_tokens_total")
+        assert begun > len(PROMPTS) // 2
+        given = sum(map(len, PROMPTS)) + begun
+        ends = sum(len(prompt) - whole_blocks(len(prompt)) for prompt in PROMPTS) + begun
+        assert running.decode.computed_of(given) <= ends + BLOCK_TOKENS * len(PROMPTS)
+
+
+def streamed(engines: Disaggregation, prompt: Prompt | str) -> tuple[str, dict[str, int]]:
+    """The text and the usage of a stream."""
+    asked = {"model": engines.model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
+    more = {"ignore_eos": True, "skip_special_tokens": False, "stream_options": {"include_usage": True}}
+    answer = httpx.post(f"{engines.proxy.url}/v1/completions", json=asked | more, timeout=120, trust_env=False)
+    *chunks, last, done = answer.raise_for_status().text.rstrip().split("\n\n")
+    assert done == "data: [DONE]"
+    text = "".join(json.loads(chunk.removeprefix("data: "))["choices"][0]["text"] for chunk in chunks)
+    usage: dict[str, int] = json.loads(last.removeprefix("data: "))["usage"]
+    return text, usage

@@ -27,10 +27,18 @@ STOP_WAIT_S = 60.0
 class ProxyProcess:
     """``kvstore proxy``, from ``start`` to ``kill``."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], log: Path, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        log: Path,
+        options: Sequence[str] = (),
+        *,
+        scheme: str = "http",
+    ) -> None:
         self.log = log
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
         engines = [word for url in prefill for word in ("--prefill", url)]
         engines += [word for url in decode for word in ("--decode", url)]
         command = [sys.executable, "-m", "kvstore.tools.cli", "proxy", *engines, "--port", str(self.port), "--json"]

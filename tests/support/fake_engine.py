@@ -35,7 +35,8 @@ DONE = b"data: [DONE]\n\n"
 class HttpThread:
     """An ASGI application on a port of this machine, from ``start`` to ``stop``; and again."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, **uvicorns: Any) -> None:
+        self._uvicorns = uvicorns
         self.port = free_port()
         self._app = app
         self._server: uvicorn.Server | None = None
@@ -50,9 +51,9 @@ class HttpThread:
         config = uvicorn.Config(
             self._app,
             port=self.port,
-            loop="asyncio",  # as in ``kvstore proxy``; with uvloop, anyio fails if an engine closes a new connection
             log_config=None,
             timeout_graceful_shutdown=1,
+            **self._uvicorns,
         )
         self._server = server = uvicorn.Server(config)
         self._thread = threading.Thread(target=server.run, name="test-http")
@@ -97,7 +98,7 @@ class Script:
 class FakeEngine(HttpThread):
     """Answers as its script says, and remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, **uvicorns: Any) -> None:
         self.script = Script()
         self.seen: list[Seen] = []
         self.health_checks = 0
@@ -109,7 +110,7 @@ class FakeEngine(HttpThread):
             *(Route(path, self._answer, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
             *(Route(path, self._answer, methods=["GET", "POST"]) for path in ("/v1/models", "/version", "/tokenize")),
         ]
-        super().__init__(Starlette(routes=routes))
+        super().__init__(Starlette(routes=routes), **uvicorns)
 
     @property
     def last(self) -> Seen:

@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 
 from kvstore.tools.demo.client import read_counter
-from kvstore.tools.proxy.options import ProxyOptions, Receiver
+from kvstore.tools.proxy.entrance import entrance
+from kvstore.tools.proxy.listing import Receiver
+from kvstore.tools.proxy.options import ProxyOptions
 from kvstore.tools.proxy.process import Proxy
 from support.fake_engine import HttpThread
 
@@ -26,7 +28,7 @@ class ProxyThread(HttpThread):
     def __init__(self, options: ProxyOptions) -> None:
         options.check()
         self.proxy = Proxy(options)
-        super().__init__(self.proxy.app)
+        super().__init__(self.proxy.app, loop="uvloop", http=entrance(options.max_connections), proxy_headers=False)
 
     def __enter__(self) -> httpx.Client:
         self.start()

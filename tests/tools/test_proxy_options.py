@@ -39,14 +39,30 @@ def test_checked(run_json: Run) -> None:
         (("--decode-kv", "kvs://x"), "it must be kvs://HOST:PORT"),
         (("--decode-kv", "kvs://x:1", "--decode-kv", "kvs://x:2"), "given 2 times and --decode 1 times"),
         (("--bidirectional",), "needs --decode-kv"),
+        (("--first-token",), "needs --decode-kv"),
         (("--host", "0.0.0.0"), "give --api-key-file too"),
         (("--api-key-file", "nowhere"), "cannot be read"),
+        (("--engines", "nowhere"), "give either it, or --prefill, --decode and --decode-kv"),
     ],
 )
 def test_wrong(run: Run, wrong: tuple[str, ...], message: str) -> None:
     result = run("proxy", *ENGINES, *wrong, "--check")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_engines_in_a_file(run: Run, run_json: Run, tmp_path: Path) -> None:
+    file = tmp_path / "engines.yaml"
+    file.write_text("decode: [{url: http://127.0.0.1:2, kv: 'kvs://a:1'}, {url: http://127.0.0.1:3}]", encoding="utf-8")
+    code, report = run_json("proxy", "--engines", file, "--check")
+    assert code == 0
+    assert (report["prefill"], report["decode_kv"]) == ([], ["kvs://a:1"])
+    assert report["decode"] == ["http://127.0.0.1:2", "http://127.0.0.1:3"]
+    file.write_text("decode: []", encoding="utf-8")
+    result = run("proxy", "--engines", file, "--check")
+    assert result.exit_code == 2
+    assert "decode: List should have at least 1" in result.stderr
+    assert "name at least one engine with --prefill" in run("proxy", "--check").stderr
 
 
 def test_keys_in_files(run: Run, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvstore.tools.bench.gpu.calls import measure_gpu
 from kvstore.tools.bench.lines import BenchReport, Line
 from kvstore.tools.bench.load import Mark
 from kvstore.tools.bench.lookup import measure_index, measure_lookups, measure_touches
+from kvstore.tools.bench.proxy import measure_proxy
 from kvstore.tools.bench.redis import measure_redis
 from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick, one_torch_thread
 from kvstore.tools.bench.scheduling import measure_scheduling
@@ -43,6 +44,7 @@ class BenchOptions:
         redis_server: the program to start for the redis lines; None leaves them out.
         start: also measure importing the library and opening an engine.
         cache_server: also measure the cache server.
+        proxy: also measure the proxy.
         gpu: also measure a GPU, if there is one.
         vllm: also measure real vLLM, if it is installed.
     """
@@ -54,6 +56,7 @@ class BenchOptions:
     redis_server: Path | None = None
     start: bool = False
     cache_server: bool = False
+    proxy: bool = False
     gpu: bool = False
     vllm: bool = False
 
@@ -74,7 +77,7 @@ class BenchOptions:
     @property
     def total_ticks(self) -> int:
         """How often ``run_bench`` calls ``tick`` if everything can be measured."""
-        kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.gpu
+        kinds = 1 + 2 * bool(self.folder) + bool(self.redis_server) + self.cache_server + self.proxy + self.gpu
         return (self.rounds + WARM_UP_ROUNDS) * kinds + 3 + self.rounds * self.start + self.vllm
 
 
@@ -120,6 +123,7 @@ def _sections(workbench: Workbench, options: BenchOptions, tick: Tick) -> Iterat
     redis_server = options.redis_server
     yield "redis", (lambda: measure_redis(workbench, redis_server, rounds, tick)) if redis_server else None
     yield "server", (lambda: measure_server(workbench, rounds, tick)) if options.cache_server else None
+    yield "proxy", (lambda: measure_proxy(rounds, tick)) if options.proxy else None
     yield "GPU", (lambda: _on_gpu(options, tick)) if options.gpu else None
     yield "vLLM", (lambda: _with_vllm(options, tick)) if options.vllm else None
 

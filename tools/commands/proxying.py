@@ -9,19 +9,31 @@ from typing import Annotated
 import typer
 
 from kvstore.tools.console import FAILED, AsJson, errors, log_to_stderr, print_report
-from kvstore.tools.proxy.options import Limits, ProxyOptions, Receiver, read_key
+from kvstore.tools.proxy.listing import Receiver
+from kvstore.tools.proxy.options import Choice, Limits, ProxyOptions, read_key
 
 
 @dataclass(frozen=True)
 class Engines:
     """The engines behind the proxy."""
 
-    prefill: Annotated[list[str], typer.Option(help="Address of an engine that computes prompts; repeatable.")]
-    decode: Annotated[list[str], typer.Option(help="Address of an engine that answers; repeatable.")]
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="Address of an engine that computes prompts; repeatable.")
+    ] = None
+    decode: Annotated[list[str] | None, typer.Option(help="Address of an engine that answers; repeatable.")] = None
     decode_kv: Annotated[
         list[str] | None,
         typer.Option(help="kvs://HOST:PORT where a decode engine receives KV; one for each --decode, in order."),
     ] = None
+    engines: Annotated[
+        Path | None, typer.Option(help="YAML file that names the engines instead; read again when it changes.")
+    ] = None
+    choice: Annotated[
+        Choice, typer.Option(help="The least loaded engine, or first the one that had the prompt's beginning.")
+    ] = Choice.PREFIX
+    first_token: Annotated[
+        bool, typer.Option("--first-token", help="Begin streams with the token that the prefill engine computed.")
+    ] = False
     bidirectional: Annotated[
         bool, typer.Option("--bidirectional", help="Tell clients of streams where the KV of an answer is.")
     ] = False
@@ -39,10 +51,22 @@ class Entrance:
     ] = None
 
 
+@dataclass(frozen=True)
+class Tls:
+    """Certificates."""
+
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate that clients see.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None
+    engine_ca: Annotated[
+        Path | None, typer.Option(help="PEM file with the authority of engines with https://; else the system's.")
+    ] = None
+
+
 def proxy(
     *,
     engines: Engines,
     entrance: Entrance,
+    tls: Tls,
     limits: Limits,
     check: Annotated[bool, typer.Option("--check", help="Only check the options.")] = False,
     as_json: AsJson = False,
@@ -54,14 +78,18 @@ def proxy(
     """
     log_to_stderr()
     options = ProxyOptions(
-        prefill=tuple(engines.prefill),
-        decode=tuple(engines.decode),
+        prefill=tuple(engines.prefill or ()),
+        decode=tuple(engines.decode or ()),
         receivers=tuple(map(Receiver.parse, engines.decode_kv or ())),
+        engines_file=engines.engines,
+        choice=engines.choice,
+        first_token=engines.first_token,
         bidirectional=engines.bidirectional,
         host=entrance.host,
         port=entrance.port,
         api_key=_key(entrance.api_key_file),
         engine_api_key=_key(entrance.engine_api_key_file),
+        **asdict(tls),
         **asdict(limits),
     )
     options.check()
@@ -81,11 +109,12 @@ def _key(file: Path | None) -> str | None:
 
 def _report(options: ProxyOptions, port: int, status: str, *, as_json: bool) -> None:
     shown_host = f"[{options.host}]" if ":" in options.host else options.host
+    listing = options.listing()
     report = {
-        "prefill": list(options.prefill),
-        "decode": list(options.decode),
-        "decode_kv": list(map(str, options.receivers)),
-        "url": f"http://{shown_host}:{port}",
+        "prefill": [engine.url for engine in listing.prefill],
+        "decode": [engine.url for engine in listing.decode],
+        "decode_kv": [str(engine.receiver) for engine in listing.decode if engine.receiver is not None],
+        "url": f"{'http' if options.tls_cert is None else 'https'}://{shown_host}:{port}",
         "status": status,
     }
     print_report(report, as_json=as_json)

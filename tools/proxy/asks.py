@@ -14,8 +14,10 @@ import msgspec
 from msgspec import Raw
 
 from kvstore.errors import InvalidCallError
+from kvstore.tools.proxy.choice import Beginning, beginnings_of
+from kvstore.tools.proxy.firsts import First, is_text, may_begin
+from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, says, written
-from kvstore.tools.proxy.options import Receiver
 
 _PARAMS: Final = "kv_transfer_params"
 _SPEC: Final = "disagg_spec"
@@ -23,6 +25,7 @@ _SENT: Final = "num_transferred_tokens"
 _OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # only the proxy may set these
 _WISHES: Final = ("kvstore.", "lmcache.")
 _PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt in kv_transfer_params
+_KINDS: Final = ("model", "cache_salt")  # what else decides KV, as far as requests to one engine differ
 _NOT_FOR_PREFILL: Final = frozenset({"stream_options", "min_tokens"})  # without meaning for one token, or refused
 
 
@@ -53,8 +56,20 @@ class Ask:
             raise InvalidCallError(f"{_PARAMS} must be an object of few members") from error
         return cls(body, {name: value for name, value in params.items() if name not in _OURS})
 
-    def for_prefill(self, receiver: Receiver | None, transfer_id: str) -> Parts:
-        """The same prompt for one token. Its KV goes to ``receiver``, if there is one, under ``transfer_id``."""
+    def beginnings(self) -> list[Beginning]:
+        """By which to choose engines that have its KV."""
+        prompt = self.params.get(_PROMPT) or self.body.get("prompt") or self.body.get("messages") or Raw(b"")
+        return beginnings_of([self.body.get(name, Raw(b"")) for name in _KINDS], prompt)
+
+    def may_begin(self, path: str) -> bool:
+        """Whether the stream may begin with the prefill engine's token; see ``firsts``."""
+        return _PROMPT not in self.params and may_begin(path, self.body)
+
+    def for_prefill(self, receiver: Receiver | None, transfer_id: str, *, wants_first: bool = False) -> Parts:
+        """The same prompt for one token. Its KV goes to ``receiver``, if there is one, under ``transfer_id``.
+
+        With ``wants_first`` the answer shall name that token.
+        """
         body: dict[str, Any] = {name: value for name, value in self.body.items() if name not in _NOT_FOR_PREFILL}
         for name in ("max_completion_tokens", "n"):
             if not says(self.body.get(name), b"null"):
@@ -69,17 +84,22 @@ class Ask:
                 "receiver_alloc_port": receiver.port,
                 "is_last_prefill": True,
             }
-            params["ret_first_tok"] = False
+            params["ret_first_tok"] = wants_first
+            if wants_first and is_text(self.body):
+                body["return_token_ids"] = True
         return _with_params(body, params)
 
-    def for_decode(self, spec: Mapping[str, Raw] | None, *, counted: bool) -> Parts:
+    def for_decode(self, spec: Mapping[str, Raw] | None, *, counted: bool, first: First | None = None) -> Parts:
         """The client's request, with what the prefill engine said about the KV that it sent.
 
         Args:
             spec: what ``sent_kv`` returned; None if the decode engine must find or compute the KV itself.
             counted: ask for the usage of a stream, too.
+            first: the token that the client has, to go on behind.
         """
         body: dict[str, Any] = dict(self.body)
+        if first is not None:
+            body |= {"prompt": first.prompt, "max_tokens": first.max_tokens}
         if counted and not self.shows_usage:
             more = {"include_usage": True, "continuous_usage_stats": False}
             body["stream_options"] = {**self._stream_options(), **more}

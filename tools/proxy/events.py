@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from kvstore.tools.proxy.options import Receiver
+from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.reply import AnswerError, Reason, event_of
 
 _MAX_EVENT_BYTES: Final = 64 << 20

@@ -6,11 +6,10 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.protocol.loopback import is_from_here
@@ -22,7 +21,12 @@ HEALTH: Final = "/health"
 
 # Without ___: after it, engines would look for addresses to send KV to.
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:\-]{1,128}")
+_TRACE_PARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACE_STATE: Final = re.compile(r"[\x20-\x7e]{1,512}")
 _BODY_TIMEOUT_S: Final = 60.0
+
+Headers = Mapping[str, str]
+"""Of a request, by their names in lower case; of several of one name the last."""
 
 
 class Call(NamedTuple):
@@ -71,7 +75,7 @@ class Doorkeeper:
                 self._meters.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        headers = Headers(scope=scope)
+        headers = headers_of(scope)
         refusal = self._refusal(path, headers)
         if refusal is None:
             await self._app(scope, receive, counted)
@@ -89,6 +93,24 @@ class Doorkeeper:
         return AnswerError(Reason.WRONG_KEY, "the API key is missing or wrong", {"www-authenticate": "Bearer"})
 
 
+class _Running:
+    """A request under way, and what ends it before it is answered. Belongs to the task that creates it."""
+
+    def __init__(self, reply: Reply) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.why: ClientGoneError | AnswerError | None = None
+        self.is_over = False
+        self.task = task
+        self._reply = reply
+
+    def end(self, why: ClientGoneError | AnswerError) -> None:
+        """Cancel it, unless it is answered: then only the engine's connection remains to be released."""
+        if self.why is None and not self.is_over and not self._reply.has_ended:
+            self.why = why
+            self.task.cancel()
+
+
 class Gate:
     """Carries out requests within the limits. Belongs to one event loop.
 
@@ -100,90 +122,105 @@ class Gate:
         self._options = options
         self._meters = meters
         self._in_flight = 0
-        self._halted = asyncio.Event()
+        self._running: set[_Running] = set()
+        self._is_halted = False
 
     def halt(self) -> None:
         """End all running requests, each with an error."""
-        self._halted.set()
+        self._is_halted = True
+        for running in self._running:
+            running.end(_ending())
 
-    async def carry_out(self, answer: Answer, request: Request, send: Send) -> None:
+    async def carry_out(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever happens."""
-        reply = Reply(send, request_id_of(request.headers), self._options.timeout_s)
+        headers = headers_of(scope)
+        reply = Reply(send, request_id_of(headers), self._options.timeout_s)
         self._in_flight += 1
+        self._meters.in_flight.inc()
         try:
-            with self._meters.in_flight.track_inprogress():
-                try:
-                    await self._attend(answer, request, reply)
-                except AnswerError as error:
-                    await reply.error(error)
-        except (ClientGoneError, ClientDisconnect):
+            try:
+                await self._attend(answer, scope, headers, receive, reply)
+            except AnswerError as error:
+                self.cut += error.reason is Reason.ENDING
+                await reply.error(error)
+        except ClientGoneError:
             reply.failure = "client_gone"
         finally:
             self._in_flight -= 1
+            self._meters.in_flight.dec()
             if reply.failure is not None:
                 self._meters.errors.labels(reply.failure).inc()
 
-    async def _attend(self, answer: Answer, request: Request, reply: Reply) -> None:
+    async def _attend(self, answer: Answer, scope: Scope, headers: Headers, receive: Receive, reply: Reply) -> None:
         if self._in_flight > self._options.max_requests:
             message = f"{self._options.max_requests} requests are under way: try again soon"
             raise AnswerError(Reason.BUSY, message, {"retry-after": "1"})
-        call = Call(
-            request.method,
-            request.scope["path"],
-            await self._body(request),
-            self._headers(request.headers, reply.request_id),
-            reply.request_id,
-        )
-        await self._while_wanted(answer(call, reply), request.receive, reply)
+        with self._ended_by_others(reply) as running:
+            content = await self._body(headers, receive, running)
+            told = self._told(headers, reply.request_id)
+            call = Call(scope["method"], scope["path"], content, told, reply.request_id)
+            watch = asyncio.ensure_future(_gone(receive))
+            watch.add_done_callback(lambda _: running.end(ClientGoneError("the client hung up")))
+            try:
+                await answer(call, reply)
+            finally:
+                watch.cancel()
 
-    async def _body(self, request: Request) -> bytearray:
+    @contextmanager
+    def _ended_by_others(self, reply: Reply) -> Iterator[_Running]:
+        """A request that ``halt``, its client or a timer may end: its cancellation becomes the reason for it."""
+        running = _Running(reply)
+        self._running.add(running)
+        if self._is_halted:
+            running.end(_ending())
+        try:
+            yield running
+        except asyncio.CancelledError:
+            if running.why is None or running.task.uncancel() > 0:
+                raise
+            raise running.why from None
+        finally:
+            running.is_over = True
+            self._running.discard(running)
+
+    async def _body(self, headers: Headers, receive: Receive, running: _Running) -> bytearray:
         most = int(self._options.max_body_mb * (1 << 20))
-        content = bytearray()
-        declared = request.headers.get("content-length", "")
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
             raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
+        late = AnswerError(Reason.SLOW_BODY, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s")
+        timer = asyncio.get_running_loop().call_later(_BODY_TIMEOUT_S, running.end, late)
+        content = bytearray()
         try:
-            async with asyncio.timeout(_BODY_TIMEOUT_S):
-                async for piece in request.stream():
-                    content += piece
-                    if len(content) > most:
-                        raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
-        except TimeoutError as error:
-            message = f"the body did not come within {_BODY_TIMEOUT_S:.0f} s"
-            raise AnswerError(Reason.SLOW_BODY, message) from error
-        return content
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError("the client hung up")
+                content += message.get("body", b"")
+                if len(content) > most:
+                    raise AnswerError(Reason.TOO_LARGE, f"the body has more than {most} bytes")
+                if not message.get("more_body", False):
+                    return content
+        finally:
+            timer.cancel()
 
-    def _headers(self, headers: Headers, request_id: str) -> dict[str, str]:
+    def _told(self, headers: Headers, request_id: str) -> dict[str, str]:
+        """The headers for engines."""
         key = self._options.engine_api_key
         authorization = headers.get("authorization", "") if key is None else f"Bearer {key}"
-        told = {"content-type": "application/json", "x-request-id": request_id}
-        # No engine's key has characters beyond ASCII, and an HTTP client would refuse to send them.
-        return {**told, "authorization": authorization} if authorization and authorization.isascii() else told
-
-    async def _while_wanted(self, work: Coroutine[Any, Any, None], receive: Receive, reply: Reply) -> None:
-        answered = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_gone(receive))
-        halted = asyncio.ensure_future(self._halted.wait())
-        tasks = (answered, gone, halted)
-        try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if reply.has_ended:  # the client may go now; only the engine's connection remains to be released
-                ended, _ = await asyncio.wait((answered,))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if answered in ended:
-            answered.result()
-        elif gone in ended:
-            raise ClientGoneError("the client hung up")
-        else:
-            self.cut += 1
-            raise AnswerError(Reason.ENDING, "the proxy is shutting down")
+        told = {"content-type": "application/json", "x-request-id": request_id, "accept-encoding": "identity"}
+        if authorization and authorization.isascii():  # no engine's key has characters beyond ASCII
+            told["authorization"] = authorization
+        parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
+        if _TRACE_PARENT.fullmatch(parent):
+            told["traceparent"] = parent
+            if _TRACE_STATE.fullmatch(state):
+                told["tracestate"] = state
+        return told
 
 
 class Endpoint:
-    """An ASGI application that ``answer`` answers for. A class, because a route takes no function for one."""
+    """An ASGI application that ``answer`` answers for."""
 
     def __init__(self, gate: Gate, answer: Answer) -> None:
         self._gate = gate
@@ -191,13 +228,22 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        await self._gate.carry_out(self._answer, Request(scope, receive), send)
+        await self._gate.carry_out(self._answer, scope, receive, send)
+
+
+def headers_of(scope: Scope) -> Headers:
+    """The headers of a request."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def request_id_of(headers: Headers) -> str:
     """The client's id of its request, if that is valid; else a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _ending() -> AnswerError:
+    return AnswerError(Reason.ENDING, "the proxy is shutting down")
 
 
 async def _gone(receive: Receive) -> None:

@@ -17,12 +17,19 @@ from kvstore.errors import InvalidCallError
 
 Members = Mapping[str, Any]
 """What becomes a JSON object; a ``Raw`` in it is written as it is."""
-Parts = Sequence[bytes | bytearray | Raw]
+Part = bytes | bytearray | memoryview | Raw
+Parts = Sequence[Part]
 """Bytes to be sent one after the other."""
 MAX_MEMBERS: Final = 1024  # of an object that is parsed; no request has as many
 
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 _OF_TEXTS_OR_LISTS: Final = re.compile(rb"\[\s*[\"\[]")
+
+
+class Spliced(tuple[Part, ...]):
+    """A member made of several pieces of JSON, which are not copied together."""
+
+    __slots__ = ()
 
 
 class _FirstTwo(msgspec.Struct, array_like=True):
@@ -52,10 +59,13 @@ def members_of(content: bytes | bytearray | Raw) -> dict[str, Raw]:
 
 def written(members: Members) -> Parts:
     """The object with these members, in parts, so that large members are not copied."""
-    parts: list[bytes | Raw] = []
+    parts: list[Part] = []
     for name, value in members.items():
         parts += [b"," if parts else b"{", msgspec.json.encode(name), b":"]
-        parts.append(value if isinstance(value, Raw) else msgspec.json.encode(value))
+        if isinstance(value, Spliced):
+            parts += value
+        else:
+            parts.append(value if isinstance(value, Raw) else msgspec.json.encode(value))
     return [*parts, b"}"] if parts else [b"{}"]
 
 

@@ -1,48 +1,30 @@
-"""The options of ``kvstore proxy``: engines, limits, keys. They are checked before anything starts."""
+"""The options of ``kvstore proxy``: engines, limits, keys, TLS. They are checked before anything starts."""
 
 from __future__ import annotations
 
 import re
+import ssl
 import stat
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, Self
-from urllib.parse import urlsplit
+from typing import Annotated, Final
 
 import typer
 
 from kvstore.errors import ConfigError
 from kvstore.protocol.loopback import is_loopback
+from kvstore.tools.proxy.listing import Listed, Listing, Receiver, read_listing
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{8,512}")
 _MAX_FILE_BYTES: Final = 4096
 
 
-class Receiver(NamedTuple):
-    """Where a decode engine receives KV."""
+class Choice(StrEnum):
+    """By what the engine of a request is chosen."""
 
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"kvs://[{self.host}]:{self.port}" if ":" in self.host else f"kvs://{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, url: str) -> Self:
-        """Parse ``kvs://host:port``.
-
-        Raises:
-            ConfigError: it is something else.
-        """
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigError(f"--decode-kv {url!r} cannot be read: {error}") from error
-        rest = (parts.path, parts.query, parts.fragment, parts.username)
-        if parts.scheme != "kvs" or not host or not port or any(rest):
-            raise ConfigError(f"--decode-kv is {url!r}: it must be kvs://HOST:PORT")
-        return cls(host, port)
+    PREFIX = "prefix"
+    LOAD = "load"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +33,7 @@ class Limits:
 
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 32.0
     max_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 256
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections of clients, idle ones included.")] = 4096
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two bytes of an answer.")] = 600.0
     connect_timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to connect to an engine.")] = 5.0
     prefill_timeout_s: Annotated[
@@ -68,21 +51,33 @@ class ProxyOptions(Limits):
         prefill: addresses of the engines that compute prompts.
         decode: addresses of the engines that answer.
         receivers: where each of ``decode`` receives KV, in the same order; empty if engines only share a store.
+        engines_file: a file that names the engines instead, and may change.
+        choice: by what the engine of a request is chosen.
         bidirectional: tell clients of streams where the KV of an answer is.
+        first_token: begin streams with the token that the prefill engine computed, where that is the same.
         host: where to listen; beyond loopback only with ``api_key``.
         port: 0 for any free one.
         api_key: what clients must present.
         engine_api_key: what the proxy presents to engines; None passes on the client's.
+        tls_cert: file of the certificates that clients see; None for plain HTTP.
+        tls_key: file of its key.
+        engine_ca: file of the authorities that sign the certificates of engines; None for the system's.
     """
 
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
     receivers: tuple[Receiver, ...] = ()
+    engines_file: Path | None = None
+    choice: Choice = Choice.PREFIX
     bidirectional: bool = False
+    first_token: bool = False
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str | None = None
     engine_api_key: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    engine_ca: Path | None = None
 
     def check(self) -> None:
         """Check the options, each and together.
@@ -90,24 +85,81 @@ class ProxyOptions(Limits):
         Raises:
             ConfigError: says what is wrong, and what to do.
         """
-        for name, urls in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if not urls:
-                raise ConfigError(f"name at least one engine with {name}, such as http://127.0.0.1:8000")
-            for url in urls:
-                _check_url(name, url)
-            if len({url.rstrip("/") for url in urls}) < len(urls):
-                raise ConfigError(f"{name} names an engine twice: name each of {', '.join(sorted(set(urls)))} once")
+        if self.engines_file is not None and (self.prefill or self.decode or self.receivers):
+            raise ConfigError("--engines names all engines: give either it, or --prefill, --decode and --decode-kv")
+        if self.engines_file is None:
+            for name, urls in (("--prefill", self.prefill), ("--decode", self.decode)):
+                if not urls:
+                    raise ConfigError(f"name at least one engine with {name}, such as http://127.0.0.1:8000")
         if self.receivers and len(self.receivers) != len(self.decode):
             raise ConfigError(
                 f"--decode-kv is given {len(self.receivers)} times and --decode {len(self.decode)} times: give one for "
                 "each, in the same order, or none"
             )
-        if self.bidirectional and not self.receivers:
+        listing = self.listing()
+        if self.bidirectional and self.engines_file is None and not self.receivers:
             raise ConfigError("--bidirectional needs --decode-kv: it tells clients where the KV of an answer is")
+        if self.first_token and self.engines_file is None and not self.receivers:
+            raise ConfigError("--first-token needs --decode-kv: it is for prompts whose KV is handed over")
         if not is_loopback(self.host) and self.api_key is None:
             raise ConfigError(
                 f"--host is {self.host!r}, which other machines can reach: give --api-key-file too, or leave it out"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key belong together: give both, or none")
+        self.server_context()
+        is_tls = any(engine.url.startswith("https:") for engine in (*listing.prefill, *listing.decode))
+        if self.engine_ca is not None and self.engines_file is None and not is_tls:
+            raise ConfigError("--engine-ca is for engines with https://, and none is: leave it out, or mend their URLs")
+        self.engine_context()
+
+    def listing(self) -> Listing:
+        """The engines as they are named now.
+
+        Raises:
+            ConfigError: not as they must be.
+        """
+        if self.engines_file is not None:
+            return read_listing(self.engines_file)
+        receivers = self.receivers or (None,) * len(self.decode)
+        listing = Listing(
+            tuple(Listed(url.rstrip("/")) for url in self.prefill),
+            tuple(Listed(url.rstrip("/"), to) for url, to in zip(self.decode, receivers, strict=True)),
+        )
+        listing.check("--prefill", "--decode")
+        return listing
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """TLS towards clients; None for plain HTTP.
+
+        Raises:
+            ConfigError: the files cannot be used.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        _require_private(self.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # never asks at a terminal
+        except OSError as error:  # an SSLError is one, too
+            raise ConfigError(
+                f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} cannot be used together "
+                f"({error.strerror}): give PEM files of a certificate and of its key, without a password"
+            ) from error
+        return context
+
+    def engine_context(self) -> ssl.SSLContext:
+        """TLS towards engines.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        try:
+            return ssl.create_default_context(cafile=self.engine_ca)
+        except OSError as error:
+            raise ConfigError(
+                f"--engine-ca {self.engine_ca} cannot be used ({error.strerror}): give a PEM file of certificates"
+            ) from error
 
 
 def read_key(path: Path) -> str:
@@ -116,24 +168,21 @@ def read_key(path: Path) -> str:
     Raises:
         ConfigError: there is none, or other users can read the file.
     """
+    _require_private(path)
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
         with path.open("rb") as file:
             key = file.read(_MAX_FILE_BYTES).strip().decode("ascii", "replace")
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if mode & 0o077:
-        raise ConfigError(f"the key file {path} can be read by others: chmod 600 it")
     if _KEY.fullmatch(key) is None:
         raise ConfigError(f"the file {path} holds no API key: it must be 8 to 512 characters without spaces")
     return key
 
 
-def _check_url(name: str, url: str) -> None:
+def _require_private(path: Path) -> None:
     try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address or parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"{name} is {url!r}: it must be http://HOST:PORT or https://HOST:PORT, and nothing behind it")
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
+    if mode & 0o077:
+        raise ConfigError(f"the key file {path} can be read by others: chmod 600 it")

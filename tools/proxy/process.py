@@ -1,20 +1,26 @@
 """``kvstore proxy``: one address in front of prefill and decode engines, as a process.
 
 process ── routes ── asks      what each engine is told
-│          ├──────── engines   which engines are healthy, and whose turn it is
-│          ├──────── events    streams
-│          └──────── objects   bodies of megabytes, of which a few members are parsed
-└─ gate ──────────── reply     who may ask, and how an answer ends
+│          │         └─ objects   bodies of megabytes, of which a few members are parsed
+│          ├──────── fleet     the engines, which come and go
+│          │         ├─ choice    whose turn it is
+│          │         └─ engines   which are healthy
+│          │            └─ upstream   connections to them
+│          └──────── events    streams
+├─ gate ──────────── reply     who may ask, and how an answer ends
+└─ entrance                    connections of clients
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Final
@@ -27,13 +33,15 @@ from kvstore.tools.proxy.options import ProxyOptions
 
 try:
     import uvicorn
+    import uvloop
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from kvstore.tools.proxy.engines import EngineClient
+    from kvstore.tools.proxy.entrance import entrance
+    from kvstore.tools.proxy.fleet import Fleet
     from kvstore.tools.proxy.gate import HEALTH, Doorkeeper, Endpoint, Gate
     from kvstore.tools.proxy.meters import ProxyMeters
     from kvstore.tools.proxy.reply import error_tree
@@ -42,10 +50,13 @@ except ImportError as missing:
     raise ConfigError(f"the proxy: {missing.name} is not installed: pip install 'vllm-kvstore[proxy]'") from missing
 
 
+logger = logging.getLogger(__name__)
+
 _GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
 _FORWARDED: Final = {"/v1/models": "GET", "/version": "GET", "/tokenize": "POST"}
 _METRICS: Final = "/metrics"
 _KEEP_ALIVE_S: Final = 5
+_GARBAGE: Final = (20_000, 20, 50)  # requests leave hardly any cycles; looking for them took a tenth of the time
 _END_WAIT_S: Final = 2.0
 
 
@@ -60,19 +71,20 @@ class Proxy:
         meters = ProxyMeters()
         self.gate = Gate(options, meters)
         self._meters = meters
-        self._client = EngineClient(options)
-        self._router = Router(options, self._client, meters)
+        self._fleet = Fleet(options)
+        router = Router(options, self._fleet, meters)
         paths = frozenset({*_GENERATING, *_FORWARDED, HEALTH, _METRICS})
-        self.app = Starlette(
-            routes=self._routes(),
-            middleware=[Middleware(Doorkeeper, api_key=options.api_key, paths=paths, meters=meters)],
+        generate, forward = Endpoint(self.gate, router.generate), Endpoint(self.gate, router.forward)
+        others = Starlette(
+            routes=self._routes(generate, forward),
             exception_handlers={HTTPException: _wrong_path},
             lifespan=self._watched,
         )
-        self.app.router.redirect_slashes = False
+        others.router.redirect_slashes = False
+        direct = {("POST", path): generate for path in _GENERATING}
+        self.app = Doorkeeper(_Shortcut(direct, others), options.api_key, paths, meters)
 
-    def _routes(self) -> list[Route]:
-        generate, forward = (Endpoint(self.gate, answer) for answer in (self._router.generate, self._router.forward))
+    def _routes(self, generate: Endpoint, forward: Endpoint) -> list[Route]:
         return [
             *(Route(path, generate, methods=["POST"]) for path in _GENERATING),
             *(Route(path, forward, methods=[method]) for path, method in _FORWARDED.items()),
@@ -82,26 +94,30 @@ class Proxy:
 
     @asynccontextmanager
     async def _watched(self, _app: Starlette) -> AsyncIterator[None]:
-        """Check the engines once, then again and again until the end; then close all connections."""
-        engines = self._router.engines
-        await asyncio.gather(*map(self._client.check, engines))
-        watches = [asyncio.create_task(self._client.watch(engine)) for engine in engines]
-        try:
+        async with self._fleet.watched():
             yield
-        finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
-            await self._client.close()
 
     async def _health(self, _request: Request) -> Response:
-        well = {"prefill": self._router.prefill.num_well, "decode": self._router.decode.num_well}
+        well = {"prefill": self._fleet.prefill.num_well, "decode": self._fleet.decode.num_well}
         status = "ok" if well["decode"] else "no decode engine answers"
         code = HTTPStatus.OK if well["decode"] else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse({"status": status, "engines": well}, code)
 
     async def _show(self, _request: Request) -> Response:
-        return Response(self._meters.exposition(self._router.engines), media_type="text/plain; version=0.0.4")
+        shown = self._meters.exposition(self._fleet.engines, is_outdated=self._fleet.is_outdated)
+        return Response(shown, media_type="text/plain; version=0.0.4")
+
+
+class _Shortcut:
+    """Takes requests for the paths that are asked most past the router, whose time they would take."""
+
+    def __init__(self, direct: Mapping[tuple[str, str], ASGIApp], others: ASGIApp) -> None:
+        self._direct = direct
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._direct.get((scope.get("method", ""), scope.get("path", "")), self._others)
+        await app(scope, receive, send)
 
 
 def run_proxy(options: ProxyOptions, report: Callable[[int], None]) -> bool:
@@ -117,15 +133,17 @@ def run_proxy(options: ProxyOptions, report: Callable[[int], None]) -> bool:
     Raises:
         ConfigError: it cannot listen.
     """
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request, and one every few seconds
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(*_GARBAGE)
     listener = listen(options.host, options.port, "the proxy", "choose another --port")
-    return asyncio.run(_serve(options, listener, report))
+    return uvloop.run(_serve(options, listener, report))
 
 
 async def _serve(options: ProxyOptions, listener: socket.socket, report: Callable[[int], None]) -> bool:
     proxy = Proxy(options)
     port: int = listener.getsockname()[1]
-    server = _Server(_uvicorn_config(proxy, options), lambda: report(port))
+    context = options.server_context()
+    server = _Server(_uvicorn_config(proxy, options, context), lambda: report(port))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -137,7 +155,9 @@ async def _serve(options: ProxyOptions, listener: socket.socket, report: Callabl
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    renewal = asyncio.create_task(_renew(options, context))
     await server.serve(sockets=[listener])
+    renewal.cancel()
     return proxy.gate.cut == 0
 
 
@@ -159,9 +179,12 @@ class _Server(uvicorn.Server):
         self._announce()
 
 
-def _uvicorn_config(proxy: Proxy, options: ProxyOptions) -> uvicorn.Config:
-    return uvicorn.Config(
+def _uvicorn_config(proxy: Proxy, options: ProxyOptions, context: ssl.SSLContext | None) -> uvicorn.Config:
+    config = uvicorn.Config(
         proxy.app,
+        http=entrance(options.max_connections),
+        ws="none",
+        loop="none",
         log_config=None,  # the command has set up logging
         log_level=None,
         access_log=False,
@@ -170,7 +193,35 @@ def _uvicorn_config(proxy: Proxy, options: ProxyOptions) -> uvicorn.Config:
         # The gate ends requests before that, each with an error that its client can read.
         timeout_graceful_shutdown=math.ceil(options.drain_s + _END_WAIT_S),
         server_header=False,
+        proxy_headers=False,
     )
+    config.load()
+    config.ssl = context
+    return config
+
+
+async def _renew(options: ProxyOptions, context: ssl.SSLContext | None) -> None:
+    """Show new connections the certificate that is in the file now."""
+    shown = _written(options)
+    while context is not None and options.tls_cert is not None:
+        await asyncio.sleep(options.health_interval_s)
+        now = _written(options)
+        if now == shown:
+            continue
+        shown = now
+        try:
+            options.server_context()  # looks whether the files can be used
+            context.load_cert_chain(options.tls_cert, options.tls_key, password="")
+        except (ConfigError, OSError) as error:
+            logger.error("the certificate stays as it is: %s", error)  # noqa: TRY400 - the message says it all
+        else:
+            logger.info("the certificate in %s is shown from now on", options.tls_cert)
+
+
+def _written(options: ProxyOptions) -> list[int]:
+    """When the certificate and its key were written; 0 for a file that is not there."""
+    files = (options.tls_cert, options.tls_key)
+    return [file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files]
 
 
 async def _wrong_path(_request: Request, error: Exception) -> Response:

@@ -88,16 +88,13 @@ class Reply:
 
     async def whole(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
         """Send the whole answer."""
-        await self.begin(status, {**headers, "content-length": str(len(content))})
+        head = self._head(status, {**headers, "content-length": str(len(content))})
         self.has_ended = True
-        await self._send({"type": "http.response.body", "body": content})
+        await self._send(head, {"type": "http.response.body", "body": content})
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the head of an answer."""
-        self.status = status
-        named = {**headers, "x-request-id": self.request_id}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send(self._head(status, headers))
 
     async def piece(self, data: bytes) -> None:
         """Send whole events of a stream."""
@@ -121,9 +118,16 @@ class Reply:
             await self.piece(event_of(tree))
             await self.end_stream()
 
-    async def _send(self, message: Message) -> None:
+    def _head(self, status: int, headers: Mapping[str, str]) -> Message:
+        self.status = status
+        named = {**headers, "x-request-id": self.request_id}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        return {"type": "http.response.start", "status": status, "headers": raw}
+
+    async def _send(self, *messages: Message) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
-                await self._send_now(message)
+                for message in messages:
+                    await self._send_now(message)
         except OSError as error:  # a TimeoutError is one, too
             raise ClientGoneError("the client does not read its answer") from error

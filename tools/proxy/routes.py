@@ -6,31 +6,48 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from http import HTTPStatus
+from typing import Final, NamedTuple, Protocol
 
-import httpx
 from msgspec import Raw
 
 from kvstore.errors import InvalidCallError
 from kvstore.tools.proxy.asks import Ask, sent_kv
+from kvstore.tools.proxy.choice import Beginning
 from kvstore.tools.proxy.engines import (
+    MAX_ANSWER_BYTES,
     Engine,
-    EngineClient,
     EngineError,
     EngineSilentError,
     EngineUnreachableError,
-    Rota,
-    translated,
 )
 from kvstore.tools.proxy.events import EventCutter, Handover, is_last
+from kvstore.tools.proxy.firsts import First, Recount, first_of
+from kvstore.tools.proxy.fleet import Fleet
 from kvstore.tools.proxy.gate import Call
+from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.meters import ProxyMeters
 from kvstore.tools.proxy.objects import Parts
-from kvstore.tools.proxy.options import ProxyOptions, Receiver
+from kvstore.tools.proxy.options import Choice, ProxyOptions
 from kvstore.tools.proxy.reply import AnswerError, Reason, Reply
+from kvstore.tools.proxy.upstream import UpstreamAnswer, UpstreamError
 
-_PASSED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
 _EVENTS: Final = "text/event-stream"
+
+
+class Filter(Protocol):
+    """Changes a stream on its way."""
+
+    def pass_on(self, event: bytes) -> bytes:
+        """What the client gets instead of this event."""
+
+
+class Whole(NamedTuple):
+    """An answer that was read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
 
 
 class Prefilled(NamedTuple):
@@ -38,30 +55,25 @@ class Prefilled(NamedTuple):
 
     Attributes:
         spec: what the engine says about the KV that it sent.
+        first: its token, if the stream may begin with it.
         refusal: its answer, if it refused the request.
     """
 
     spec: Mapping[str, Raw] | None = None
-    refusal: httpx.Response | None = None
+    first: First | None = None
+    refusal: Whole | None = None
 
 
 class Router:
     """Answers requests through engines. Belongs to one event loop."""
 
-    def __init__(self, options: ProxyOptions, client: EngineClient, meters: ProxyMeters) -> None:
+    def __init__(self, options: ProxyOptions, fleet: Fleet, meters: ProxyMeters) -> None:
         self._bidirectional = options.bidirectional
+        self._first_token = options.first_token
         self._prefill_timeout_s = options.prefill_timeout_s
-        self._client = client
+        self._by_prefix = options.choice is Choice.PREFIX
+        self._fleet = fleet
         self._meters = meters
-        receivers: Sequence[Receiver | None] = options.receivers or [None] * len(options.decode)
-        pairs = zip(options.decode, receivers, strict=True)
-        self.prefill = Rota([Engine("prefill", url.rstrip("/")) for url in options.prefill])
-        self.decode = Rota([Engine("decode", url.rstrip("/"), receiver) for url, receiver in pairs])
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """All of them."""
-        return self.prefill.engines + self.decode.engines
 
     async def generate(self, call: Call, reply: Reply) -> None:
         """Answer a request for a completion or a chat.
@@ -74,14 +86,16 @@ class Router:
             ask = Ask.parse(call.content)
         except InvalidCallError as error:
             raise AnswerError(Reason.MALFORMED, str(error)) from error
-        decoders = self.decode.candidates()
+        beginnings = ask.beginnings() if self._by_prefix else ()
+        decoders = self._fleet.decode.candidates(beginnings)
         if not decoders:
             raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine answers: try again later")
-        prefilled = await self._prefill(ask, call, decoders[0].receiver)
+        with decoders[0].taken():
+            prefilled = await self._prefill(ask, beginnings, call, decoders[0].receiver)
         if prefilled.refusal is not None:
             await _pass_on(prefilled.refusal, reply)
         else:
-            await self._decode(ask, call, decoders, prefilled.spec, reply)
+            await self._decode(ask, call, decoders, prefilled, reply)
 
     async def forward(self, call: Call, reply: Reply) -> None:
         """Answer a request with the answer of any decode engine.
@@ -90,25 +104,29 @@ class Router:
             AnswerError: see ``generate``.
             ClientGoneError: the same.
         """
-        for engine in self.decode.candidates():
+        for engine in self._fleet.decode.candidates():
             try:
-                answer = await self._whole(engine, call, [call.content])
+                answer = await _whole(engine, call, [call.content])
             except EngineUnreachableError:
                 continue
             await _pass_on(answer, reply)
             return
         raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine answers: try again later")
 
-    async def _prefill(self, ask: Ask, call: Call, receiver: Receiver | None) -> Prefilled:
+    async def _prefill(
+        self, ask: Ask, beginnings: Sequence[Beginning], call: Call, receiver: Receiver | None
+    ) -> Prefilled:
         # A name of our own: two clients may use the same request id, and their KV must not get mixed up.
         transfer_id = f"{call.request_id}-{secrets.token_hex(8)}"
-        content = ask.for_prefill(receiver, transfer_id)
+        wants_first = self._first_token and receiver is not None and ask.may_begin(call.path)
+        content = ask.for_prefill(receiver, transfer_id, wants_first=wants_first)
         reason = "no_prefill_engine"
-        for engine in self.prefill.candidates():
+        for engine in self._fleet.prefill.candidates(beginnings):
             begin_s = time.monotonic()
             try:
-                async with asyncio.timeout(self._prefill_timeout_s):
-                    answer = await self._whole(engine, call, content)
+                with engine.taken():
+                    async with asyncio.timeout(self._prefill_timeout_s):
+                        answer = await _whole(engine, call, content)
             except EngineUnreachableError:
                 reason = "prefill_unreachable"
                 continue
@@ -118,10 +136,13 @@ class Router:
             except EngineError:
                 reason = "prefill_broken"
                 break
-            if answer.is_success:
+            if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
                 self._meters.prefill_seconds.observe(time.monotonic() - begin_s)
-                return Prefilled(spec=None if receiver is None else sent_kv(answer.content))
-            if answer.is_client_error:
+                return Prefilled(
+                    spec=None if receiver is None else sent_kv(answer.content),
+                    first=first_of(answer.content, ask.body) if wants_first else None,
+                )
+            if HTTPStatus.BAD_REQUEST <= answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 return Prefilled(refusal=answer)
             reason = "prefill_error"
             break
@@ -129,16 +150,23 @@ class Router:
         return Prefilled()
 
     async def _decode(
-        self, ask: Ask, call: Call, engines: Sequence[Engine], spec: Mapping[str, Raw] | None, reply: Reply
+        self, ask: Ask, call: Call, engines: Sequence[Engine], prefilled: Prefilled, reply: Reply
     ) -> None:
+        spec, first = prefilled.spec, prefilled.first
+        if first is not None:
+            self._meters.first_tokens.inc()
+            await reply.begin(HTTPStatus.OK, {"content-type": f"{_EVENTS}; charset=utf-8"})
+            await reply.piece(first.event)
         for engine in engines:
-            handover = None
-            if self._bidirectional and engine.receiver is not None and ask.is_one_stream:
-                handover = Handover(engine.receiver, shows_usage=ask.shows_usage)
-            content = ask.for_decode(spec, counted=handover is not None)
+            filters: list[Filter] = [] if first is None else [Recount()]
+            tells = self._bidirectional and engine.receiver is not None and ask.is_one_stream
+            if tells and engine.receiver is not None:
+                filters.append(Handover(engine.receiver, shows_usage=ask.shows_usage))
+            content = ask.for_decode(spec, counted=tells, first=first)
             try:
-                async with self._client.asked(engine, call.method, call.path, call.headers, content) as answer:
-                    await _relay(engine, answer, handover, reply)
+                with engine.taken():
+                    async with engine.asked(call.method, call.path, call.headers, content) as answer:
+                        await _relay(engine, answer, filters, reply)
             except EngineUnreachableError:
                 self._meters.fallbacks.labels("decode_unreachable").inc()
                 spec = None  # that engine has the KV; the next one computes
@@ -146,36 +174,37 @@ class Router:
             return
         raise AnswerError(Reason.NO_DECODE_ENGINE, "no decode engine can be reached: try again later")
 
-    async def _whole(self, engine: Engine, call: Call, content: Parts) -> httpx.Response:
-        async with self._client.asked(engine, call.method, call.path, call.headers, content) as answer:
-            with translated(engine):
-                await answer.aread()
-            return answer
+
+async def _whole(engine: Engine, call: Call, content: Parts) -> Whole:
+    async with engine.asked(call.method, call.path, call.headers, content) as answer:
+        return Whole(answer.status, answer.headers, await answer.read(MAX_ANSWER_BYTES))
 
 
-async def _relay(engine: Engine, answer: httpx.Response, handover: Handover | None, reply: Reply) -> None:
+async def _relay(engine: Engine, answer: UpstreamAnswer, filters: Sequence[Filter], reply: Reply) -> None:
     """Pass on an answer as it arrives; a stream in whole events.
 
     Raises:
         EngineError: the answer stopped before its end.
+        UpstreamError: the same.
     """
     if not answer.headers.get("content-type", "").startswith(_EVENTS):
-        with translated(engine):
-            await answer.aread()
-        await _pass_on(answer, reply)
+        if reply.status is not None:
+            message = f"the {engine.role} engine answered {answer.status} after the first token"
+            raise EngineError(Reason.BROKEN, message)
+        await _pass_on(Whole(answer.status, answer.headers, await answer.read(MAX_ANSWER_BYTES)), reply)
         return
-    await reply.begin(answer.status_code, _passed_headers(answer))
+    if reply.status is None:
+        await reply.begin(answer.status, answer.headers)
     cutter = EventCutter()
     is_complete = False
     try:
-        with translated(engine):
-            async for data in answer.aiter_raw():
-                events = cutter.feed(data)
-                shown = b"".join(events if handover is None else map(handover.pass_on, events))
-                if shown:
-                    await reply.piece(shown)
-                is_complete = is_complete or any(map(is_last, events))
-    except EngineError:
+        async for data in answer.pieces():
+            events = cutter.feed(data)
+            shown = b"".join(_filtered(event, filters) for event in events) if filters else b"".join(events)
+            if shown:
+                await reply.piece(shown)
+            is_complete = is_complete or any(map(is_last, events))
+    except UpstreamError:
         if not is_complete:
             raise
     if not is_complete:
@@ -183,9 +212,11 @@ async def _relay(engine: Engine, answer: httpx.Response, handover: Handover | No
     await reply.end_stream()
 
 
-async def _pass_on(answer: httpx.Response, reply: Reply) -> None:
-    await reply.whole(answer.status_code, answer.content, _passed_headers(answer))
+def _filtered(event: bytes, filters: Sequence[Filter]) -> bytes:
+    for one in filters:
+        event = one.pass_on(event)
+    return event
 
 
-def _passed_headers(answer: httpx.Response) -> dict[str, str]:
-    return {name: answer.headers[name] for name in _PASSED_HEADERS if name in answer.headers}
+async def _pass_on(answer: Whole, reply: Reply) -> None:
+    await reply.whole(answer.status, answer.content, answer.headers)

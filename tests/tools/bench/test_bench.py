@@ -27,7 +27,8 @@ from kvstore.paged.device import DevicePagedKV
 from kvstore.policies import Adaptive
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.redis.chunk import PART_BYTES
-from kvstore.tools.bench import cpu, disk, floors, lookup, redis, remote, scheduling, server, start
+from kvstore.tools.bench import cpu, disk, floors, lookup, proxy, redis, remote, scheduling, server, start
+from kvstore.tools.bench.bare_http import ANSWER
 from kvstore.tools.bench.codecs import codec_table, measure_codecs
 from kvstore.tools.bench.floors import Bound
 from kvstore.tools.bench.geometry import GEOMETRIES, Geometry
@@ -55,6 +56,7 @@ TOY_COMMAND = [
     "--no-disk",
     "--no-redis",
     "--no-server",
+    "--no-proxy",
     "--no-vllm",
     "--no-gpu",
     "--no-start",
@@ -128,6 +130,13 @@ CALLS = [
 ]
 
 
+def test_the_lines_of_the_proxy_have_floors() -> None:
+    """2,000 requests a second on one core are its goal."""
+    assert floors.bound_of("llama-8b", proxy.TIME.name).goal == 1.0
+    for subject in (proxy.ADDED, proxy.TIME, proxy.SHARE):
+        assert floors.bound_of("llama-8b", subject.name).floor > 0
+
+
 def test_the_lines_of_the_scheduler_have_floors() -> None:
     """An event within 50 us, a burst of lookups within 10 ms a pass: goals to be kept."""
     for subject in (scheduling.EVENT, scheduling.PASS, scheduling.KEYS):
@@ -171,8 +180,26 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
     ]
     assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 3, 1, 5] + [4, 2, 2]
     assert len(ticks) == options.total_ticks
-    assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "GPU", "vLLM")]
+    assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "proxy", "GPU", "vLLM")]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
+
+
+def test_run_measures_the_proxy(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "REQUESTS_A_ROUND", 2)
+    monkeypatch.setattr(proxy, "CLOSED_LOOP_S", 0.05)
+    options = BenchOptions(toy, BATCH_BYTES, rounds=7, proxy=True)
+    ticks: list[str] = []
+    report = run_bench(options, ticks.append)
+    found = [line for line in report.lines if line.subject.name.startswith("proxy:")]
+    assert names(found) == [subject.name for subject in (proxy.ADDED, proxy.TIME, proxy.SHARE)]
+    assert [len(line.pairs) for line in found] == [14, 7, 7]
+    assert len(ticks) == options.total_ticks
+
+
+def test_an_answer_that_is_not_the_engines_ends_the_bench() -> None:
+    proxy._check(b"HTTP/1.1 200 OK\r\nother: head\r\n\r\n" + ANSWER.partition(b"\r\n\r\n")[2])
+    with pytest.raises(BenchError, match="is not the engine's"):
+        proxy._check(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}")
 
 
 def test_run_measures_redis(toy: Geometry) -> None:
@@ -299,7 +326,7 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["geometry"]["name"] == "toy"
     assert found["failed"] == []
     assert found["skipped"] == [
-        f"{name}: not asked for" for name in ("disk", "start", "redis", "server", "GPU", "vLLM")
+        f"{name}: not asked for" for name in ("disk", "start", "redis", "server", "proxy", "GPU", "vLLM")
     ]
     samples = [len(line[f"samples_{line['unit']}"]) for line in found["lines"]]
     assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2]

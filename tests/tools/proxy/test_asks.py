@@ -13,8 +13,8 @@ from msgspec import Raw
 
 from kvstore.errors import InvalidCallError
 from kvstore.tools.proxy.asks import Ask, sent_kv
+from kvstore.tools.proxy.listing import Receiver
 from kvstore.tools.proxy.objects import MAX_MEMBERS, Parts
-from kvstore.tools.proxy.options import Receiver
 
 TO = Receiver("10.0.0.1", 5001)
 # As no library would write it: whoever understands it and writes it again changes it.

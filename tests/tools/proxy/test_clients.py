@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from support.fake_engine import DONE, EVENTS, USAGE, FakeEngine
 from support.proxied import ASKED, PATH, STREAMED, TO_A, TO_B, counted, error_of, send_raw
 from support.redis_server import wait_for
+
+from kvstore.tools.proxy import gate
 
 Serve = Callable[..., httpx.Client]
 
@@ -57,6 +60,16 @@ class TestClients:
         assert error_of(client.post(PATH, content=iter([b"x" * 600] * 2)))["code"] == 413, "of a length not told"
         assert not prefill.seen
         assert client.post(PATH, json=ASKED).status_code == 200
+
+    def test_one_whose_body_does_not_come(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gate, "_BODY_TIMEOUT_S", 0.1)
+        client = serve()
+        address = (client.base_url.host, client.base_url.port or 0)
+        with socket.create_connection(address, timeout=20) as connection:
+            connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+        assert counted(client, "errors_total", reason="slow_body") == 1
+        assert counted(client, "in_flight") == 0
 
     def test_too_many_at_once(self, serve: Serve, decode: FakeEngine) -> None:
         decode.script.holds_after = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 from support.fake_engine import DONE, EVENTS, FakeEngine, Script
-from support.proxied import ASKED, PATH, STREAMED, TO_A, TO_B, counted, error_of
+from support.proxied import ASKED, PATH, STREAMED, TO_A, TO_B, counted, error_of, send_raw
 from support.redis_server import wait_for
 
 Serve = Callable[..., httpx.Client]
@@ -43,6 +43,27 @@ class TestEnginesThatFail:
         assert client.post(PATH, json=ASKED).status_code == 200
         assert counted(client, "fallbacks_total", reason="prefill_timeout") == 1
         wait_for("the prefill is aborted", lambda: prefill.aborted == 1)
+
+    def test_a_decode_engine_has_a_request_while_its_prompt_is_computed(
+        self, serve: Serve, engines: list[FakeEngine]
+    ) -> None:
+        """Or all prompts that are long would go to one decode engine."""
+        prefill, first, second, _ = engines
+        prefill.script.holds_after = 0
+        client = serve(decode=(first.url, second.url))
+        loads = {engine.url: 0 for engine in (first, second)}
+
+        def held(count: int) -> bool:
+            loads.update({url: counted(client, "engine_requests", engine=url, role="decode") for url in loads})
+            return prefill.held == count
+
+        with send_raw(client, json.dumps(ASKED).encode()):
+            wait_for("one is computed", lambda: held(1))
+            assert sorted(loads.values()) == [0, 1]
+            with send_raw(client, json.dumps(ASKED).encode()):
+                wait_for("two are computed", lambda: held(2))
+                assert sorted(loads.values()) == [1, 1]
+        wait_for("nothing is left", lambda: held(2) and sum(loads.values()) == 0)
 
     @pytest.mark.parametrize("ends_with", ["silence", "an error"])
     def test_what_one_prefill_engine_has_begun_no_other_begins(

@@ -207,3 +207,24 @@ class TestWhereKvGoes:
             assert "stream_options" not in decode.last.body
         decode.script.events = (*EVENTS, DONE)  # an engine that does not count
         assert client.post(PATH, json={**STREAMED, "prompt": [1, 2]}).content == b"".join((*EVENTS, DONE))
+
+
+class TestTraces:
+    PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    def test_they_go_to_both_as_they_are(self, serve: Serve, prefill: FakeEngine, decode: FakeEngine) -> None:
+        client = serve()
+        client.post(PATH, json=ASKED, headers={"traceparent": self.PARENT, "tracestate": "a=1,b=2"})
+        for engine in (prefill, decode):
+            assert engine.last.headers["traceparent"] == self.PARENT
+            assert engine.last.headers["tracestate"] == "a=1,b=2"
+
+    @pytest.mark.parametrize("parent", ["", "x", PARENT + "x", PARENT.upper()])
+    def test_not_what_is_none(self, serve: Serve, prefill: FakeEngine, parent: str) -> None:
+        serve().post(PATH, json=ASKED, headers={"traceparent": parent, "tracestate": "a=1"}).raise_for_status()
+        assert not {"traceparent", "tracestate"} & prefill.last.headers.keys()
+
+    def test_nor_a_state_that_is_too_long(self, serve: Serve, prefill: FakeEngine) -> None:
+        serve().post(PATH, json=ASKED, headers={"traceparent": self.PARENT, "tracestate": "a" * 513})
+        assert prefill.last.headers["traceparent"] == self.PARENT
+        assert "tracestate" not in prefill.last.headers

@@ -1,0 +1,80 @@
+"""What clients may do to a connection, before a request is one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from support.proxied import PATH, counted
+from support.redis_server import wait_for
+
+from kvstore.tools.proxy import entrance
+
+Serve = Callable[..., httpx.Client]
+
+HEAD = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode()
+
+
+def connected(client: httpx.Client) -> socket.socket:
+    return socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=20)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Read until the proxy closes it; whether it does without an answer."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [HEAD + b"X: ", HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: "],
+    ids=["a head", "what follows the body"],
+)
+def test_a_head_without_end_is_not_kept(serve: Serve, begin: bytes) -> None:
+    client = serve()
+    with connected(client) as connection:
+        connection.sendall(begin)
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"x" * (64 << 20))
+    assert client.get("/health").status_code == 200
+
+
+def test_heads_within_the_bound(serve: Serve) -> None:
+    client = serve()
+    for _ in range(3):
+        assert client.get("/v1/models", headers={"X": "x" * 50_000}).status_code == 200
+    body = b'{"prompt": "' + b"x" * 300_000 + b'"}'
+    pieces = [body[at : at + 100] for at in range(0, len(body), 100)]
+    assert client.post(PATH, content=iter(pieces)).status_code == 200, "small chunks are no head"
+
+
+def test_a_head_that_does_not_come(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "_HEAD_TIMEOUT_S", 0.1)
+    client = serve()
+    with connected(client) as silent, connected(client) as slow:
+        slow.sendall(HEAD)
+        assert is_closed(silent)
+        assert is_closed(slow)
+
+
+def test_too_many_connections(serve: Serve) -> None:
+    client = serve(max_connections=4)
+    assert client.get("/health").status_code == 200
+    with ExitStack() as stack:
+        held = [stack.enter_context(connected(client)) for _ in range(3)]
+        with connected(client) as one_more:
+            assert is_closed(one_more)
+        held[0].close()
+        assert counted(client, "in_flight") == 0, "those who are in are answered"
+
+        def comes_in() -> bool:
+            with connected(client) as another:
+                another.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                return not is_closed(another)
+
+        wait_for("one has left, so one may come in", comes_in)

@@ -1,0 +1,69 @@
+"""Connections of clients: HTTP by uvicorn, with bounds on their number and on the size and time of heads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MAX_HEAD_BYTES: Final = 64 << 10
+_HEAD_TIMEOUT_S: Final = 30.0
+
+
+def entrance(max_connections: int) -> type[HttpToolsProtocol]:
+    """The protocol for at most so many connections; one more is closed at once."""
+
+    class Entrance(HttpToolsProtocol):
+        """One connection of a client. One whose next head is too large, or does not come in time, is closed."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's
+            super().__init__(*args, **kwargs)
+            self._head_bytes = 0
+            self._in_head = True
+            self._head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                transport.abort()
+                return
+            self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop_timer()
+
+        def data_received(self, data: bytes) -> None:
+            if self._in_head:
+                self._head_bytes += len(data)
+            super().data_received(data)
+            if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+                self.transport.abort()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_head = True
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.abort)
+
+        def on_chunk_header(self) -> None:
+            self._in_head = True  # behind the last chunk comes more of the head
+            self._head_bytes = 0
+
+        def on_body(self, body: bytes) -> None:
+            self._in_head = False
+            super().on_body(body)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._head_bytes = 0
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return Entrance

@@ -1,0 +1,143 @@
+"""The engines that a proxy stands before: from the command line, or from a file that may change while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvstore.errors import ConfigError
+
+_MAX_FILE_BYTES: Final = 1 << 20
+_MAX_ENGINES: Final = 1000  # of one role
+_REMEDY: Final = "write it as docs/disaggregation.md shows, and check it with kvstore proxy --engines FILE --check"
+
+
+class Receiver(NamedTuple):
+    """Where a decode engine receives KV."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"kvs://[{self.host}]:{self.port}" if ":" in self.host else f"kvs://{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, url: str, name: str = "--decode-kv") -> Receiver:
+        """Parse ``kvs://host:port``, given as ``name``.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{name} {url!r} cannot be read: {error}") from error
+        rest = (parts.path, parts.query, parts.fragment, parts.username)
+        if parts.scheme != "kvs" or not host or not port or any(rest):
+            raise ConfigError(f"{name} is {url!r}: it must be kvs://HOST:PORT")
+        return cls(host, port)
+
+
+class Listed(NamedTuple):
+    """One engine.
+
+    Attributes:
+        url: where it answers, without a slash at the end.
+        receiver: where it receives KV.
+        weight: how many requests it gets, compared with others.
+    """
+
+    url: str
+    receiver: Receiver | None = None
+    weight: float = 1.0
+
+
+class Listing(NamedTuple):
+    """The engines of both roles."""
+
+    prefill: tuple[Listed, ...]
+    decode: tuple[Listed, ...]
+
+    def check(self, prefill_name: str, decode_name: str) -> None:
+        """Check that each address is one, and none given twice in a role.
+
+        Raises:
+            ConfigError: says which one is not, and what to do.
+        """
+        for name, engines in ((prefill_name, self.prefill), (decode_name, self.decode)):
+            for engine in engines:
+                _check_url(name, engine.url)
+            urls = {engine.url for engine in engines}
+            if len(urls) < len(engines):
+                raise ConfigError(f"{name} names an engine twice: name each of {', '.join(sorted(urls))} once")
+
+
+class _Engine(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    url: str
+    weight: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
+
+
+class _DecodeEngine(_Engine):
+    kv: str | None = None
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prefill: Annotated[list[_Engine], Field(max_length=_MAX_ENGINES)] = []
+    decode: Annotated[list[_DecodeEngine], Field(min_length=1, max_length=_MAX_ENGINES)]
+
+
+def read_listing(path: Path) -> Listing:
+    """The engines in a file.
+
+    Raises:
+        ConfigError: says what is wrong, where, and what to do.
+    """
+    content = _content(path)
+    try:
+        found = _File.model_validate(yaml.safe_load(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ConfigError(f"the engines' file {path}: {where}: {first['msg']}: {_REMEDY}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
+        raise ConfigError(f"the engines' file {path} is no YAML: {_REMEDY}") from error
+    listing = Listing(
+        tuple(Listed(engine.url.rstrip("/"), None, engine.weight) for engine in found.prefill),
+        tuple(Listed(engine.url.rstrip("/"), _receiver(engine.kv, path), engine.weight) for engine in found.decode),
+    )
+    listing.check(f"{path}: prefill", f"{path}: decode")
+    return listing
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the engines' file {path} cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the engines' file {path} has more than {_MAX_FILE_BYTES} bytes: {_REMEDY}")
+    return content
+
+
+def _receiver(url: str | None, path: Path) -> Receiver | None:
+    return None if url is None else Receiver.parse(url, f"{path}: kv")
+
+
+def _check_url(name: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"{name} is {url!r}: it must be http://HOST:PORT or https://HOST:PORT, and nothing behind it")
