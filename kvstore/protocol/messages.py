@@ -31,7 +31,9 @@ from kvstore.protocol.runs import Run
 
 Decoded = TypeVar("Decoded")
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+OLDEST_VERSION: Final = 1  # which servers speak, too; a client asks for it where a server refuses the newer
+SENDING_SINCE: Final = 2  # versions: an older server cuts off a client that sends ``Sending``
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
 MAX_REFS: Final = 4096  # in a lookup; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
@@ -39,6 +41,7 @@ WINDOW: Final = 8  # pieces under way at once, to the server
 MAX_MESSAGE_BYTES: Final = 128 << 10
 MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
+MAX_OPEN: Final = 4096  # hand-overs under way
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
 _MAX_LAYERS: Final = 1024
 _MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it
@@ -189,6 +192,20 @@ class Scan(Request, tag=11, frozen=True):
     """Lists all chunks, the least recently used first, from number ``first`` on. ``Listing``."""
 
     first: _Count
+
+
+class Sending(Request, tag=19, frozen=True):
+    """Which hand-overs of a sender are under way to this server. No answer. Since version 2.
+
+    Attributes:
+        sender: its name.
+        following: the number after the highest so far. What is below it and not ``open`` is over.
+        open: the number of each hand-over under way, and up to which token chunks of it may still come.
+    """
+
+    sender: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    following: _Count
+    open: Annotated[list[tuple[_Count, _Count]], msgspec.Meta(max_length=MAX_OPEN)]
 
 
 class Ping(Request, tag=12, frozen=True):

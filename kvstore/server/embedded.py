@@ -19,6 +19,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.keyfiles import KeyPair
+from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.owner import Owner
@@ -75,7 +76,8 @@ class EmbeddedServer:
             _sweep()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._hub = Hub(_server_options(options, self._folder), Owner(namespace, layout))
+            self._owner = Owner(namespace, layout)
+            self._hub = Hub(_server_options(options, self._folder), self._owner)
             opened.callback(_end_unserved, self._hub)
             self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)
             self._thread.start()
@@ -93,6 +95,11 @@ class EmbeddedServer:
         port = self._hub.tcp_port
         assert port is not None
         return port
+
+    @property
+    def senders(self) -> Mapping[str, Progress]:
+        """What is on its way here, by the senders' names. Another object whenever it changes."""
+        return self._owner.senders
 
     def enter(self, namespace: Namespace) -> None:
         """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvstore.keys import EPOCH_FIELD, Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.progress import Progress
 from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -16,17 +18,30 @@ _LAYOUT: Final = "layout"  # also the name of the namespace's field
 
 
 class Owner:
-    """Belongs to the thread that decides.
+    """Belongs to the thread that decides, but for ``senders``.
 
     Args:
         namespace: of the owner's chunks.
         layout: their geometry.
+
+    Attributes:
+        senders: what is on its way, by the senders' names. Another object whenever it changes, for any thread.
     """
 
     def __init__(self, namespace: Namespace, layout: KVLayout) -> None:
         self.namespace = namespace
+        self.senders: Mapping[str, Progress] = {}
         self._geometry = messages.Geometry.of(layout)
         self._throttle = Throttle(logger)
+
+    def note_progress(self, told: Iterable[Progress]) -> None:
+        """Take in what the connected senders say; one that has two connections has said it in either."""
+        senders: dict[str, Progress] = {}
+        for progress in told:
+            known = senders.get(progress.sender, progress)
+            following = max(known.following, progress.following)
+            senders[progress.sender] = Progress(progress.sender, following, {**known.open, **progress.open})
+        self.senders = senders
 
     def objection(self, hello: messages.Hello) -> str:
         """Why a client is refused: the names of the fields in which its KV differs; empty if it is welcome.

@@ -12,6 +12,7 @@ from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
+from kvstore.protocol.progress import Progress
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
 from kvstore.server.orders import Orders, report
@@ -108,6 +109,8 @@ class Service:
     def end(self, session: Session) -> None:
         """A client is gone."""
         self._core.sessions.end(session)
+        if session.progress is not None:
+            self._tell_owner()
         self._core.sweep()
 
     def expire(self) -> None:
@@ -161,6 +164,10 @@ class Service:
             case messages.Release():
                 self._release(session, request)
                 return None
+            case messages.Sending():
+                session.progress = Progress(request.sender, request.following, dict(request.open))
+                self._tell_owner()
+                return None
             case messages.Piece():
                 return self._payload.take(session, request, payload[0])
             case messages.Fetch():
@@ -183,11 +190,10 @@ class Service:
             return messages.Refused(request.serial, reason, message)
 
         sessions, stock, pool_bytes = self._core.sessions, self._core.stock, self._core.pool.num_bytes
-        if request.version != messages.PROTOCOL_VERSION:
-            spoken = messages.PROTOCOL_VERSION
-            return refused(
-                Refusal.VERSION, f"this server speaks version {spoken} of the protocol, not {request.version}"
-            )
+        oldest, newest = messages.OLDEST_VERSION, messages.PROTOCOL_VERSION
+        if not oldest <= request.version <= newest:
+            spoken = f"versions {oldest} to {newest}"
+            return refused(Refusal.VERSION, f"this server speaks {spoken} of the protocol, not {request.version}")
         if self._core.is_closing:
             return refused(Refusal.CLOSING, "the server is closing")
         if request.token and not self._core.is_open(request.token):
@@ -260,6 +266,12 @@ class Service:
         if self._core.disk is not None:
             self._core.disk.clear(space, refs, cleared)
         return count
+
+    def _tell_owner(self) -> None:
+        """Let the owner know what is on its way."""
+        if self._owner is not None:
+            sessions = self._core.sessions.by_peer.values()
+            self._owner.note_progress(session.progress for session in sessions if session.progress is not None)
 
     def _scan(self, session: Session, request: messages.Scan) -> messages.Answer:
         chunks = session.space.chunks

@@ -40,11 +40,16 @@ class NoSessionError(TierError):
     """The server was restarted, or has forgotten this connection: a new connection will do."""
 
 
+class _VersionError(TierSetupError):
+    """The server does not speak this version of the protocol."""
+
+
 class Link:
     """A connection. Belongs to one thread at a time.
 
     Attributes:
         namespace: what ``hello`` was said for.
+        version: of the protocol, that the server has agreed to.
         token: what the unix socket handed out; empty without one.
         pool_fd: the same; -1 without one.
         memory: the server's pool, once it is mapped.
@@ -61,6 +66,7 @@ class Link:
         self._target = target
         self._serials = itertools.count(1)
         self.namespace = Namespace({})
+        self.version = messages.PROTOCOL_VERSION
         self.token, self.pool_fd = b"", -1
         self.memory: ByteArray | None = None
         self._unix_socket = None if target.folder is None else self._open_pool(str(target.folder / _POOL_SOCKET))
@@ -95,10 +101,17 @@ class Link:
             TierSetupError: the server does not speak this protocol, or has no room for more clients.
             TierError: it does not answer.
         """
-        self.namespace = namespace
-        version, fields = messages.PROTOCOL_VERSION, dict(namespace.fields)
-        message = messages.Hello(self.new_serial(), version, fields, geometry, capacity_bytes, self.token)
-        return self.ask(message, messages.Welcome)
+        self.namespace, fields = namespace, dict(namespace.fields)
+
+        def hello(version: int) -> messages.Welcome:
+            self.version = version
+            message = messages.Hello(self.new_serial(), version, fields, geometry, capacity_bytes, self.token)
+            return self.ask(message, messages.Welcome)
+
+        try:
+            return hello(messages.PROTOCOL_VERSION)
+        except _VersionError:
+            return hello(messages.OLDEST_VERSION)
 
     def new_serial(self) -> int:
         """A number for a request."""
@@ -270,6 +283,8 @@ def _refused(answer: messages.Refused, address: str) -> TierError:
     message = f"the cache server at {address} refuses: {answer.message[:300]}"
     if answer.reason in {Refusal.NO_SESSION, Refusal.TOKEN}:
         return NoSessionError(message)
-    if answer.reason in {Refusal.VERSION, Refusal.LIMIT, Refusal.FOREIGN}:
+    if answer.reason == Refusal.VERSION:
+        return _VersionError(message)
+    if answer.reason in {Refusal.LIMIT, Refusal.FOREIGN}:
         return TierSetupError(message)
     return TierError(message)

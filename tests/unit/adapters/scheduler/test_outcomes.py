@@ -1,0 +1,230 @@
+"""What a consumer learns of what is on its way: it waits for what comes, and for nothing else. Over real sockets.
+
+The deadline is an hour: who waits for it does not end its test.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from support.fake_parts import BLOCK, CHUNK, FakeRequest
+from support.fake_vllm import FakeVllm
+from support.gate import HANG_GUARD_S
+from support.handed_over import Wire, answered, consumer, flush, producer, to
+from support.redis_server import wait_for
+
+from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
+from kvstore.chunks import ChunkRef
+from kvstore.errors import TierError
+from kvstore.protocol import messages
+from kvstore.server.service import Service
+from kvstore.server.spaces import Chunk, Space
+from kvstore.server.stock import Stock
+
+PROMPT = list(range(2 * CHUNK + 2 * BLOCK + 1))
+WHOLE = len(PROMPT) - 1
+
+
+class Gate:
+    """Holds the sender's thread up until it is opened, and says when it is there."""
+
+    def __init__(self) -> None:
+        self.came, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.came.set()
+        assert self.may_go.wait(HANG_GUARD_S)
+
+
+@contextmanager
+def engines(wire: Wire, **how: int) -> Iterator[tuple[FakeVllm, FakeVllm]]:
+    with closing(consumer(**how)) as second, closing(producer(wire, **how)) as first:
+        yield first, second
+        first.settle()
+        second.settle()
+        first.assert_nothing_leaked()
+        second.assert_nothing_leaked()
+        assert not len(second.scheduler._handovers.waits)
+        assert second.scheduler._handovers.waits.timeouts == 0
+
+
+def waits(vllm: FakeVllm, request: FakeRequest) -> bool:
+    """Whether a request still waits after some passes."""
+    for _ in range(5):
+        vllm.step()
+    return request.state == "waiting"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_of_it_is_waited_for(ranks: int) -> None:
+    wire, gate = Wire(), Gate()
+    wire.before_layers = gate
+    with engines(wire, ranks=ranks) as (first, second):
+        asked = first.add("one", PROMPT, handover=to(second))
+        first.run()
+        request = second.add("one", PROMPT, handover=answered(asked))
+        assert waits(second, request)
+        gate.may_go.set()
+        second.run()
+        assert second.loaded_tokens["one"] == WHOLE
+
+
+def test_what_one_rank_loses_is_computed_at_once() -> None:
+    """The other one's part has come, and is of no use."""
+    wire, gate = Wire(), Gate()
+    wire.after_delivery = gate
+    with engines(wire, ranks=2) as (first, second):
+        wire.before_delivery = lambda: _break(threading.get_ident() == min(_senders(first)))
+        asked = first.ask("one", PROMPT, handover=to(second))
+        request = second.add("one", PROMPT, handover=answered(asked))
+        gate.may_go.set()
+        second.run()
+        assert request.state == "finished"
+        assert second.loaded_tokens["one"] == 0
+
+
+def _senders(vllm: FakeVllm) -> list[int]:
+    """The threads that send, one for each rank."""
+    pushers = [worker._pushes._pusher for worker in vllm.workers]
+    return [sender._thread.ident or 0 for pusher in pushers if pusher for sender in pusher._senders.values()]
+
+
+def _break(breaks: bool) -> None:
+    if breaks:
+        raise TierError("broken on purpose")
+
+
+def test_a_sender_that_dies_is_not_waited_for() -> None:
+    """Its connection ends in the middle of a chunk."""
+    wire, gate = Wire(), Gate()
+
+    def dies() -> None:
+        gate()
+        raise TierError("died")
+
+    wire.before_layers = dies
+    with engines(wire) as (first, second):
+        asked = first.ask("one", PROMPT, handover=to(second))
+        assert gate.came.wait(HANG_GUARD_S)
+        request = second.add("one", PROMPT, handover=answered(asked))
+        assert waits(second, request)
+        gate.may_go.set()
+        second.run()
+        assert second.loaded_tokens["one"] == 0
+
+
+def test_a_sender_that_never_came_is_not_waited_for() -> None:
+    with closing(consumer()) as second:
+        spec = DisaggSpec("client", "127.0.0.1", (1,), sender="nobody", handover=3, num_coming_tokens=WHOLE)
+        second.ask("one", PROMPT, handover=Handover(spec))
+        assert second.loaded_tokens["one"] == 0
+        assert second.scheduler._handovers.waits.timeouts == 0
+
+
+def test_what_a_full_receiver_refuses_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before it is used."""
+    real = Stock.reserve
+
+    def reserve(stock: Stock, space: Space, ref: ChunkRef, capacity_bytes: int) -> Chunk | None:
+        return None if space.chunks else real(stock, space, ref, capacity_bytes)
+
+    wire = Wire()
+    with engines(wire, budget=CHUNK) as (first, second):
+        asked = first.add("one", PROMPT, handover=to(second))
+        first.step()
+        flush(first)
+        monkeypatch.setattr(Stock, "reserve", reserve)
+        first.run()
+        second.ask("one", PROMPT, handover=answered(asked))
+        assert second.loaded_tokens["one"] == CHUNK
+
+
+def test_what_was_thrown_away_there_is_not_waited_for() -> None:
+    wire = Wire()
+    with engines(wire) as (first, second):
+        asked = first.ask("one", PROMPT, handover=to(second))
+        flush(first)
+        server = second.workers[0]._server
+        assert server is not None
+        server._hub._report(lambda: [server._hub.stock.clear(space) for space in server._hub.stock.spaces.values()])
+        second.ask("one", PROMPT, handover=answered(asked))
+        assert second.loaded_tokens["one"] == 0
+
+
+def test_what_the_step_got_wrong_is_not_waited_for() -> None:
+    """The request of a prompt that is taken back is computed; what is sent later goes under another number."""
+    wire = Wire()
+    with engines(wire, budget=CHUNK) as (first, second):
+        request = first.add("one", PROMPT, handover=to(second))
+        first.step()
+        first.abort(request)
+        first.ask("two", [9] * CHUNK, handover=to(second))
+        flush(first)
+        spec = to(second).spec
+        assert spec is not None
+        told = DisaggSpec(
+            "client",
+            spec.receiver_host,
+            spec.receiver_init_port,
+            sender=first.scheduler._handovers.sendings._name,
+            handover=0,
+            num_coming_tokens=WHOLE,
+        )
+        second.ask("one", PROMPT, handover=Handover(told))
+        assert second.loaded_tokens["one"] == CHUNK
+
+
+def test_hand_overs_behind_one_that_is_slow_are_waited_for() -> None:
+    """Nothing was said of them when their request came; but their sender is there."""
+    wire, gate = Wire(), Gate()
+    wire.before_layers = gate
+    others = [token + 100 for token in PROMPT]
+    with engines(wire) as (first, second):
+        first.ask("one", PROMPT, handover=to(second))
+        assert gate.came.wait(HANG_GUARD_S)
+        asked = first.ask("two", others, handover=to(second))
+        request = second.add("two", others, handover=answered(asked))
+        assert waits(second, request)
+        gate.may_go.set()
+        second.run()
+        assert second.loaded_tokens["two"] == WHOLE
+
+
+def test_an_older_receiver_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cut off who sends what it does not know; who goes on there waits until its deadline."""
+    real_hello, real_answer = Service._hello, Service._answer
+    heard: list[object] = []
+
+    def hello(service: Service, peer: object, request: messages.Hello) -> messages.Answer:
+        if request.version != 1:
+            return messages.Refused(request.serial, messages.Refusal.VERSION, "this server speaks version 1")
+        return real_hello(service, peer, request)  # type: ignore[arg-type]
+
+    def answer(service: Service, session: object, request: object, payload: object) -> messages.Answer | None:
+        heard.append(request)
+        return real_answer(service, session, request, payload)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Service, "_hello", hello)
+    monkeypatch.setattr(Service, "_answer", answer)
+    wire = Wire()
+    with closing(consumer(timeout_s=0.2)) as second, closing(producer(wire)) as first:
+        asked = first.ask("one", PROMPT, handover=to(second))
+        flush(first)
+        assert not [request for request in heard if isinstance(request, messages.Sending)]
+        second.ask("one", PROMPT, handover=answered(asked))
+        assert second.loaded_tokens["one"] == WHOLE
+
+
+def test_a_receiver_forgets_a_sender_that_has_gone() -> None:
+    wire = Wire()
+    with closing(consumer()) as second:
+        with closing(producer(wire)) as first:
+            first.ask("one", PROMPT, handover=to(second))
+            flush(first)
+            server = second.workers[0]._server
+            assert server is not None
+            wait_for("the receiver knows the sender", lambda: len(server.senders) == 1)
+        wait_for("the receiver forgets the sender", lambda: not server.senders)
