@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,12 @@ import pytest
 from support.disaggregated import Disaggregation, EngineServer
 from support.hybrid_models import MAKERS
 from support.redis_server import wait_for
+from support.relay import Mood, Relay
 from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
 
+from kvstore.keys import Namespace
+from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
+from kvstore.testing.harness import EVEN
 from kvstore.tools.demo.client import read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.processes import free_port
@@ -370,3 +374,38 @@ def assert_nothing_held(running: Disaggregation) -> None:
         }
         assert values["vllm:kvstore_leases"] == 0
         assert values["vllm:kvstore_used_slots"] <= values["vllm:kvstore_known_chunks"]
+
+
+def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tmp_path: Path) -> None:
+    """The deadline is ten minutes: who waits for it does not end this test. Outputs are those of plain vLLM."""
+    turns, _ = plain(tiny_model, num_prompts=10, num_chats=0, num_turns=1)
+    turns = sorted(turns, key=lambda turn: -len(turn.prompt))[:6]
+    port = free_port()
+    foreign = EmbeddedServer(Namespace({"model": "another"}), EVEN, EmbeddedOptions(1 << 20, "127.0.0.1", 0))
+    lines = LINES.format(both_ways="false", cpu_gib=0.25, timeout_ms=600_000, call_s=3)
+    with closing(foreign), Relay(port) as relay:
+        decode = f"{lines}pd_peer_init_port: {port}\n"
+        options = ["--decode-kv", f"kvs://127.0.0.1:{relay.port}"]
+        with Disaggregation(tiny_model, tmp_path, prefill=lines, decode=decode, options=options) as running:
+            work = Work(running.decode)
+
+            def computed(turn: Turn) -> int:
+                ask(running, turn)
+                return work.of(turn.prompt)
+
+            assert computed(turns[0]) <= unshared(turns[0].prompt)
+            relay.mood = Mood.SLOW
+            assert computed(turns[1]) <= unshared(turns[1].prompt)
+            relay.mood = Mood.HUNG
+            assert computed(turns[2]) == len(turns[2].prompt)
+            relay.mood = Mood.FAST
+            settle(running)
+            assert computed(turns[3]) <= unshared(turns[3].prompt)
+            relay.mood = Mood.CUT
+            assert computed(turns[4]) == len(turns[4].prompt)
+            relay.mood = Mood.FAST
+            relay.aim(foreign.port)
+            settle(running)
+            assert computed(turns[5]) == len(turns[5].prompt)
+            assert_nothing_held(running)
+            assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
