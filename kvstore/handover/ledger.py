@@ -106,6 +106,11 @@ class Ledger:
             if entry.is_over:
                 del self._entries[job.handover]
 
+    def wants(self, job: PushJob) -> bool:
+        """Whether a chunk is of use, as nothing before it is lost."""
+        with self._lock:
+            return job.begin_tokens < self._entries[job.handover].end_tokens
+
     def complete(self, handover: int) -> Receiver | None:
         """Note that no more chunks of a hand-over will come; to whom those went that are not settled, if any."""
         with self._lock:

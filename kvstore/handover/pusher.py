@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvstore.chunks import Outcome
 from kvstore.errors import DeviceFullError, KVStoreError
@@ -81,10 +80,10 @@ class Pusher:
         for receiver, jobs in pushes:
             self.ledger.begin(receiver, jobs)
             sender = self._sender(receiver)
-            if sender is not None:
-                step.add(jobs, sender)
-            else:
-                self._lose(jobs)
+            wanted = [job for job in jobs if self.ledger.wants(job)] if sender is not None else []
+            self._lose(jobs[len(wanted) :])  # nothing behind a lost one is wanted
+            if sender is not None and wanted:
+                step.add(wanted, sender)
         return step
 
     def forgo(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> None:
@@ -137,8 +136,7 @@ class Pusher:
         if sender is None:
             if len(self._senders) >= MAX_RECEIVERS and not self._drop_idle():
                 return None
-            progress = partial(self.ledger.progress, receiver)
-            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, progress)
+            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, self.ledger)
         self._senders.move_to_end(receiver)
         return sender if sender.answers else None
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.chunks import Outcome
 from kvstore.errors import KVStoreError
-from kvstore.handover.ledger import PushJob
+from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.base import PagedKV
 from kvstore.paged.streams import Moment
-from kvstore.protocol.progress import Progress
 
 PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 
@@ -91,7 +90,7 @@ class Sender:
         receiver: where to.
         connect: opens the way to it, before the first delivery and after a failure.
         note: told of each delivery that has ended.
-        progress: what the receiver is to be told.
+        ledger: knows what is of use, and what the receiver is to be told.
     """
 
     def __init__(
@@ -99,12 +98,12 @@ class Sender:
         receiver: Receiver,
         connect: Callable[[Receiver], Transport],
         note: Callable[[Delivery, Sequence[Outcome], KVStoreError | None], None],
-        progress: Callable[[], Progress],
+        ledger: Ledger,
     ) -> None:
         self.receiver = receiver
         self._connect = connect
         self._note = note
-        self._progress = progress
+        self._ledger = ledger
         self._changed = threading.Condition()
         self._waiting: deque[Delivery] = deque()
         self._is_sending = False
@@ -197,7 +196,7 @@ class Sender:
         outcomes = [Outcome.FAILED] * len(delivery.parcels)
         error: KVStoreError | None = None
         try:
-            if self.answers:
+            if self.answers and any(map(self._ledger.wants, delivery.jobs)):
                 outcomes = self._deliver(delivery)
         except KVStoreError as problem:
             error = problem
@@ -208,19 +207,19 @@ class Sender:
     def _deliver(self, delivery: Delivery) -> list[Outcome]:
         if self._transport is None:
             self._transport = self._connect(self.receiver)
-        self._transport.tell(self._progress())
+        self._transport.tell(self._ledger.progress(self.receiver))
         return self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
 
     def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
         """The layers as they are gathered; between them, what has become of other hand-overs is told."""
         for layers in delivery.ready():
-            transport.tell(self._progress())
+            transport.tell(self._ledger.progress(self.receiver))
             yield layers
 
     def _tell(self) -> None:
         try:
             if self._transport is not None:
-                self._transport.tell(self._progress())
+                self._transport.tell(self._ledger.progress(self.receiver))
         except KVStoreError:  # what is waited for there is given up when the connection ends
             self._fail()
 

@@ -86,8 +86,9 @@ class TcpTransport(Transport):
                 for number, outcome in zip(leases, committed, strict=True):
                     outcomes[number] = outcome
                 for number in missing:
-                    if number not in leases:
-                        outcomes[number] = self._send_whole(link, parcels, number)
+                    if number not in leases:  # behind the first without room the others are of no use
+                        is_full = Outcome.FULL in outcomes
+                        outcomes[number] = Outcome.FULL if is_full else self._send_whole(link, parcels, number)
         except NoSessionError as error:  # a retry would need all layers again, which come only once
             raise TierError(str(error)) from error
         return outcomes

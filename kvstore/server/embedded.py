@@ -27,7 +27,7 @@ from kvstore.server.unix_socket import POOL_SOCKET, is_alive
 
 logger = logging.getLogger(__name__)
 
-_POLICY: Final = "LRU"  # admits whatever is sent: what is handed over is read once, and soon
+_POLICY: Final = "LRU"  # admits whatever is sent, if there is room beside what is held
 _END_WAIT_S: Final = 10.0
 _FOLDER_PREFIX: Final = "kvstore-server-"
 _YOUNG_S: Final = 60.0  # a server that has just made its folder may not listen there yet
@@ -43,6 +43,7 @@ class EmbeddedOptions:
         port: the same; 0 for any that is free.
         keys: the server's own; None for no encryption, which only loopback may have.
         listed: the public keys of the clients that may connect, and their names.
+        hold_s: how long what others have sent stays at most until the owner has read it.
     """
 
     pool_bytes: int
@@ -50,6 +51,7 @@ class EmbeddedOptions:
     port: int
     keys: KeyPair | None = None
     listed: Mapping[bytes, str] = field(default_factory=dict)
+    hold_s: float = 0.0
 
 
 class EmbeddedServer:
@@ -76,7 +78,7 @@ class EmbeddedServer:
             _sweep()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._owner = Owner(namespace, layout)
+            self._owner = Owner(namespace, layout, options.hold_s)
             self._hub = Hub(_server_options(options, self._folder), self._owner)
             opened.callback(_end_unserved, self._hub)
             self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)

@@ -23,13 +23,15 @@ class Owner:
     Args:
         namespace: of the owner's chunks.
         layout: their geometry.
+        hold_s: how long chunks that others have sent stay at most until they are read; 0 as long as there is room.
 
     Attributes:
         senders: what is on its way, by the senders' names. Another object whenever it changes, for any thread.
     """
 
-    def __init__(self, namespace: Namespace, layout: KVLayout) -> None:
+    def __init__(self, namespace: Namespace, layout: KVLayout, hold_s: float = 0.0) -> None:
         self.namespace = namespace
+        self.hold_s = hold_s
         self.senders: Mapping[str, Progress] = {}
         self._geometry = messages.Geometry.of(layout)
         self._throttle = Throttle(logger)

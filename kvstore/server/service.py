@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -118,6 +118,7 @@ class Service:
         for session in self._core.sessions.expire(self._core.now()):
             self.end(session)
         self._core.stock.pins.expire(self._core.now())
+        self._core.stock.holds.expire(self._core.now())
         self._core.stock.forget_empty()
         self._core.sweep()
 
@@ -224,6 +225,8 @@ class Service:
     def _lookup(self, session: Session, request: messages.Lookup) -> messages.Answer:
         refs = messages.unpack_pairs(request.refs)
         found = self._core.stock.lookup(session.space, refs)
+        if session.progress is not None:  # it does not send again what is there
+            self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
         self._touches.append((session.space, refs))
         return messages.Held(request.serial, found, self._core.usage(session.space))
 
@@ -239,6 +242,8 @@ class Service:
         outcome = self._core.sessions.give_back(session, lease, is_whole=is_whole and is_here)
         if outcome is Outcome.STORED:
             self._write_behind(lease.chunk)
+            if not session.token:
+                self._hold([lease.chunk])
         return outcome
 
     def _release(self, session: Session, request: messages.Release) -> None:
@@ -266,6 +271,13 @@ class Service:
         if self._core.disk is not None:
             self._core.disk.clear(space, refs, cleared)
         return count
+
+    def _hold(self, chunks: Iterable[Chunk]) -> None:
+        """Keep what was handed over until the owner has read it."""
+        if self._owner is not None and self._owner.hold_s:
+            end_s = self._core.now() + self._owner.hold_s
+            for chunk in chunks:
+                self._core.stock.holds.hold(chunk, end_s)
 
     def _tell_owner(self) -> None:
         """Let the owner know what is on its way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from kvstore.paged.streams import Streams
 from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
+NUMBERS = itertools.count()  # each chunk is a hand-over of its own
 HERE, THERE = Receiver("here", 1), Receiver("there", 2)
 
 
@@ -94,7 +96,7 @@ def open_pusher(rig: Rig, inboxes: dict[Receiver, Inbox]) -> Iterator[Open]:
 
 def job(number: int, num_blocks: int = BLOCKS_PER_CHUNK) -> PushJob:
     blocks = range(number * BLOCKS_PER_CHUNK, number * BLOCKS_PER_CHUNK + num_blocks)
-    return PushJob(ChunkRef(number.to_bytes(16, "big"), num_blocks), as_block_ids(blocks))
+    return PushJob(ChunkRef(number.to_bytes(16, "big"), num_blocks), as_block_ids(blocks), next(NUMBERS))
 
 
 def payload_of(rig: Rig, one: PushJob) -> ByteArray:

@@ -20,6 +20,7 @@ from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
 from kvstore.protocol import messages
+from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.service import Service
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
@@ -191,6 +192,54 @@ def test_hand_overs_behind_one_that_is_slow_are_waited_for() -> None:
         gate.may_go.set()
         second.run()
         assert second.loaded_tokens["two"] == WHOLE
+
+
+LONG = [token % 50 for token in range(12 * CHUNK + 1)]
+BUFFER = 8 * PAGE_BYTES  # of eight chunks
+
+
+def test_twelve_chunks_into_a_buffer_of_eight() -> None:
+    """Eight are used, and four are computed at once."""
+    wire = Wire()
+    with engines(wire, server_bytes=BUFFER) as (first, second):
+        asked = first.ask("one", LONG, handover=to(second))
+        second.ask("one", LONG, handover=answered(asked))
+        assert second.loaded_tokens["one"] == 8 * CHUNK
+        first.settle()
+        counters = first.workers[0]._pushes._pusher.counters  # type: ignore[union-attr]
+        assert counters.sent == 8
+        assert counters.refused >= 1
+        assert counters.refused + counters.failed == 4, "what comes behind is not tried"
+
+
+def test_what_was_handed_over_stays_until_it_is_read() -> None:
+    """A second hand-over is refused before its bytes are sent; a third one takes the place of what was read."""
+    wire = Wire()
+    with engines(wire, server_bytes=BUFFER) as (first, second):
+        prompts = [[seed, *LONG[: 8 * CHUNK]] for seed in range(3)]
+        asked = [first.ask(str(seed), prompts[seed], handover=to(second)) for seed in (0, 1)]
+        flush(first)
+        second.ask("1", prompts[1], handover=answered(asked[1]))
+        assert second.loaded_tokens["1"] == 0
+        second.ask("0", prompts[0], handover=answered(asked[0]))
+        assert second.loaded_tokens["0"] == 8 * CHUNK
+        last = first.ask("2", prompts[2], handover=to(second))
+        second.ask("2", prompts[2], handover=answered(last))
+        assert second.loaded_tokens["2"] == 8 * CHUNK
+
+
+def test_what_nobody_reads_makes_room_after_the_deadline() -> None:
+    with closing(consumer(timeout_s=0.05, server_bytes=BUFFER)) as second, closing(producer(Wire())) as first:
+        first.ask("one", LONG[: 8 * CHUNK + 1], handover=to(second))
+        flush(first)
+        server = second.workers[0]._server
+        assert server is not None
+        wait_for("the deadline ends", lambda: not len(server._hub.stock.holds))
+        other = [7, *LONG[: 8 * CHUNK]]
+        asked = first.ask("two", other, handover=to(second))
+        flush(first)
+        second.ask("two", other, handover=answered(asked))
+        assert second.loaded_tokens["two"] == 8 * CHUNK
 
 
 def test_an_older_receiver_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
