@@ -77,6 +77,7 @@ class StepPlan:
 
     Attributes:
         number: counts the steps, from 1.
+        used: chunks that came for requests that have begun, and are not read; others may take their places.
         ended_handovers: numbers of hand-overs of which no later plan has chunks.
         computes: the step computes something; vLLM passes on nothing of other steps unless a connector reports.
         acked: the last step whose report the scheduler had taken in when it made this plan.
@@ -98,6 +99,7 @@ class StepPlan:
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
     sourced: list[Sourced] = field(default_factory=list)
+    used: list[ChunkRef] = field(default_factory=list)
     ended_handovers: list[int] = field(default_factory=list)
     computes: bool = False
 

@@ -9,12 +9,13 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -106,6 +107,10 @@ class EmbeddedServer:
     def enter(self, namespace: Namespace) -> None:
         """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""
         self._hub.enter(namespace)
+
+    def let_go(self, refs: Sequence[ChunkRef]) -> None:
+        """The owner has no use for these chunks, although it has not read them."""
+        self._hub.let_go(refs)
 
     def close(self) -> None:
         """Disconnect all clients and free the memory. Idempotent; waits for 10 seconds at most."""

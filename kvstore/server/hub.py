@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
@@ -124,6 +125,10 @@ class Hub:
     def enter(self, namespace: Namespace) -> None:
         """The owner uses another namespace from now on. From any thread; takes effect soon after."""
         self._report(lambda: self.service.enter(namespace))
+
+    def let_go(self, refs: Sequence[ChunkRef]) -> None:
+        """Hold these chunks of the owner's no longer. From any thread; takes effect soon after."""
+        self._report(lambda: self.service.let_go(refs))
 
     def run(self) -> bool:
         """Serve until ``stop``; False if chunks were lost that had not been written to disk yet."""

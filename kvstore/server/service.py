@@ -134,6 +134,16 @@ class Service:
                 self._core.stock.clear(space)
         self._core.sweep()
 
+    def let_go(self, refs: Sequence[ChunkRef]) -> None:
+        """Hold these chunks of the owner's no longer."""
+        for space in self._core.stock.spaces.values():
+            for chunk in map(space.chunks.get, refs if self._is_owners(space) else ()):
+                if chunk is not None:
+                    self._core.stock.holds.drop(chunk)
+
+    def _is_owners(self, space: Space) -> bool:
+        return self._owner is not None and space.namespace.id == self._owner.namespace.id
+
     def close(self) -> None:
         """End the threads."""
         self._payload.close()

@@ -37,6 +37,7 @@ TEMPLATE = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
 DEADLINE_S = 3.0  # where what is waited for does not come
 PATIENCE_S = 60.0  # where it does, on however busy a machine
 INSIDE = "KVSTORE_TEST_NETWORK"  # set where the network is the test's own
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
 ADDRESS = "127.0.0.2"  # loopback, and yet not where everything else listens
 LINES = f"""
 enable_pd: true
@@ -409,3 +410,38 @@ def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tm
             assert computed(turns[5]) == len(turns[5].prompt)
             assert_nothing_held(running)
             assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
+
+
+def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_path: Path) -> None:
+    """Twelve chunks into a buffer of eight: what came is used, and the rest computed, without a wait of ten minutes."""
+    turns, _ = plain(tiny_model, num_prompts=11, num_chats=0, num_turns=1)
+    *_, short, dying, long, longest = sorted(
+        (turn for turn in turns if len(turn.prompt) not in {256, 593}), key=lambda turn: len(turn.prompt)
+    )
+    port, num_chunks = free_port(), 8
+    lines = LINES.format(both_ways="false", cpu_gib=0.25, timeout_ms=600_000, call_s=3)
+    buffer = f"chunk_size: 64\npd_buffer_size: {num_chunks * 64 * TOKEN_BYTES}\npd_peer_init_port: {port}\n"
+    lines = "\n".join(line for line in lines.splitlines() if "pd_buffer_size" not in line) + "\n"
+    with Disaggregation(
+        tiny_model,
+        tmp_path,
+        prefill=f"{lines}chunk_size: 64\npd_buffer_size: {256 << 20}\n",
+        decode=f"{lines}{buffer}",
+        options=["--decode-kv", f"kvs://127.0.0.1:{port}"],
+    ) as running:
+        work = Work(running.decode)
+        for turn in (longest, long):
+            assert len(turn.prompt) > 12 * 64
+            ask(running, turn)
+            assert work.of(turn.prompt) == len(turn.prompt) - num_chunks * 64
+        killer = threading.Timer(0.15, running.prefill.kill)  # in the middle of a prompt
+        killer.start()
+        ask(running, dying)
+        killer.join()
+        running.prefill.start()
+        settle(running)
+        work = Work(running.decode)
+        ask(running, short)
+        assert work.of(short.prompt) <= unshared(short.prompt)
+        assert_nothing_held(running)
+        assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0

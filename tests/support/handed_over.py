@@ -61,17 +61,24 @@ class _Wired(Transport):
         self._transport.close()
 
 
-def consumer(*, timeout_s: float = NEVER_S, **how: Any) -> FakeVllm:
-    """An engine that receives at a port of its own."""
+def consumer(*, timeout_s: float = NEVER_S, source: FakeVllm | None = None, **how: Any) -> FakeVllm:
+    """An engine that receives at a port of its own, and may read what another one keeps."""
     port = free_port()
-    options = HandoverOptions(receives=True, own=(HOST, port), timeout_s=timeout_s)
+    allows = None if source is None else (HOST, source.setup.port)
+    options = HandoverOptions(
+        receives=True, own=(HOST, port), timeout_s=timeout_s, allows_source=lambda host, port: (host, port) == allows
+    )
+    if source is not None:
+        how["sources"] = (f"kvs://{HOST}:{source.setup.port}",)
     return FakeVllm(Setup(handover=options, port=port, saves=False, **how))
 
 
-def producer(wire: Wire, **how: Any) -> FakeVllm:
-    """An engine that computes for others."""
-    options = HandoverOptions(sends=True, allows_host=HOST.__eq__)
-    return FakeVllm(Setup(handover=options, receiver=wire, **how))  # type: ignore[arg-type]
+def producer(wire: Wire, *, keeps: bool = False, **how: Any) -> FakeVllm:
+    """An engine that computes for others, and may let them read what it keeps."""
+    port = free_port() if keeps else None
+    own = (HOST, port) if port is not None else None
+    options = HandoverOptions(sends=True, own=own, allows_host=HOST.__eq__)
+    return FakeVllm(Setup(handover=options, receiver=wire, port=port, **how))  # type: ignore[arg-type]
 
 
 def to(receiver: FakeVllm) -> Handover:

@@ -101,6 +101,8 @@ _Text = Annotated[
     Field(min_length=1, max_length=_MAX_NAME, description=f"text of 1 to {_MAX_NAME} characters"),
     AfterValidator(_printable),
 ]
+_TextOrNone = Annotated[_Text | None, Field(description=f"text of 1 to {_MAX_NAME} characters")]
+_PortOrNone = Annotated[int | None, Field(gt=0, le=_MAX_PORT, description="a port from 1 to 65535")]
 _FirstPort = Annotated[
     int,
     Field(gt=0, le=_MAX_PORT, description="a port from 1 to 65535"),
@@ -159,6 +161,8 @@ class DisaggSpec:
         num_coming_tokens: how many have, or were still on their way; None if that is not said.
         sender: how the engine that hands over calls itself; None if the other one is not told what is on its way.
         handover: the number by which it is told.
+        kept_host: where what does not arrive can be read; None if nowhere.
+        kept_port: rank 0's port there.
     """
 
     req_id: _Text
@@ -170,6 +174,15 @@ class DisaggSpec:
     num_coming_tokens: _TokensOrNone = None
     sender: _NameOrNone = None
     handover: _NumberOrNone = None
+    kept_host: _TextOrNone = None
+    kept_port: _PortOrNone = None
+
+    @property
+    def kept(self) -> Source | None:
+        """The engine that has what does not arrive."""
+        if self.kept_host is None or self.kept_port is None:
+            return None
+        return Source(self.kept_host, self.kept_port, max(self.num_transferred_tokens, self.num_coming_tokens or 0))
 
     def receiver(self, rank: int) -> Receiver:
         """Where a rank sends its part."""

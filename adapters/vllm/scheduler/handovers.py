@@ -11,11 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvstore.adapters.vllm.plan import StepReport
+from kvstore.adapters.vllm.plan import StepPlan, StepReport
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, Source
-from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules
+from kvstore.adapters.vllm.requests.tracker import LoadSpec, RequestTracker, SaveRules
+from kvstore.adapters.vllm.scheduler.loads import overlapping
 from kvstore.adapters.vllm.scheduler.sendings import Sendings, hit_tokens
 from kvstore.adapters.vllm.scheduler.waits import Waits
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import Place
+from kvstore.catalog.sequence import chunk_refs
+from kvstore.chunks import ChunkRef
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +69,7 @@ class Handovers:
         self._options = options
         self._rules = rules
         self._refused: set[str] = set()  # hosts, and sources
+        self._used: list[ChunkRef] = []  # for the next plan
 
     def connect(self, num_ranks: int) -> None:
         """Learn how many workers there are."""
@@ -77,6 +83,9 @@ class Handovers:
             num_tokens = max(spec.num_transferred_tokens, spec.num_coming_tokens or 0) or request.num_prompt_tokens
             is_told = self._options.own is not None  # at a server that others share, nobody tells
             self._wait_for(tracker, num_tokens, self._options.timeout_s, spec if is_told else None)
+            kept = spec.kept
+            if is_told and kept is not None and self._is_allowed_source(kept):
+                self.waits.name_source(request.request_id, kept.url)
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
             self.sendings.begin(tracker, spec, wants_first_token=handover.wants_first_token)
         if source is None or not self._is_allowed_source(source):
@@ -89,6 +98,21 @@ class Handovers:
         self.sendings.end(request_id)
         self.waits.end(request_id)
 
+    def admitted(self, tracker: RequestTracker, index: ChunkIndex, load: LoadSpec | None) -> None:
+        """A request begins: what came for it to this engine's servers may go, but for what it is about to read."""
+        if not tracker.is_handed_over or self._options.own is None:
+            return
+        read: set[ChunkRef] = set()
+        if load is not None:
+            parts = overlapping(load.match, self._rules, load.num_local_tokens, load.num_external_tokens)
+            read = {part.ref for part in parts if index.source(part.ref, load.told) is Place.REMOTE}
+        self._used += [ref for ref in chunk_refs(tracker.hasher, with_tail=True) if ref not in read]
+
+    def fill(self, plan: StepPlan) -> None:
+        """Put into a plan what its step hands over, and what has been made use of."""
+        self.sendings.fill(plan)
+        plan.used, self._used = self._used, []
+
     def complete(self, report: StepReport) -> None:
         """Take in what the workers say of what leaves, and of what comes."""
         self.sendings.note_settled(report.settled)
@@ -96,8 +120,9 @@ class Handovers:
 
     def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
         """``kv_transfer_params`` of a request's answer: what was handed over, or where its KV is, for the next turn."""
-        sent = self.sendings.answer(tracker, first_token=first_token)
         request, options = tracker.request, self._options
+        kept = options.own if tracker.saves else None  # what is saved here can be read here
+        sent = self.sendings.answer(tracker, kept, first_token=first_token)
         if sent is not None or not options.answers or options.own is None:
             return sent
         num_tokens = min(request.num_computed_tokens, request.num_tokens)

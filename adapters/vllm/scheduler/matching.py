@@ -91,6 +91,8 @@ class Matching:
         if waits:
             self.remote.view.forget_missing(self.index.asked_again(tracker.hasher, match))
             self.remote.told(request_id).forget_missing()
+            if source := self.handovers.waits.take_source(request_id):
+                self.remote.begin(request_id, source)
         return waits
 
     def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:

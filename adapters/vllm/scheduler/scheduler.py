@@ -212,6 +212,7 @@ class StoreScheduler:
         if tracker.account.waits:  # vLLM tells again when such a load has ended
             tracker.account.has_waited()
         tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0
+        self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
@@ -326,7 +327,7 @@ class StoreScheduler:
         connected.matching.running = set(num_scheduled_tokens)
         connected.loads.fill(plan)
         plan.requests += verifies
-        self._handovers.sendings.fill(plan)
+        self._handovers.fill(plan)
         connected.saves.fill(plan)
         plan.removals += connected.index.take_removals()
         self._steps.follow(plan, [job.step for meta in verifies for job in meta.verifies])

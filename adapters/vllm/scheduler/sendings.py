@@ -171,20 +171,29 @@ class Sendings:
             if not sending.is_complete:
                 self._ended.append(sending.number)
 
-    def answer(self, tracker: RequestTracker, *, first_token: int | None) -> dict[str, object] | None:
-        """``kv_transfer_params`` of a request's answer; None if it is not handed over."""
+    def answer(
+        self, tracker: RequestTracker, kept: tuple[str, int] | None, *, first_token: int | None
+    ) -> dict[str, object] | None:
+        """``kv_transfer_params`` of a request's answer; None if it is not handed over.
+
+        What does not arrive can be read at ``kept``, if that is a place.
+        """
         request = tracker.request
         sending = self._sendings.get(request.request_id)
         if sending is None:
             return None
         computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens) if sending.is_complete else 0
-        coming_tokens = min(computed_tokens, sending.useful_tokens, sending.lost_tokens)
+        useful_tokens = min(computed_tokens, sending.useful_tokens)
+        arriving_tokens = min(useful_tokens, sending.lost_tokens)
+        coming_tokens = useful_tokens if kept is not None else arriving_tokens
         coming_tokens = sending.usable(coming_tokens - coming_tokens % self._rules.block_tokens)
         awaited_tokens = min((begin for begin, ranks in sending.awaited.items() if ranks > 0), default=ALL_TOKENS)
         spec = replace(
             sending.spec,
-            num_transferred_tokens=sending.usable(min(coming_tokens, awaited_tokens)),
+            num_transferred_tokens=sending.usable(min(coming_tokens, arriving_tokens, awaited_tokens)),
             num_coming_tokens=coming_tokens,
+            kept_host=kept[0] if kept is not None else None,
+            kept_port=kept[1] if kept is not None else None,
             is_last_prefill=sending.is_complete,
         )
         answer: dict[str, object] = {"disagg_spec": spec.as_params()} if coming_tokens else {}

@@ -36,6 +36,7 @@ class _Wait:
         ask_s: when to ask again.
         absent_s: since when the sender is unknown to a rank.
         is_last: nothing more comes, and what has come was asked for once more.
+        source: who has what does not come; empty if nobody is known.
     """
 
     num_tokens: int
@@ -45,6 +46,7 @@ class _Wait:
     ask_s: float = 0.0
     absent_s: float | None = None
     is_last: bool = False
+    source: str = ""
 
 
 class Waits:
@@ -70,6 +72,19 @@ class Waits:
         known = self._waits.get(request_id)
         if num_tokens and (known is None or known.num_tokens < num_tokens):
             self._waits[request_id] = _Wait(num_tokens, wait_s, spec)
+
+    def name_source(self, request_id: str, url: str) -> None:
+        """Who has what does not come."""
+        if request_id in self._waits:
+            self._waits[request_id].source = url
+
+    def take_source(self, request_id: str) -> str:
+        """Whom to ask, too, from now on, as not all has come; empty for nobody, and for a sender that has gone."""
+        wait = self._waits.get(request_id)
+        if wait is None or not wait.is_last or wait.absent_s is not None:
+            return ""
+        source, wait.source = wait.source, ""
+        return source
 
     def end(self, request_id: str) -> None:
         """A request is gone."""

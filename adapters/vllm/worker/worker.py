@@ -185,6 +185,8 @@ class StoreWorker:
                 self._server.enter(namespace)
             self._mover.reset(namespace)  # the slower tiers follow later, in order with what comes
             self._pushes.enter(namespace)
+        if plan.used and self._server is not None:
+            self._server.let_go(plan.used)
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)

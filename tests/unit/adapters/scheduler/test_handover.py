@@ -119,13 +119,11 @@ class TestProducer:
     def test_an_answer_names_nothing_that_is_known_to_be_lost(self) -> None:
         outbox = FakeServer()
         with running(producer(outbox, ranks=2, budget=CHUNK)) as vllm:
-            request = vllm.add("one", PROMPT, handover=Handover(SPEC))
-            vllm.step()
-            flushed(vllm)
-            outbox.before_put = _refuse
-            vllm.step()
-            flushed(vllm)
-            vllm.run()
+            request = vllm.add("one", list(range(5 * CHUNK)), handover=Handover(SPEC))
+            while request.state != "finished":
+                vllm.step()
+                flushed(vllm)
+                outbox.before_put = _refuse
             assert sent_of(request)["num_coming_tokens"] == CHUNK
             assert sent_of(request)["num_transferred_tokens"] == CHUNK
             flushed(vllm)

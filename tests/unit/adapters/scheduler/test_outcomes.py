@@ -228,6 +228,48 @@ def test_what_was_handed_over_stays_until_it_is_read() -> None:
         assert second.loaded_tokens["2"] == 8 * CHUNK
 
 
+def test_what_a_full_receiver_refuses_is_read_where_the_answer_says() -> None:
+    """The producer keeps it, and lets others read it."""
+    first = producer(Wire(), keeps=True)
+    with closing(first), closing(consumer(source=first, server_bytes=BUFFER)) as second:
+        asked = first.ask("one", LONG, handover=to(second))
+        first.settle()
+        flush(first)
+        second.ask("one", LONG, handover=answered(asked))
+        assert second.loaded_tokens["one"] == 12 * CHUNK
+        asked = first.ask("two", [7, *LONG], handover=to(second))
+        second.add("two", [7, *LONG], handover=answered(asked))
+        first.close()  # with all that it keeps: it is not even asked
+        second.run()
+        assert second.loaded_tokens["two"] <= 8 * CHUNK
+        assert second.scheduler._handovers.waits.timeouts == 0
+
+
+def test_a_host_that_is_not_listed_is_not_asked_for_what_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(producer(Wire(), keeps=True)) as first, closing(consumer(server_bytes=BUFFER)) as second:
+        asked = first.ask("one", LONG, handover=to(second))
+        first.settle()
+        second.ask("one", LONG, handover=answered(asked))
+        assert second.loaded_tokens["one"] == 8 * CHUNK
+        assert "is not listed with its port" in caplog.text
+
+
+def test_what_is_here_already_is_not_held_there() -> None:
+    """It is handed over again, and not read, as the consumer has it in memory."""
+    with engines(Wire(), server_bytes=BUFFER) as (first, second):
+        prompt, other = [3, *LONG[: 8 * CHUNK]], [4, *LONG[: 8 * CHUNK]]
+        for name in ("one", "again"):
+            asked = first.ask(name, prompt, handover=to(second))
+            flush(first)
+            second.forget_local()
+            second.ask(name, prompt, handover=answered(asked))
+            assert second.loaded_tokens[name] == 8 * CHUNK
+        assert second.workers[0]._counters().chunks_loaded_from_remote == 8
+        asked = first.ask("other", other, handover=to(second))
+        second.ask("other", other, handover=answered(asked))
+        assert second.loaded_tokens["other"] == 8 * CHUNK
+
+
 def test_what_nobody_reads_makes_room_after_the_deadline() -> None:
     with closing(consumer(timeout_s=0.05, server_bytes=BUFFER)) as second, closing(producer(Wire())) as first:
         first.ask("one", LONG[: 8 * CHUNK + 1], handover=to(second))
