@@ -14,6 +14,8 @@ from kvstore.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
+_MAX_SENDERS: Final = 1024  # that the owner is told of, and their hand-overs
+_MAX_OPEN: Final = 1 << 16
 _LAYOUT: Final = "layout"  # also the name of the namespace's field
 
 
@@ -39,7 +41,11 @@ class Owner:
     def note_progress(self, told: Iterable[Progress]) -> None:
         """Take in what the connected senders say; one that has two connections has said it in either."""
         senders: dict[str, Progress] = {}
+        num_open = 0
         for progress in told:
+            num_open += len(progress.open)
+            if len(senders) >= _MAX_SENDERS or num_open > _MAX_OPEN:
+                break  # what the others send is not waited for
             known = senders.get(progress.sender, progress)
             following = max(known.following, progress.following)
             senders[progress.sender] = Progress(progress.sender, following, {**known.open, **progress.open})

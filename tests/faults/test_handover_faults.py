@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from support.fake_parts import BLOCK, CHUNK, FakeRequest
 from support.fake_vllm import FakeVllm
-from support.handed_over import Wire, answered, consumer, flush, producer, to
+from support.handed_over import Wire, answered, consumer, flush, producer, throw_away, to
 from support.schedules import seeds
 
 from kvstore.adapters.vllm.requests.params import Handover
@@ -71,7 +71,7 @@ class Play:
         if rng.random() < 0.3:
             flush(self.first)
         if rng.random() < 0.1:
-            self._throw_away()
+            throw_away(self.second)
         return self._go_on(number, tokens, answered(asked))
 
     def _go_on(self, number: int, tokens: list[int], handover: Handover | None) -> bool:
@@ -82,13 +82,6 @@ class Play:
             self.second.abort(request)
         self.second.run(max_steps=2000)
         return self.second.loaded_tokens.get(name, 0) == (len(tokens) - 1) // BLOCK * BLOCK
-
-    def _throw_away(self) -> None:
-        for worker in self.second.workers:
-            server = worker._server
-            assert server is not None
-            hub = server._hub
-            hub._report(lambda hub=hub: [hub.stock.clear(space) for space in hub.stock.spaces.values()])
 
     def end(self) -> None:
         """Nothing is left: no lease, no room in a buffer, no request that waits, no hand-over under way."""

@@ -239,7 +239,7 @@ class TestMessages:
                 real(*answer)
                 peer.close()
                 assert server.hub._monitor is not None
-                assert server.hub._monitor.poll(1000 * WAIT_S)
+                assert server.hub._monitor.poll(int(1000 * WAIT_S))
 
             server.hub.core.send = send
             peer.sendall(b"\x02" + len(hello).to_bytes(8, "big") + hello)

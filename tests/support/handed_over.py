@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.adapters.vllm.requests.params import DisaggSpec, Handover, parse_handover
@@ -13,6 +14,7 @@ from kvstore.handover.transport import Parcel, Transport
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.progress import Progress
+from kvstore.server.hub import Hub
 from support.fake_parts import FakeRequest, Setup
 from support.fake_vllm import FakeVllm
 from support.redis_server import free_port
@@ -90,6 +92,19 @@ def to(receiver: FakeVllm) -> Handover:
 def answered(request: FakeRequest) -> Handover | None:
     """What the request to the consumer says then."""
     return parse_handover(request.answer, request.request_id)
+
+
+def throw_away(vllm: FakeVllm) -> None:
+    """Let a consumer's servers forget what has come."""
+    for worker in vllm.workers:
+        assert worker._server is not None
+        hub = worker._server._hub
+        hub._report(partial(_clear, hub))
+
+
+def _clear(hub: Hub) -> None:
+    for space in hub.stock.spaces.values():
+        hub.stock.clear(space)
 
 
 def flush(vllm: FakeVllm) -> None:

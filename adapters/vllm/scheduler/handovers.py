@@ -84,7 +84,7 @@ class Handovers:
             is_told = self._options.own is not None  # at a server that others share, nobody tells
             self._wait_for(tracker, num_tokens, self._options.timeout_s, spec if is_told else None)
             kept = spec.kept
-            if is_told and kept is not None and self._is_allowed_source(kept):
+            if kept is not None and self._options.allows_source(kept.remote_host, kept.remote_port):
                 self.waits.name_source(request.request_id, kept.url)
         elif spec is not None and self._options.sends and self._is_allowed(spec.receiver_host):
             self.sendings.begin(tracker, spec, wants_first_token=handover.wants_first_token)
