@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.keys import PrefixKey
+from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -29,3 +29,19 @@ class ChunkRef(NamedTuple):
 
     prefix_key: PrefixKey
     num_blocks: int
+
+    def blocks_from(self, first_block: int) -> range:
+        """Its blocks, if the first of them has that number."""
+        return range(first_block, first_block + self.num_blocks)
+
+
+def chunk_of(trail: bytes) -> ChunkRef:
+    """The chunk whose trail it is: the keys at the ends of its blocks, one after the other."""
+    return ChunkRef(trail[-PREFIX_KEY_BYTES:], len(trail) // PREFIX_KEY_BYTES)
+
+
+Asked: TypeAlias = ChunkRef | bytes
+"""What a remote tier is asked: whether a chunk is there; or, for a trail, which chunks share blocks with it."""
+
+Answer: TypeAlias = bool | tuple[bytes, ...] | None
+"""Whether a chunk is there; for a trail, those of chunks that may share blocks with it. None: nobody could say."""

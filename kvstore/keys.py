@@ -146,6 +146,7 @@ class PrefixHasher:
         self._source: Sequence[int] | None = None  # the caller's sequence
         self._snapshots: list[_Hash] = [hashlib.sha256(extras.seed())]
         self._chunk_keys: list[PrefixKey] = []
+        self._block_keys: tuple[int, int, list[PrefixKey]] = 0, 0, []  # asked for last: of which chunk, to which token
 
     @property
     def num_tokens(self) -> int:
@@ -193,6 +194,7 @@ class PrefixHasher:
         self._source = None
         del self._snapshots[1:]
         self._chunk_keys.clear()
+        self._block_keys = 0, 0, []
 
     def chunk_keys(self) -> Sequence[PrefixKey]:
         """The keys at the ends of all whole chunks so far. The caller must not change the list."""
@@ -201,18 +203,22 @@ class PrefixHasher:
     def block_keys(self, chunk: int) -> list[PrefixKey]:
         """The keys at the ends of the whole blocks in chunk number ``chunk``, as far as its tokens are known.
 
-        For a whole chunk the last one is the chunk's own key.
+        For a whole chunk the last one is the chunk's own key. The caller must not change the list, which is kept for
+        the next lookup of the same chunk: a request that waits is looked up again and again.
         """
         if chunk >= len(self._snapshots):
             return []
-        running = self._snapshots[chunk].copy()
         begin = chunk * self.chunk_tokens
         end = min(begin + self.chunk_tokens, len(self._tokens))
-        keys = []
+        if self._block_keys[:2] == (chunk, end):
+            return self._block_keys[2]
+        running = self._snapshots[chunk].copy()
+        keys: list[PrefixKey] = []
         with memoryview(self._tokens) as tokens:
             for stop in range(begin + self.block_tokens, end + 1, self.block_tokens):
                 self._absorb(running, tokens, stop - self.block_tokens, stop)
                 keys.append(running.digest()[:PREFIX_KEY_BYTES])
+        self._block_keys = chunk, end, keys
         return keys
 
     def _absorb_whole_chunks(self) -> None:

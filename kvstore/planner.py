@@ -179,12 +179,13 @@ class Planner:
             self._begin()
             steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
             self._remove_from_disk()
-        where = {ref.prefix_key: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
-        begins = [where[step.ref.prefix_key] for step in steps]
-        return [
-            StoreJob(step, request.blocks[begin : begin + step.ref.num_blocks])
-            for begin, step in zip(begins, steps, strict=True)
-        ]
+        where = {ref: number * blocks_per_chunk for number, ref in enumerate(refs[first:])}
+        jobs = []
+        for step in steps:
+            begin = where.get(step.ref)  # None for a chunk that is written from memory in a tail's stead
+            blocks = request.blocks[begin : begin + step.ref.num_blocks] if begin is not None else request.blocks[:0]
+            jobs.append(StoreJob(step, blocks))
+        return jobs
 
     def complete_store(self, jobs: Sequence[StoreJob], move: Callable[[], set[PrefixKey]]) -> int:
         """Let planned stores be moved, and take in which failed: all of them if ``move`` raises.

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError
 from kvstore.format import chunkfile
 from kvstore.format.pack import Pack, PackWriter, Shard, open_pack
@@ -21,12 +22,14 @@ from kvstore.tiers.disk.shelf import Shelf, shelves
 from kvstore.tiers.disk.striped import open_folders
 from kvstore.tiers.disk.survey import held_bytes
 from kvstore.tiers.pack import PackTier
+from kvstore.tools.ends import Ends
 from kvstore.tools.interrupts import ShouldStop, never
 from kvstore.tools.locks import require_free
 from kvstore.tools.verify import Fault, Tick, place_in_pack
 
 _SHARD_FIELD = "shard"
 _ROOM_CHUNKS = 4  # a tier writes before it deletes
+_NO_TRAILS: Mapping[ChunkRef, bytes] = MappingProxyType({})
 
 
 def _ignore(_total: int, _size_bytes: int) -> None:
@@ -108,6 +111,12 @@ class Source:
                 found.setdefault(place.ref, place.path.lstat().st_mtime_ns)
         return sorted(found, key=lambda ref: (found[ref], ref))
 
+    def trails(self, refs: Iterable[ChunkRef]) -> list[bytes]:
+        """The trails of chunks, as far as they are noted. Name all that the folder holds: that bounds what is read."""
+        keys = {ref.prefix_key for ref in refs}
+        found = [shelf.trails(keys) for same in self.shelves for shelf in same]
+        return list({key: trail for trails in found for key, trail in trails.items()}.values())
+
 
 def _shard(folder: Path, same: Sequence[Shelf]) -> Shard:
     first = same[0]
@@ -122,6 +131,7 @@ def export(
     path: Path,
     *,
     refs: Iterable[ChunkRef] | None = None,
+    trails: Mapping[ChunkRef, bytes] = _NO_TRAILS,
     tick: Tick = _ignore,
     should_stop: ShouldStop = never,
 ) -> PackReport:
@@ -131,43 +141,56 @@ def export(
         source: where the chunks are; an engine may be using the folder.
         path: the pack. An existing one is replaced when the new one is complete.
         refs: which chunks, in order; all if None.
+        trails: of those that end a prompt. One without a file of its own is cut out of a longer chunk that holds it.
         tick: called after each chunk.
         should_stop: asked before each chunk; if so, the pack is left to the next call.
 
     Raises:
         ConfigError: the pack cannot be written.
     """
-    wanted = source.refs() if refs is None else list(dict.fromkeys(refs))
+    stored = source.refs()
+    wanted = stored if refs is None else list(dict.fromkeys(refs))
     report = PackReport(str(path))
+    pairs = zip(source.shelves, source.shards, strict=True)
+    workers = [Ends(same, shard.layout, trails) for same, shard in pairs]
     with PackWriter(path, source.shards) as writer:
+        noted = source.trails([*stored, *(ref for _, ref in writer.held)])  # before any of these is evicted
         for ref in wanted:
             if should_stop():
                 report.interrupted = True
                 return report
-            for number, same in enumerate(source.shelves):
-                moved_bytes = _export_one(writer, report, same, number, ref)
-                tick(len(wanted) * len(source.shelves), moved_bytes)
-        writer.finish()
+            for number, ends in enumerate(workers):
+                moved_bytes = _export_one(writer, report, ends, number, ref)
+                tick(len(wanted) * len(workers), moved_bytes)
+        writer.finish([*noted, *trails.values()])
     return report
 
 
-def _export_one(writer: PackWriter, report: PackReport, same: Sequence[Shelf], number: int, ref: ChunkRef) -> int:
+def _export_one(writer: PackWriter, report: PackReport, source: Ends, number: int, ref: ChunkRef) -> int:
+    """Copy one chunk. Returns the bytes moved."""
     if (number, ref) in writer.held:
         report.present += 1
         return 0
-    for shelf in same:
+    image = _read(source, ref)
+    if image is None:
+        report.missing += 1
+        return 0
+    if isinstance(image, Fault):
+        report.faults.append(image)
+        return 0
+    writer.add(number, ref, image)
+    report.chunks += 1
+    report.size_bytes += len(image)
+    return len(image)
+
+
+def _read(source: Ends, ref: ChunkRef) -> ByteArray | Fault | None:
+    """The content of a chunk's file, or of the one that it would have; None if it is nowhere."""
+    for shelf in source.shelves:
         image = shelf.read(ref)
-        if image is None:
-            continue
-        if isinstance(image, str):
-            report.faults.append(Fault(str(shelf.path(ref)), image))
-            return 0
-        writer.add(number, ref, image)
-        report.chunks += 1
-        report.size_bytes += len(image)
-        return len(image)
-    report.missing += 1
-    return 0
+        if image is not None:
+            return Fault(str(shelf.path(ref)), image) if isinstance(image, str) else image
+    return source.read(ref)
 
 
 @dataclass(frozen=True)
@@ -227,7 +250,7 @@ def import_pack(
                         if should_stop():
                             report.interrupted = True
                             return report
-                        transfer = Transfer(ref, slot)
+                        transfer = Transfer(ref, slot, trail=source.trail_of(ref))
                         moved_bytes = _import_one(source, tier, shard, transfer, report, size_bytes=extent.size_bytes)
                         tick(total, moved_bytes)
             except TierError as error:

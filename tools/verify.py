@@ -134,7 +134,10 @@ def verify(
         if fix:
             raise ConfigError("a pack is not changed: export it again without the damaged chunks")
         with open_pack(path) as pack:
-            return _verify(_in_pack(pack), fix=False, tick=tick, should_stop=should_stop)
+            report = _verify(_in_pack(pack), fix=False, tick=tick, should_stop=should_stop)
+            if lost := pack.read_trails()[1]:
+                report.faults.append(Fault(f"{path}: trails", f"{lost:,} damaged: found as whole chunks only"))
+            return report
     found = shelves(path)
     if not found and not (path / LOCK_FILE).exists():
         raise ConfigError(f"{path} is no folder of the disk tier: there is no namespace in it")

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvstore.catalog.index import ChunkIndex
+
 logger = logging.getLogger(__name__)
 
 CONNECTOR = "KVStoreConnector"
@@ -109,6 +111,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     Attributes:
         facts: what the workers own, once they have told the scheduler side; for our own tools.
+        index: where every chunk is, from then on; for our own tools.
     """
 
     @refusals.noted
@@ -134,6 +137,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._arrivals = Arrivals(AdapterFiles(), self._config.lookup_timeout_ms / 1000)
         self._gave_up = False
         self.facts: list[WorkerFacts] = []
+        self.index: ChunkIndex | None = None
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         self._admin: AdminServer | None = None
@@ -309,7 +313,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             except KVStoreError as error:
                 self._go_without(error)
             else:
-                self._tell_start(self._scheduler.index, facts)
+                self.index = self._scheduler.index
+                self._tell_start(self.index, facts)
 
     def on_new_request(self, request: Request) -> None:
         """Track a request, unless its KV must not be shared. Where its fields are wrong, it does not use the cache."""

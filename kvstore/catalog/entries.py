@@ -87,6 +87,7 @@ class Entries(dict[PrefixKey, Entry]):
         self.counters = IndexCounters()
         self.departed = Departed()
         self.trails = Trails()
+        self.whole_blocks = 0  # of a whole chunk, which supersedes tails; 0 before the first is offered
         self.expiries = Deadlines[PrefixKey]()  # of the chunks that have a time to live
         self.changes: dict[PrefixKey, None] | None = {} if tracks_changes else None  # in order
         self._siblings: dict[PrefixKey, tuple[PrefixKey, ...]] = {}  # the parts of a checkpoint, by each of them
@@ -140,10 +141,16 @@ class Entries(dict[PrefixKey, Entry]):
         if self.changes is not None:
             self.changes[chunk.ref.prefix_key] = None
 
-    def note_evicted(self, key: PrefixKey) -> None:
+    def note_evicted(self, chunk: Entry) -> None:
         """A chunk was evicted from one place; unless it is in another one, it is gone."""
-        if key not in self:
-            self.departed.note(key, MissReason.EVICTED)
+        if chunk.ref.prefix_key not in self:
+            self.note_gone(chunk, MissReason.EVICTED)
+
+    def note_gone(self, chunk: Entry, reason: MissReason) -> None:
+        """A chunk went, and why. Its first block tells that to sequences that end, or part from it, inside."""
+        self.departed.note(chunk.ref.prefix_key, reason)
+        if len(chunk.trail) > PREFIX_KEY_BYTES:
+            self.departed.note(chunk.trail[:PREFIX_KEY_BYTES], reason)
 
     def vanish(self, chunk: Entry) -> None:
         """Drop the entry of a chunk that is nowhere. A part of a checkpoint that the remote tier has is still there."""

@@ -21,21 +21,14 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from kvstore.catalog import invariants
-from kvstore.catalog.entries import (
-    GATHERING,
-    LOADING,
-    NO_SLOT,
-    READY,
-    UNREAD,
-    Entries,
-    Entry,
-)
+from kvstore.catalog.entries import LOADING, NO_SLOT, Entries, Entry
 from kvstore.catalog.leases import Leases, LeaseView
 from kvstore.catalog.loads import Loads
 from kvstore.catalog.lookup import Lookup
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
 from kvstore.catalog.slots import Slots
+from kvstore.catalog.stores import Stores
 from kvstore.catalog.uses import Uses
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints
@@ -96,13 +89,12 @@ class ChunkIndex(Lookup):
             RemoteSends(chunks, remote, max_sends),
             checkpoints,
         )
-        self._keep_in_memory = keep_in_memory
         self._leases = Leases(num_slots)
         self._orders = [memory_order, disk_order] if disk_capacity_bytes else [memory_order]
         self._uses = Uses(chunks, self._slots, self._disk, self._leases, self._orders, keep_in_memory)
         self._loads = Loads(chunks, self._slots, self._remote, self._uses)
+        self._stores = Stores(chunks, self._slots, self._disk, self._remote, self._uses, keep_in_memory)
         self._last_used: Sequence[PrefixKey] = ()  # the chain
-        self._whole_blocks = 0  # of a whole chunk, which supersedes tails; 0 before the first is stored
 
     def adopt(
         self, survivors: Iterable[tuple[ChunkRef, int]], trails: Mapping[PrefixKey, bytes] = MappingProxyType({})
@@ -188,7 +180,8 @@ class ChunkIndex(Lookup):
         two times; if that is for good, it is written then.
 
         With the ``hasher`` of the sequence, a chunk is found by its block ends; a whole one supersedes the tails in it,
-        once it is stored itself.
+        once it is stored itself. A tail that a longer chunk holds is not stored: it counts as known, and that chunk is
+        used and, if need be, written in its stead.
 
         This is a use of all these chunks but those ``noted`` for the request already, by a load or an earlier store. A
         caller who does not know, None, takes these to be the prefix and the chain that was used last.
@@ -199,20 +192,24 @@ class ChunkIndex(Lookup):
         A chunk never displaces one of its own prefix, so a pool smaller than a request keeps the request's front. Every
         step holds its slot until ``complete_store``, and until ``complete_write`` for each of its targets.
         """
-        for ref in refs:
-            chunk = self._chunks.get(ref.prefix_key)
-            if chunk is not None and self._is_out_of_reach(chunk):
-                self._uses.discard(chunk)
+        self._stores.discard_out_of_reach(refs)
         whole = {part.prefix_key: parts for parts in checkpoints for part in parts}
-        self._whole_blocks = hasher.blocks_per_chunk if hasher is not None else self._whole_blocks
         made = self._new_trails(hasher, refs)
         until_s = None if ttl_s is None else self._now_s + ttl_s
-        chain = [*prefix, *(ref.prefix_key for ref in refs)]
+        holders: dict[PrefixKey, Entry] = {}
+        if hasher is not None:
+            self._chunks.whole_blocks = hasher.blocks_per_chunk
+            holders = self._stores.holders(refs, made, until_s)
+        stand_ins = {tail: holder.ref.prefix_key for tail, holder in holders.items()}
+        offered = [ref.prefix_key for ref in refs]
+        chain = [*prefix, *(map(stand_ins.get, offered, offered) if stand_ins else offered)]
         own = [chunk for key in chain if (chunk := self._chunks.get(key)) is not None]
         for chunk in own:
             self._uses.begin(chunk)
-        self._touch(chain, {*prefix, *self._last_used} if noted is None else noted, whole.keys())
-        steps = self._plan_stores(refs, whole, until_s, made)
+        noted = {*prefix, *self._last_used} if noted is None else noted
+        noted = {*noted, *(holder for tail, holder in stand_ins.items() if tail in noted)} if stand_ins else noted
+        self._touch(chain, noted, whole.keys())
+        steps = self._stores.plan(refs, whole=whole, holders=holders, made=made, until_s=until_s, now_s=self._now_s)
         for chunk in own:
             self._uses.end(chunk)
         for order in self._orders:
@@ -221,94 +218,12 @@ class ChunkIndex(Lookup):
             self._chunks.note_checkpoint(parts)
         return steps
 
-    def _plan_stores(
-        self,
-        refs: Iterable[ChunkRef],
-        whole: Mapping[PrefixKey, Sequence[ChunkRef]],
-        until_s: float | None,
-        made: Mapping[PrefixKey, bytes],
-    ) -> list[StoreStep]:
-        """Steps for those without the parts, if any, of a checkpoint that has no room as a whole."""
-        steps: list[StoreStep] = []
-        left_out: Sequence[ChunkRef] = ()
-        for ref in refs:
-            parts = whole.get(ref.prefix_key)
-            if parts is not None and ref == parts[0] and not self._has_room(parts):
-                left_out = parts
-            if ref in left_out:
-                self.counters.refused += 1
-            elif (step := self._plan_store(ref, until_s, made.get(ref.prefix_key, b""))) is not None:
-                steps.append(step)
-        return steps
-
-    def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
-        """Whether all of these could be stored that are new, if only for the way to a slower tier."""
-        new = [ref.prefix_key for ref in refs if ref.prefix_key not in self._chunks]
-        if not new or self._slots.has_room(len(new), new[0]):
-            return True
-        has_slower = self._disk.stored_bytes is not None or self._remote.view is not None
-        return has_slower and self._slots.has_room(len(new))
-
-    def _plan_store(self, ref: ChunkRef, until_s: float | None, trail: bytes) -> StoreStep | None:
-        chunk = self._chunks.get(ref.prefix_key)
-        if chunk is not None and not chunk.forgotten:
-            self.counters.known += 1
-            self._chunks.extend(chunk, until_s)
-            self._chunks.learn(chunk, trail)
-            return self._plan_known(chunk)
-        # Of a chunk that was forgotten, the older self is still on its way out.
-        step = self._plan_new(ref, until_s, trail) if chunk is None else None
-        self.counters.refused += step is None
-        return step
-
-    def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes) -> StoreStep | None:
-        chunk = Entry(ref, uses=1, expires_s=until_s, trail=trail)
-        slot = self._slots.take(ref.prefix_key)
-        targets = self._reserve_targets(chunk) if slot is not None or self._slots.num_idle else ()
-        if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
-            slot = self._slots.take()
-        if slot is None:
-            return None
-        if not targets and not self._keep_in_memory:  # it would be gone as soon as it is here
-            self._slots.free.append(slot)
-            return None
-        self._chunks.enter(chunk)
-        self._slots.fill(chunk, slot, GATHERING)
-        chunk.uses += len(targets)
-        if chunk.expires_s is not None:
-            self._chunks.expiries.set(ref.prefix_key, chunk.expires_s)
-        return StoreStep(ref, slot, targets, trail=trail)
-
-    def _plan_known(self, chunk: Entry) -> StoreStep | None:
-        """Write a chunk from memory to where it is missing, if there is room for it now."""
-        if not chunk.in_memory or not (targets := self._reserve_targets(chunk)):
-            return None
-        self.counters.writes_retried += 1
-        self._uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
-        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
-
-    def _reserve_targets(self, chunk: Entry) -> tuple[Place, ...]:
-        """Where a chunk is to be written, with the room for it taken."""
-        disk = (Place.DISK,) if self._disk.reserve(chunk) else ()
-        return (*disk, Place.REMOTE) if self._remote.reserve(chunk, self._now_s) else disk
-
     def complete_store(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
         """Take the results of stores; a failed one leaves nothing behind.
 
         The writes of a failed store are completed like any other, as not stored.
         """
-        for step in steps:
-            chunk = self._chunks[step.ref.prefix_key]
-            if step.gather and step.ref.prefix_key in failed:
-                self.counters.failed_stores += 1
-                self._uses.forget(chunk)
-            elif step.gather and not chunk.forgotten:
-                chunk.memory = READY
-                self.counters.stored += 1
-                self._chunks.note_change(chunk)
-            self._uses.end(chunk)
-            if chunk.ref.num_blocks == self._whole_blocks and step.ref.prefix_key not in failed:
-                self._uses.supersede(chunk)
+        self._stores.complete(steps, failed)
 
     def complete_write(self, key: PrefixKey, target: Place, *, stored: bool, size_bytes: int | None = None) -> None:
         """Take the result of a write behind, and the bytes it took, if these are not those reserved for it."""
@@ -317,7 +232,7 @@ class ChunkIndex(Lookup):
             self._remote.complete(chunk, self._now_s, stored=stored)
         else:
             self._disk.complete(chunk, stored=stored, size_bytes=size_bytes)
-            if stored and chunk.in_memory and chunk.ref.num_blocks == self._whole_blocks:
+            if stored and chunk.in_memory:
                 self._uses.supersede(chunk)
         self._uses.end(chunk)
 
@@ -337,11 +252,11 @@ class ChunkIndex(Lookup):
     def advance(self, now_s: float) -> None:
         """Tell the index the time, on any clock that only goes forward: ends what has run out."""
         self._now_s = max(self._now_s, now_s)
-        for part in self._chunks.take_broken():
-            self._uses.discard(part)
         for key in self._chunks.expiries.take_due(self._now_s):
             self.counters.expired += 1
             self._uses.remove(self._chunks[key])
+        for part in self._chunks.take_broken():  # those of what has just expired, too
+            self._uses.discard(part)
         for lease_id in self._leases.take_expired(self._now_s):
             self.release(lease_id)
 
@@ -435,8 +350,3 @@ class ChunkIndex(Lookup):
         self._last_used = chain
         for order in self._orders:
             order.touch_chain(chain, noted, leaves)
-
-    def _is_out_of_reach(self, chunk: Entry) -> bool:
-        """Whether a chunk nobody holds is only on a disk that cannot give it."""
-        is_only_on_disk = chunk.uses == 0 and chunk.memory is NO_SLOT
-        return is_only_on_disk and (chunk.disk is UNREAD or not self._disk.answers)

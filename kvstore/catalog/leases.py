@@ -98,6 +98,25 @@ class Leases:
                 self.withdraw(name)
         return len(holders)
 
+    def move(self, key: PrefixKey, to: PrefixKey) -> tuple[int, int]:
+        """Let all leases of a chunk hold another one in its place.
+
+        Returns how many held the first, and how many of these did not hold the second. Both are at most what was
+        admitted before, so this takes no room.
+        """
+        names = list(self._holders.get(key, ()))
+        added = 0
+        for name in names:
+            keys = self._leases[name].keys
+            del keys[key]
+            self._drop_holder(key, name)
+            if to not in keys:
+                added += 1
+                keys[to] = None
+                self._holders.setdefault(to, {})[name] = None
+                self._num_holds += 1
+        return len(names), added
+
     def take_expired(self, now_s: float) -> list[str]:
         """The names of the leases that have expired, each once; they still hold their chunks."""
         return self._ends.take_due(now_s)

@@ -42,6 +42,7 @@ class Loads:
                 if step.source is Place.REMOTE:
                     chunk.remote = SENT
                 self.chunks.note_change(chunk)
+                self.uses.supersede(chunk)
             self.uses.end(chunk)
 
     def _fail(self, chunk: Entry, step: LoadStep, now_s: float, *, is_lost: bool) -> None:
@@ -53,7 +54,7 @@ class Loads:
         is_mislabelled = step.source is Place.MEMORY and chunk.in_memory and chunk.slot == step.slot
         if is_lost or is_mislabelled:
             self.chunks.counters.lost_chunks += not chunk.forgotten
-            self.chunks.departed.note(step.ref.prefix_key, MissReason.LOST)
+            self.chunks.note_gone(chunk, MissReason.LOST)
             self.uses.forget(chunk)
         elif step.source is Place.DISK:
             chunk.disk = UNREAD

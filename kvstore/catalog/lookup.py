@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -13,10 +13,10 @@ from kvstore.catalog.sequence import all_refs, ends, tail_refs, trails
 from kvstore.catalog.slots import Slots
 from kvstore.catalog.writebehind import DiskWrites, RemoteSends
 from kvstore.checkpoints.parts import Checkpoints, End
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import Asked, ChunkRef
 from kvstore.keys import PrefixHasher, PrefixKey
 
-_ROUNDS, _CHECKPOINT_ROUNDS = 2, 4  # of questions
+_ROUNDS, _CHECKPOINT_ROUNDS = 3, 4  # of questions
 _MAX_PROBES = 64  # of chunks that share as many blocks, while those before cannot be read
 _MEMORY, _DISK = Place.MEMORY, Place.DISK  # by name for speed, as the states of an entry
 
@@ -109,32 +109,50 @@ class Lookup:
         first_chunk, room = skip_tokens // hasher.chunk_tokens, self._room()
         found = self._whole(hasher, first_chunk, room, told)
         num_tokens = (first_chunk + len(found)) * hasher.chunk_tokens
-        last, num_blocks = self._last(hasher.block_keys(first_chunk + len(found)), room, told, reads_parts=reads_parts)
+        last, num_blocks = self._last(hasher, first_chunk + len(found), room, told, reads_parts=reads_parts)
         if last is not None:
             found.append(last)
             num_tokens += num_blocks * hasher.block_tokens
         return Match(tuple(found), num_tokens, first_chunk) if num_tokens > skip_tokens else NO_MATCH
 
     def _last(
-        self, keys: Sequence[PrefixKey], room: _StagingRoom, told: Told, *, reads_parts: bool
+        self, hasher: PrefixHasher, chunk: int, room: _StagingRoom, told: Told, *, reads_parts: bool
     ) -> tuple[ChunkRef | None, int]:
-        """The chunk that holds most of the blocks that end at these keys, and how many; one in memory if several do."""
-        holder, most_blocks = self._holder_of_most(keys, room, reads_parts=reads_parts)
+        """What holds most of the blocks of chunk number ``chunk``, and how many; one in memory if several do."""
+        keys = hasher.block_keys(chunk)
+        trail = b"".join(keys)
+        holder, most_blocks = self._holder_of_most(trail, room, reads_parts=reads_parts)
+        others = self._named(trail, hasher.blocks_per_chunk, most_blocks) if self._remote.view is not None else ()
         for num_blocks in range(len(keys), most_blocks, -1):  # known by its key only, or coming, or at a remote tier
             tail = self._find(keys[num_blocks - 1], num_blocks, room, told)
             if tail is not None:
                 return tail, num_blocks
+            for ref, shared_blocks in others if reads_parts else ():
+                if shared_blocks == num_blocks and self._find(ref.prefix_key, ref.num_blocks, room, told):
+                    return ref, num_blocks
         return (holder.ref, most_blocks) if holder is not None else (None, 0)
 
+    def _named(self, trail: bytes, blocks_per_chunk: int, known_blocks: int) -> list[tuple[ChunkRef, int]]:
+        """The chunks that a remote tier has named, and that share more than the known blocks with a trail.
+
+        As in ``_holder_of_most``, none that another request is loading.
+        """
+        heard = self._remote.view.heard.nearest(trail) if self._remote.view is not None else ()
+        return [
+            (ref, num_blocks)
+            for ref, num_blocks in heard
+            if known_blocks < num_blocks < ref.num_blocks <= blocks_per_chunk and not self.is_loading(ref.prefix_key)
+        ]
+
     def _holder_of_most(
-        self, keys: Iterable[PrefixKey], room: _StagingRoom, *, reads_parts: bool = True
+        self, trail: bytes, room: _StagingRoom, *, reads_parts: bool = True
     ) -> tuple[Entry | None, int]:
         """``_last`` among the chunks whose trails are known, the longer ones included.
 
         A chunk that another request is loading is left out: who wants a part of it would wait for all of it.
         """
         best, most_blocks = None, 0
-        for key, num_blocks in islice(self._chunks.trails.nearest(b"".join(keys)), _MAX_PROBES):
+        for key, num_blocks in islice(self._chunks.trails.nearest(trail), _MAX_PROBES):
             if num_blocks < most_blocks:
                 break
             chunk = self._chunks.get(key)
@@ -151,9 +169,9 @@ class Lookup:
             best, most_blocks = chunk, num_blocks
         return best, most_blocks
 
-    def longest(self, keys: Iterable[PrefixKey]) -> tuple[Place, int] | None:
-        """Where a chunk is that holds most of the blocks that end at these keys, and how many. From any thread."""
-        chunk, num_blocks = self._holder_of_most(keys, self._room())
+    def longest(self, trail: bytes) -> tuple[Place, int] | None:
+        """Where a chunk is that shares most blocks with a trail, and how many. From any thread."""
+        chunk, num_blocks = self._holder_of_most(trail, self._room())
         return None if chunk is None else (_DISK if chunk.memory is NO_SLOT else _MEMORY, num_blocks)
 
     def longer(self, trail: bytes) -> list[ChunkRef]:
@@ -252,25 +270,32 @@ class Lookup:
 
     def questions(
         self, hasher: PrefixHasher, match: Match, skip_tokens: int = 0, told: Told = NOTHING_TOLD
-    ) -> list[ChunkRef]:
+    ) -> list[Asked]:
         """What must be asked of the remote tier before a match is known to be the longest; none when it is.
 
         First the whole chunks behind the match, with the tails inside the first of them and those at the end of the
-        sequence; in a second round, should it be needed, the tails inside the first one that is missing. The answers
-        go to the ``RemoteView``, or to what the caller was ``told``.
+        sequence, and the trails of both; in a second round, should it be needed, those of the first one that is
+        missing; and then whether the chunks are there that were named for a trail. The answers go to the
+        ``RemoteView``, or to what the caller was ``told``.
         """
         if self._remote.view is None or not self._remote.answers:
             return []
         known_tokens = max(match.num_tokens, match.chunk_tokens, skip_tokens)
         first_chunk, last = known_tokens // hasher.chunk_tokens, len(hasher.chunk_keys())
         asked: list[ChunkRef] = []
+        near: list[bytes] = []
         if self.checkpoints is None or self.checkpoints.groups.full:
             asked += [ChunkRef(key, hasher.blocks_per_chunk) for key in hasher.chunk_keys()[first_chunk:]]
             for chunk in dict.fromkeys((first_chunk, last)):
                 known_blocks = max(0, known_tokens - chunk * hasher.chunk_tokens) // hasher.block_tokens
-                asked += tail_refs(hasher, chunk)[known_blocks:]
+                tails, keys = tail_refs(hasher, chunk)[known_blocks:], hasher.block_keys(chunk)
+                asked += tails
+                if self.checkpoints is None and known_blocks < len(keys):
+                    near.append(trail := b"".join(keys))
+                    asked += (ref for ref, _ in self._named(trail, hasher.blocks_per_chunk, known_blocks))
         unknown = [ref for ref in asked if not self._is_here(ref)]
-        questions = self._remote.view.unknown(unknown, self._now_s, told)
+        questions: list[Asked] = [*self._remote.view.unknown(unknown, self._now_s, told)]
+        questions += self._remote.view.unknown(near, self._now_s, told)
         if self.checkpoints is not None:
             known = match._replace(num_tokens=max(match.num_tokens, skip_tokens), chunk_tokens=known_tokens)
             questions += self._about_checkpoints(self.checkpoints, self._remote.view, hasher, known, told)
@@ -326,6 +351,8 @@ class Lookup:
         chunk = self._chunks.get(key)
         if chunk is not None and self._is_readable(chunk):
             return chunk.ref if chunk.ref.num_blocks == num_blocks and room.takes(chunk) else None
+        if self._remote.view is None:  # at once: the probe behind the last chunk comes here for most of its keys
+            return None
         ref = ChunkRef(key, num_blocks)
         return ref if self._is_remote(ref, told) and room.takes(None) else None
 
@@ -338,12 +365,18 @@ class Lookup:
         return memory is not GATHERING
 
     def _new_trails(self, hasher: PrefixHasher | None, refs: Iterable[ChunkRef]) -> dict[PrefixKey, bytes]:
-        """The trails of those chunks of a sequence that are known without one, or not at all."""
+        """The trails of those chunks of a sequence that are known without one, or not at all.
+
+        Its last chunk may be another sequence's, which shares blocks with it: then the remote tier has told its trail.
+        """
         if hasher is None:
             return {}
-        return trails(
-            hasher, (ref for ref in refs if not (chunk := self._chunks.get(ref.prefix_key)) or not chunk.trail)
-        )
+        new = [ref for ref in refs if not (chunk := self._chunks.get(ref.prefix_key)) or not chunk.trail]
+        made = trails(hasher, new)
+        if self._remote.view is not None and len(made) < len(new):
+            heard = self._remote.view.heard
+            made.update((ref.prefix_key, heard.trail_of(ref)) for ref in new if ref.prefix_key not in made)
+        return made
 
     def _is_here(self, ref: ChunkRef) -> bool:
         chunk = self._chunks.get(ref.prefix_key)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from kvstore.chunks import ChunkRef
+from kvstore.catalog.heard import HeardTrails
+from kvstore.chunks import Answer, Asked, ChunkRef
 
 MAX_ANSWERS = 1 << 18  # about 50 MB; beyond that the oldest are forgotten
+MAX_TRAILS: Final = 1 << 14  # asked about, likewise
 MIN_TOLD_S: Final = 1.0  # how long an answer counts at least for the request that asked
+
+
+Item = TypeVar("Item", bound=Asked)
 
 
 class _Answer(NamedTuple):
@@ -25,7 +30,7 @@ class _Answer(NamedTuple):
 class _Heard(NamedTuple):
     """Answers to one question, as one request heard them."""
 
-    answers: Mapping[ChunkRef, bool | None]
+    answers: Mapping[Asked, Answer]
     expires_s: float
     serial: int  # of the view at that time
 
@@ -42,7 +47,7 @@ class Told:
         self._heard: list[_Heard] = []
         self._gave_up = False
 
-    def note(self, answers: Mapping[ChunkRef, bool | None], now_s: float, expires_s: float, serial: int) -> None:
+    def note(self, answers: Mapping[Asked, Answer], now_s: float, expires_s: float, serial: int) -> None:
         """Note answers to this request's questions; a chunk whose answer is None counts as missing for it."""
         self._heard = [heard for heard in self._heard if heard.expires_s > now_s]  # it may ask for minutes
         self._heard.append(_Heard(answers, expires_s, serial))
@@ -57,6 +62,10 @@ class Told:
             if ref in answers and expires_s > now_s:
                 return answers[ref] is True and serial >= since
         return False if self._gave_up else None
+
+    def was_asked(self, trail: bytes, now_s: float) -> bool:
+        """Whether this request need not ask about a trail: it was answered, or it is too late."""
+        return self._gave_up or any(trail in heard.answers and heard.expires_s > now_s for heard in self._heard)
 
     def forget_missing(self) -> None:
         """Drop the answers that said "no": those chunks are on their way."""
@@ -76,13 +85,18 @@ class RemoteView:
 
     Args:
         hold_s: how long an answer counts.
+
+    Attributes:
+        heard: the trails of chunks that the tier named.
     """
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
+        self.heard = HeardTrails()
         self._answers: OrderedDict[ChunkRef, _Answer] = OrderedDict()  # the oldest first
+        self._asked_trails: OrderedDict[bytes, float] = OrderedDict()  # until when they need not be asked about again
         self._serial = 0  # counts the events that void earlier answers
-        self._void: OrderedDict[ChunkRef, int] = OrderedDict()  # answers about a chunk from before this serial are void
+        self._void: OrderedDict[Asked, int] = OrderedDict()  # answers about a chunk from before this serial are void
         self._void_all = 0  # so are answers about any chunk from before this one
 
     @property
@@ -90,34 +104,46 @@ class RemoteView:
         """The age of a question: its answer is void if the serial of its chunk has advanced since."""
         return self._serial
 
-    def note(
-        self, refs: Iterable[ChunkRef], answers: Iterable[bool | None], now_s: float, since: int | None = None
-    ) -> None:
+    def note(self, asked: Iterable[Asked], answers: Iterable[Answer], now_s: float, since: int | None = None) -> None:
         """Note what the tier said, or what its behaviour showed; None where it said nothing.
 
-        An answer to a question asked at serial ``since`` counts unless it has become void meanwhile.
+        An answer to a question asked at serial ``since`` counts unless it has become void meanwhile. The trails that it
+        names stay true: what becomes void is whether such a chunk is there.
         """
-        if not self._hold_s:
-            return
         known, expires_s = self._answers, now_s + self._hold_s
         said = {is_there: _Answer(is_there, expires_s) for is_there in (True, False)}
-        for ref, is_there in zip(refs, answers, strict=True):
-            if is_there is not None and (since is None or not self.is_void(ref, since)):
-                known[ref] = said[is_there]
-                known.move_to_end(ref)
+        for item, answer in zip(asked, answers, strict=True):
+            if isinstance(item, bytes):
+                self._note_trail(item, answer, expires_s)
+            elif self._hold_s and answer is not None and (since is None or not self.is_void(item, since)):
+                known[item] = said[answer is True]
+                known.move_to_end(item)
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def tell(self, told: Told, answers: Mapping[ChunkRef, bool | None], now_s: float, since: int) -> None:
+    def _note_trail(self, trail: bytes, answer: Answer, expires_s: float) -> None:
+        if not isinstance(answer, tuple):
+            return
+        self.heard.add(trail, answer)
+        if self._hold_s:
+            self._asked_trails[trail] = expires_s
+            self._asked_trails.move_to_end(trail)
+            while len(self._asked_trails) > MAX_TRAILS:
+                self._asked_trails.popitem(last=False)
+
+    def tell(self, told: Told, answers: Mapping[Asked, Answer], now_s: float, since: int) -> None:
         """Let answers to a question asked at serial ``since`` count for a request.
 
         They count for a second at least, as vLLM may ask again until it has blocks.
         """
+        for item, answer in answers.items():
+            if isinstance(item, bytes) and isinstance(answer, tuple):
+                self.heard.add(item, answer)
         told.note(answers, now_s, now_s + max(self._hold_s, MIN_TOLD_S), since)
 
-    def is_void(self, ref: ChunkRef, since: int) -> bool:
-        """Whether an answer about a chunk, asked for at serial ``since``, no longer counts."""
-        return self._void_since(ref) > since
+    def is_void(self, item: Asked, since: int) -> bool:
+        """Whether an answer asked for at serial ``since`` no longer counts."""
+        return self._void_since(item) > since
 
     def deny(self, refs: Sequence[ChunkRef], now_s: float) -> None:
         """Note that chunks are missing in the tier, or must not be read there, whatever was answered before."""
@@ -141,9 +167,15 @@ class RemoteView:
             return None
         return answer.is_there
 
-    def unknown(self, refs: Iterable[ChunkRef], now_s: float, told: Told = NOTHING_TOLD) -> list[ChunkRef]:
-        """The chunks about which the tier must be asked for a request."""
-        return [ref for ref in refs if self.holds(ref, now_s, told) is None]
+    def unknown(self, asked: Iterable[Item], now_s: float, told: Told = NOTHING_TOLD) -> list[Item]:
+        """The chunks and trails about which the tier must be asked for a request."""
+        return [item for item in asked if self._is_unknown(item, now_s, told)]
+
+    def _is_unknown(self, item: Asked, now_s: float, told: Told) -> bool:
+        if not isinstance(item, bytes):
+            return self.holds(item, now_s, told) is None
+        is_known = not told.source and self._asked_trails.get(item, 0.0) > now_s
+        return not is_known and not told.was_asked(item, now_s)
 
     def forget(self, refs: Sequence[ChunkRef]) -> None:
         """Drop the answers about chunks, including those that only one request was told."""
@@ -164,9 +196,11 @@ class RemoteView:
         self._void_all = self._serial
         self._void.clear()
         self._answers.clear()
+        self._asked_trails.clear()
+        self.heard.clear()
 
-    def _void_since(self, ref: ChunkRef) -> int:
-        return max(self._void.get(ref, 0), self._void_all)
+    def _void_since(self, item: Asked) -> int:
+        return max(self._void.get(item, 0), self._void_all)
 
     def _make_void(self, refs: Iterable[ChunkRef]) -> None:
         self._serial += 1

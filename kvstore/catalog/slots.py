@@ -41,8 +41,8 @@ class Slots:
                 return None
             for key in victims:
                 self._chunks.counters.evicted_memory += 1
-                self.drop(self._chunks[key])
-                self._chunks.note_evicted(key)
+                self.drop(victim := self._chunks[key])
+                self._chunks.note_evicted(victim)
         slot = self.free.pop()
         self._num_hung = min(self._num_hung, len(self.free))
         return slot

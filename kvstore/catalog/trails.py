@@ -28,7 +28,12 @@ class Trails:
 
     def add(self, trail: bytes) -> None:
         """Add the trail of a chunk that is not known yet."""
-        insort(self._groups.setdefault(trail[:PREFIX_KEY_BYTES], []), trail)
+        first = trail[:PREFIX_KEY_BYTES]
+        group = self._groups.get(first)
+        if group is None:
+            self._groups[first] = [trail]  # nearly always, and smaller than a list that grew
+        else:
+            insort(group, trail)
 
     def add_all(self, trails: Iterable[bytes]) -> None:
         """``add`` many at once."""
@@ -49,21 +54,35 @@ class Trails:
             del self._groups[first]
 
     def nearest(self, trail: bytes) -> Iterator[tuple[PrefixKey, int]]:
-        """The chunks that share blocks with a trail, and how many; those that share most come first."""
+        """The chunks that share blocks with a trail, and how many; those that share most come first.
+
+        Of those that share the most blocks the first is the same for all trails that share these with it: what many
+        sequences begin with is a use of one chunk then, and not of one here and one there.
+        """
+        return ((other[-PREFIX_KEY_BYTES:], shared) for other, shared in self.neighbours(trail))
+
+    def neighbours(self, trail: bytes) -> Iterator[tuple[bytes, int]]:
+        """The trails of these chunks, and how many blocks they share."""
         group = self._groups.get(trail[:PREFIX_KEY_BYTES], _NONE)
         above = bisect_left(group, trail)
         below = above - 1
-        key_below, shared_below = _shared_at(group, below, trail)
-        key_above, shared_above = _shared_at(group, above, trail)
+        below_it, shared_below = _shared_at(group, below, trail)
+        above_it, shared_above = _shared_at(group, above, trail)
+        if shared_below >= max(1, shared_above):
+            first = bisect_left(group, trail[: shared_below * PREFIX_KEY_BYTES])
+            if first < below:  # all from there on share as much
+                above, below = first, first - 1
+                below_it, shared_below = _shared_at(group, below, trail)
+                above_it, shared_above = _shared_at(group, above, trail)
         while shared_below or shared_above:
-            if shared_above >= shared_below:
-                yield key_above, shared_above
+            if shared_above > shared_below:
+                yield above_it, shared_above
                 above += 1
-                key_above, shared_above = _shared_at(group, above, trail)
+                above_it, shared_above = _shared_at(group, above, trail)
             else:
-                yield key_below, shared_below
+                yield below_it, shared_below
                 below -= 1
-                key_below, shared_below = _shared_at(group, below, trail)
+                below_it, shared_below = _shared_at(group, below, trail)
 
     def within(self, trail: bytes) -> Iterator[PrefixKey]:
         """The longer chunks that hold all blocks of a trail."""
@@ -77,13 +96,18 @@ class Trails:
         return (trail for group in self._groups.values() for trail in group)
 
 
+def is_trail(trail: bytes, blocks_per_chunk: int) -> bool:
+    """Whether it may be one: of whole keys, and of no more than a chunk has."""
+    return bool(trail) and len(trail) % PREFIX_KEY_BYTES == 0 and len(trail) <= blocks_per_chunk * PREFIX_KEY_BYTES
+
+
 def keys_of(trail: bytes) -> Iterator[PrefixKey]:
     """The keys of a trail, the shortest prefix first."""
     return (trail[begin : begin + PREFIX_KEY_BYTES] for begin in range(0, len(trail), PREFIX_KEY_BYTES))
 
 
-def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[PrefixKey, int]:
-    """A chunk of a group, and how many blocks it shares with a trail; 0 outside of the group.
+def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[bytes, int]:
+    """A trail of a group, and how many blocks it shares with another; 0 outside of the group.
 
     Another thread may change the group meanwhile: what stands there is read once.
     """
@@ -101,4 +125,4 @@ def _shared_at(group: Sequence[bytes], place: int, trail: bytes) -> tuple[Prefix
             shared = middle
         else:
             end = middle - 1
-    return other[-PREFIX_KEY_BYTES:], shared
+    return other, shared

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.catalog.entries import NO_FILE, NO_SLOT, READY, Entries, Entry
+from kvstore.catalog.entries import LOADING, NO_FILE, NO_SLOT, READY, STORED, Entries, Entry
 from kvstore.catalog.leases import Leases
 from kvstore.catalog.plans import MissReason
 from kvstore.catalog.slots import Slots
@@ -54,7 +54,7 @@ class Uses:
 
     def remove(self, chunk: Entry) -> None:
         """Let a chunk go on purpose, so that nobody finds it again."""
-        self.chunks.departed.note(chunk.ref.prefix_key, MissReason.REMOVED)
+        self.chunks.note_gone(chunk, MissReason.REMOVED)
         self.discard(chunk)
 
     def discard(self, chunk: Entry) -> None:
@@ -85,24 +85,39 @@ class Uses:
             self.disk.removals.append(chunk.ref)
 
     def supersede(self, chunk: Entry) -> None:
-        """Let the tails go that a chunk holds, which has come to a place: whoever asks for one is led to the chunk.
-
-        A tail that is leased or to be kept for longer stays, and goes in its turn. One on disk stays until the chunk is
-        there too, or a crash in between would lose both.
-        """
-        if not self.chunks.is_known(chunk.ref.prefix_key):  # it was removed meanwhile
-            return
+        """A chunk has come to a place: if it is whole, let the tails go that it holds."""
+        if chunk.ref.num_blocks != self.chunks.whole_blocks or not self.chunks.is_known(chunk.ref.prefix_key):
+            return  # no whole chunk, or one that was removed meanwhile
         for key in keys_of(chunk.trail[:-PREFIX_KEY_BYTES]):
             tail = self.chunks.get(key)
-            if tail is None or tail.forgotten or not (chunk.on_disk or tail.disk is NO_FILE):
-                continue
-            if key not in self.leases and chunk.lasts_until(tail.expires_s):
-                self.chunks.counters.superseded_tails += 1
-                self.discard(tail)
+            if tail is not None and not tail.forgotten:
+                self.take_in(chunk, tail)
+
+    def take_in(self, chunk: Entry, tail: Entry) -> bool:
+        """Let a tail go that a known chunk holds: whoever asks for it is led to the chunk, whoever leased it has that.
+
+        A tail stays that is to be kept for longer, or is in a place where the chunk is not: there a crash or a failure
+        in between would lose both. So does one that is being read.
+        """
+        is_read = tail.memory is LOADING
+        lacks_slot = self.keep_in_memory and tail.memory is not NO_SLOT and chunk.memory is not READY
+        lacks_file = tail.disk is not NO_FILE and chunk.disk is not STORED
+        if is_read or lacks_slot or lacks_file or not chunk.lasts_until(tail.expires_s):
+            return False
+        self.chunks.counters.superseded_tails += 1
+        freed, added = self.leases.move(tail.ref.prefix_key, chunk.ref.prefix_key)
+        if added:
+            self.begin(chunk, added)
+        self._end_leases(tail, freed)
+        self.discard(tail)
+        return True
 
     def _unlease(self, chunk: Entry) -> None:
         """Take a chunk out of all leases: otherwise it could not be stored again before they end."""
-        holders = self.leases.drop_chunk(chunk.ref.prefix_key)
-        chunk.uses -= holders
-        if holders and not chunk.uses and chunk.memory is READY:
+        self._end_leases(chunk, self.leases.drop_chunk(chunk.ref.prefix_key))
+
+    def _end_leases(self, chunk: Entry, count: int) -> None:
+        """Leases no longer hold a chunk, which goes or is forgotten."""
+        chunk.uses -= count
+        if count and not chunk.uses and chunk.memory is READY:
             self.slots.num_idle += 1

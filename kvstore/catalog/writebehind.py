@@ -85,8 +85,8 @@ class DiskWrites:
         victims = self.order.make_room(missing_bytes, self.chunks.is_unused, newcomer.ref.prefix_key)
         for key in victims or ():
             self.chunks.counters.evicted_disk += 1
-            self.drop(self.chunks[key], announce=True)
-            self.chunks.note_evicted(key)
+            self.drop(victim := self.chunks[key], announce=True)
+            self.chunks.note_evicted(victim)
         return victims is not None
 
 
@@ -108,9 +108,14 @@ class RemoteSends:
     num_sends: int = 0
     answers: bool = True
 
+    @property
+    def is_sent_to(self) -> bool:
+        """Whether chunks are written to the tier, and not only read there."""
+        return self.view is not None and self.max_sends > 0
+
     def reserve(self, chunk: Entry, now_s: float) -> bool:
         """Take a place in the queue; False if a chunk will not be sent."""
-        if self.view is None or not self.max_sends or chunk.expires_s is not None:
+        if self.view is None or not self.is_sent_to or chunk.expires_s is not None:
             return False
         if chunk.remote is not UNSENT:
             return False

@@ -1,7 +1,8 @@
 """A pack: chunks of one model in one file, for shipping. ``docs/FORMAT.md`` describes it byte by byte.
 
 A pack is written once, from front to back, one chunk at a time, under another name until it is complete; an interrupted
-export resumes where it stopped. Every chunk in it is the content of a chunk file, with its own checksums.
+export resumes where it stopped. Every chunk in it is the content of a chunk file, with its own checksums. Behind the
+chunks, where readers that do not know of trails look at nothing, are those of the chunks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,20 +23,23 @@ import numpy as np
 import xxhash
 
 from kvstore import __version__
-from kvstore.chunks import ByteArray, ChunkRef
+from kvstore.chunks import ByteArray, ChunkRef, chunk_of
 from kvstore.errors import ConfigError, LayoutError
 from kvstore.format.images import MAX_HEADER_BYTES, check_image, read_facts
+from kvstore.format.trailrecords import TrailRecords
 from kvstore.format.wholeio import read_front, read_whole, write_whole
-from kvstore.keys import ChunkKey, Namespace
+from kvstore.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 MAGIC = b"KVSPACK1"
 END_MAGIC = b"KVSPEND1"
+TRAILS_MAGIC = b"KVSPTRL1"
 PARTIAL_SUFFIX = ".partial"
 _FRONT = struct.Struct("<8sQ")  # magic, length of the JSON
 _RECORD = struct.Struct("<II16sQQ")  # shard, blocks, prefix key, offset, bytes
 _END = struct.Struct("<8sQQ16s")  # magic, offset of the index, number of records, xxh3_128 of front and index
 _MAX_FRONT_BYTES = 16 << 20
+_PIECE_RECORDS = 1024  # of trails, read at once
 
 
 @dataclass(frozen=True)
@@ -139,21 +143,32 @@ class PackWriter(_File):
         self.held[shard, ref] = Extent(self._end, len(image))
         self._end += len(image)
 
-    def finish(self) -> None:
-        """Write the index, sync the file, and give the pack its name.
+    def finish(self, trails: Iterable[bytes] = ()) -> None:
+        """Write trails and the index, sync the file, and give the pack its name.
+
+        Args:
+            trails: of its chunks, as far as they are known; those of others are left out.
 
         Raises:
             ConfigError: see ``add``.
         """
+        noted = self._noted(trails)
+        index_at = self._end + len(noted)
         index = b"".join(
             _RECORD.pack(shard, ref.num_blocks, ref.prefix_key, *extent) for (shard, ref), extent in self.held.items()
         )
-        end = _END.pack(END_MAGIC, self._end, len(self.held), xxhash.xxh3_128_digest(self._front + index))
+        end = _END.pack(END_MAGIC, index_at, len(self.held), xxhash.xxh3_128_digest(self._front + index))
         with _writing(self._path):
-            write_whole(self._fd, [memoryview(index + end)], self._end)
-            os.ftruncate(self._fd, self._end + len(index) + len(end))
+            write_whole(self._fd, [memoryview(part) for part in (noted, index, end)], self._end)
+            os.ftruncate(self._fd, index_at + len(index) + len(end))
             os.fsync(self._fd)
             self._partial.rename(self._path)
+
+    def _noted(self, trails: Iterable[bytes]) -> bytes:
+        """The part of the file that holds the trails of its chunks; empty if none is known."""
+        records, held = _records(self._shards), {ref for _, ref in self.held}
+        mine = dict.fromkeys(trail for trail in trails if records.takes(trail) and chunk_of(trail) in held)
+        return b"".join((TRAILS_MAGIC, *map(records.record, mine))) if mine else b""
 
     def _resume(self) -> int:
         """Keep the sound chunks of an interrupted export; returns where the next one goes."""
@@ -193,11 +208,44 @@ class Pack(_File):
         extents: for each shard, its chunks in the order in which they were written.
     """
 
-    def __init__(self, fd: int, path: Path, shards: Sequence[Shard], extents: Sequence[dict[ChunkRef, Extent]]) -> None:
+    def __init__(
+        self,
+        fd: int,
+        path: Path,
+        shards: Sequence[Shard],
+        extents: Sequence[dict[ChunkRef, Extent]],
+        index_offset: int,
+    ) -> None:
         self.path = path
         self.shards = shards
         self.extents = extents
+        self._index_offset = index_offset
         super().__init__(fd)
+
+    def read_trails(self) -> tuple[dict[PrefixKey, bytes], int]:
+        """The trails of its chunks, as far as it has them, and how many more are damaged or cannot be read."""
+        held = {ref for extents in self.extents for ref in extents}
+        records, offset, num_records = self._trails_at()
+        trails: dict[PrefixKey, bytes] = {}
+        num_sound = 0
+        with suppress(OSError):
+            if num_records and read_front(self._fd, len(TRAILS_MAGIC), offset - len(TRAILS_MAGIC)) != TRAILS_MAGIC:
+                return {}, num_records
+            for first in range(0, num_records, _PIECE_RECORDS):
+                size_bytes = min(_PIECE_RECORDS, num_records - first) * records.record_bytes
+                for trail in records.read(read_front(self._fd, size_bytes, offset + first * records.record_bytes)):
+                    num_sound += 1
+                    if (ref := chunk_of(trail)) in held:
+                        trails[ref.prefix_key] = trail
+        return trails, num_records - num_sound
+
+    def _trails_at(self) -> tuple[TrailRecords, int, int]:
+        """The kind of the records of trails, where the first one is, and how many there are: no more than chunks."""
+        records = _records(self.shards)
+        ends = [extent.offset + extent.size_bytes for extents in self.extents for extent in extents.values()]
+        offset = max(ends, default=self._index_offset) + len(TRAILS_MAGIC)
+        room_bytes = max(0, self._index_offset - offset)
+        return records, offset, min(room_bytes // records.record_bytes, len(ends))
 
     def read_into(self, extent: Extent, views: Sequence[memoryview]) -> bool:
         """Fill ``views`` from the begin of a chunk; False if the file ends too early.
@@ -231,6 +279,7 @@ class Pack(_File):
         """What it holds, for people."""
         return {
             "file_bytes": os.fstat(self._fd).st_size,
+            "trails": len(self.read_trails()[0]),
             "shards": [
                 {
                     "namespace": shard.namespace.id.hex(),
@@ -287,7 +336,12 @@ def _opened(fd: int, path: Path) -> Pack:
         if shard >= len(shards) or offset + length > index_offset or length % ALIGNMENT_BYTES:
             raise ConfigError(f"the index of the pack {path} is inconsistent: export it again")
         extents[shard][ChunkRef(key, blocks)] = Extent(offset, length)
-    return Pack(fd, path, shards, extents)
+    return Pack(fd, path, shards, extents, index_offset)
+
+
+def _records(shards: Sequence[Shard]) -> TrailRecords:
+    """A trail is that of a chunk's part in every shard, so there is one record for all."""
+    return TrailRecords(max((shard.layout.blocks_per_chunk for shard in shards), default=0))
 
 
 def _front(shards: Sequence[Shard]) -> bytes:

@@ -34,12 +34,14 @@ class Request(NamedTuple):
         keys: keys of its chunks, head first. Equal keys stand for equal prefixes.
         chunk_tokens: tokens in each chunk but the last.
         tail_tokens: tokens in the last chunk.
+        num_tokens: of all its chunks, as the trace says.
     """
 
     time_s: float
     keys: tuple[PrefixKey, ...]
     chunk_tokens: int
     tail_tokens: int
+    num_tokens: int
 
     def tokens_of(self, position: int) -> int:
         """Tokens in the chunk at this position."""
@@ -49,11 +51,13 @@ class Request(NamedTuple):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_trace(path: Path) -> Iterator[Request]:
+def read_trace(path: Path, key_tokens: int | None = None) -> Iterator[Request]:
     """The requests of a trace, in order. Requests without chunks are left out.
 
+    With ``key_tokens``, every key must stand for as many tokens, but for the last one of a request.
+
     Raises:
-        ConfigError: the file cannot be read, or a line of it is in neither format.
+        ConfigError: the file cannot be read, or a line of it is in neither format, or of other keys.
     """
     number, chunk_tokens = 0, 0
     try:
@@ -63,7 +67,13 @@ def read_trace(path: Path) -> Iterator[Request]:
                 if number == 1 and fields.get("format") == FORMAT_NAME:
                     chunk_tokens = _chunk_tokens(fields)
                     continue
-                request = _own_request(fields, chunk_tokens) if chunk_tokens else _mooncake_request(fields)
+                request = (
+                    _own_request(fields, chunk_tokens)
+                    if chunk_tokens
+                    else _mooncake_request(fields, key_tokens or MOONCAKE_BLOCK_TOKENS)
+                )
+                if key_tokens is not None:
+                    _check_keys(request, key_tokens)
                 if request.keys:
                     yield request
     except OSError as error:
@@ -91,14 +101,23 @@ def _own_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     return _request(float(fields["time_s"]), keys, chunk_tokens, int(fields["num_tokens"]))
 
 
-def _mooncake_request(fields: dict[str, Any]) -> Request:
+def _mooncake_request(fields: dict[str, Any], chunk_tokens: int) -> Request:
     keys = tuple(int(block).to_bytes(_KEY_BYTES, "little") for block in fields["hash_ids"])
-    return _request(fields["timestamp"] / 1000, keys, MOONCAKE_BLOCK_TOKENS, int(fields["input_length"]))
+    return _request(fields["timestamp"] / 1000, keys, chunk_tokens, int(fields["input_length"]))
 
 
 def _request(time_s: float, keys: tuple[PrefixKey, ...], chunk_tokens: int, num_tokens: int) -> Request:
     tail_tokens = num_tokens - chunk_tokens * (len(keys) - 1)
-    return Request(time_s, keys, chunk_tokens, min(max(tail_tokens, 1), chunk_tokens))
+    return Request(time_s, keys, chunk_tokens, min(max(tail_tokens, 1), chunk_tokens), num_tokens)
+
+
+def _check_keys(request: Request, key_tokens: int) -> None:
+    if request.chunk_tokens != key_tokens:
+        raise ValueError(f"a key of it stands for {request.chunk_tokens} tokens, not for {key_tokens}")
+    if len(request.keys) != -(-request.num_tokens // key_tokens):
+        raise ValueError(
+            f"{request.num_tokens:,} tokens have {len(request.keys)} keys: a key does not stand for {key_tokens} tokens"
+        )
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------

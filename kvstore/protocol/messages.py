@@ -32,13 +32,14 @@ from kvstore.protocol.runs import Run
 Decoded = TypeVar("Decoded")
 
 PROTOCOL_VERSION: Final = 2
-OLDEST_VERSION: Final = 1  # which servers speak, too; a client asks for it where a server refuses the newer
-SENDING_SINCE: Final = 2  # versions: an older server cuts off a client that sends ``Sending``
+OLDEST_VERSION: Final = 1  # that is spoken: a client of it sends no message that came later
 PIECE_BYTES: Final = 2 << 20  # the most that one message carries of a payload
 MAX_REFS: Final = 4096  # in a lookup; of chunks to be moved, MAX_MOVES
 MAX_MOVES: Final = 64
+MAX_TRAILS: Final = 64  # in one message
 WINDOW: Final = 8  # pieces under way at once, to the server
 MAX_MESSAGE_BYTES: Final = 128 << 10
+MAX_TRAIL_BYTES: Final = 64 << 10  # of one; together, those of a message fit into it
 MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
 MAX_OPEN: Final = 4096  # hand-overs under way
@@ -53,6 +54,7 @@ _Short: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 _Refs: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_REFS)]
 _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOVES)]
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
+_Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
 
 
@@ -194,7 +196,7 @@ class Scan(Request, tag=11, frozen=True):
     first: _Count
 
 
-class Sending(Request, tag=19, frozen=True):
+class Sending(Request, tag=21, frozen=True):
     """Which hand-overs of a sender are under way to this server. No answer. Since version 2.
 
     Attributes:
@@ -249,6 +251,19 @@ class UnpinSpaces(Request, tag=18, frozen=True):
     """Unpins all chunks of a namespace, by id, or of all (empty). ``Report``."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=8)]
+
+
+class Describe(Request, tag=19, frozen=True):
+    """Tells the keys at the ends of the blocks of a chunk that is being written. No answer. Since version 2."""
+
+    lease: _Count
+    trail: _Trail
+
+
+class Nearest(Request, tag=20, frozen=True):
+    """Which chunks share leading blocks with each of these trails? ``Named``. Since version 2."""
+
+    trails: Annotated[list[_Trail], msgspec.Meta(max_length=MAX_TRAILS)]
 
 
 Order: TypeAlias = ClearSpaces | Pin | Explain | Pins | UnpinSpaces
@@ -332,7 +347,13 @@ class Report(_Answer, tag=8, frozen=True):
     body: bytes
 
 
-Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report
+class Named(_Answer, tag=9, frozen=True):
+    """To ``Nearest``: for each trail, those of chunks, the one that shares most with it first."""
+
+    trails: list[list[bytes]]
+
+
+Answer: TypeAlias = Welcome | Held | Granted | Done | Data | Listing | Refused | Report | Named
 
 _OUTCOMES: Final = tuple(Outcome)
 _NUMBERS: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES)}

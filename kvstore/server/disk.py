@@ -11,7 +11,7 @@ import logging
 import mmap
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -23,13 +23,13 @@ import numpy as np
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import ConfigError, TierError, TierTimeoutError
 from kvstore.format import chunkfile
-from kvstore.keys import EPOCH_FIELD
+from kvstore.keys import EPOCH_FIELD, PrefixKey
 from kvstore.protocol.pieces import scatter
 from kvstore.server.disk_tiers import WRITE_THREADS, DiskOptions, DiskTiers, read_home
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.turns import Once, Turns, Work
 from kvstore.throttle import Throttle
-from kvstore.tiers.base import Transfer
+from kvstore.tiers.base import BoundedTier, Transfer
 from kvstore.tiers.disk import folder as _folder
 from kvstore.tiers.disk import survey
 
@@ -80,8 +80,10 @@ class Disk:
         """Whether files are being written or deleted."""
         return self._turns.is_busy
 
-    def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]]]]:
+    def open_all(self) -> list[tuple[Space, list[tuple[ChunkRef, int]], Mapping[PrefixKey, bytes]]]:
         """The namespaces that an earlier server has left, each with its chunks, the least recently used first.
+
+        And with the trails of the chunks, as far as they were kept.
 
         Namespaces of past epochs, and folders that nobody can read, are deleted.
 
@@ -98,7 +100,7 @@ class Disk:
                 continue
             with self._tiers.use(space) as opened:
                 assert opened is not None
-                found.append((space, opened.tier.scan()))
+                found.append((space, opened.tier.scan(), _trails(opened.tier)))
         return found
 
     def size_of(self, space: Space, ref: ChunkRef) -> int:
@@ -241,7 +243,7 @@ class Disk:
             if not self._tiers.claim(chunk.space, most_bytes):
                 return None
             try:
-                (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer)])
+                (outcome,) = opened.tier.put([Transfer(chunk.ref, buffer, trail=chunk.trail)])
             finally:
                 self._tiers.unclaim(most_bytes)
             return opened.raw.size_of(chunk.ref) if outcome is Outcome.STORED else None
@@ -280,6 +282,14 @@ class Disk:
 
     def _complain(self, error: Exception) -> None:
         self._throttle.log("disk", "the disk of the cache server: %s", error)
+
+
+def _trails(tier: BoundedTier) -> Mapping[PrefixKey, bytes]:
+    """The trails that a tier has kept; none if they cannot be read: they are worth hits only."""
+    try:
+        return tier.trails()
+    except TierError:
+        return {}
 
 
 def _refuse_engines(folder: Path) -> None:

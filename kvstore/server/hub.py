@@ -202,13 +202,13 @@ class Hub:
             self._take_stock(disk)
 
     def _take_stock(self, disk: Disk) -> None:
-        for found, chunks in disk.open_all():
+        for found, chunks, trails in disk.open_all():
             space = self.stock.enter(found.namespace, found.layout)
             if space is None:  # nobody could ever use its chunks
                 disk.forget(found)
                 continue
             for ref, size_bytes in chunks:
-                self.stock.found_on_disk(space, ref, size_bytes)
+                self.stock.found_on_disk(space, ref, size_bytes, trails.get(ref.prefix_key, b""))
 
     def _bind(self, address: str) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)

@@ -172,8 +172,13 @@ class Service:
                 return self._grants.find(session, request)
             case messages.Commit():
                 return self._commit(session, request)
+            case messages.Nearest():
+                return self._nearest(session, request)
             case messages.Release():
                 self._release(session, request)
+                return None
+            case messages.Describe():
+                self._describe(session, request)
                 return None
             case messages.Sending():
                 session.progress = Progress(request.sender, request.following, dict(request.open))
@@ -201,10 +206,11 @@ class Service:
             return messages.Refused(request.serial, reason, message)
 
         sessions, stock, pool_bytes = self._core.sessions, self._core.stock, self._core.pool.num_bytes
-        oldest, newest = messages.OLDEST_VERSION, messages.PROTOCOL_VERSION
-        if not oldest <= request.version <= newest:
-            spoken = f"versions {oldest} to {newest}"
-            return refused(Refusal.VERSION, f"this server speaks {spoken} of the protocol, not {request.version}")
+        if not messages.OLDEST_VERSION <= request.version <= messages.PROTOCOL_VERSION:
+            spoken = f"{messages.OLDEST_VERSION} to {messages.PROTOCOL_VERSION}"
+            return refused(
+                Refusal.VERSION, f"this server speaks versions {spoken} of the protocol, not {request.version}"
+            )
         if self._core.is_closing:
             return refused(Refusal.CLOSING, "the server is closing")
         if request.token and not self._core.is_open(request.token):
@@ -239,6 +245,21 @@ class Service:
             self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
         self._touches.append((session.space, refs))
         return messages.Held(request.serial, found, self._core.usage(session.space))
+
+    def _nearest(self, session: Session, request: messages.Nearest) -> messages.Answer:
+        """Answers with at most as much as a message may hold: a trail behind that has no neighbours."""
+        named: list[list[bytes]] = []
+        left_bytes = messages.MAX_MESSAGE_BYTES
+        for trail in request.trails:
+            near = self._core.stock.nearest(session.space, trail)
+            left_bytes -= sum(map(len, near))
+            named.append(near if left_bytes >= 0 else [])
+        return messages.Named(request.serial, named)
+
+    def _describe(self, session: Session, request: messages.Describe) -> None:
+        lease = session.leases.get(request.lease)
+        if lease is not None and lease.is_write:
+            self._core.stock.describe(lease.chunk, request.trail)
 
     def _commit(self, session: Session, request: messages.Commit) -> messages.Answer:
         outcomes = [self._commit_one(session, number, is_whole=request.is_whole) for number in request.leases]

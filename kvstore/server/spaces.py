@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvstore.catalog.trails import Trails
 from kvstore.chunks import ChunkRef
 from kvstore.keys import NAMESPACE_ID_BYTES, Namespace
 from kvstore.layout import KVLayout
@@ -34,6 +35,7 @@ class Chunk:
         is_gone: it was removed; its pages are freed with the last use.
         epoch: of its namespace, when its write began.
         sums: known checksums of parts of its payload, by offset and length.
+        trail: the keys at the ends of its blocks; empty if they were not told.
     """
 
     space: Space
@@ -49,6 +51,7 @@ class Chunk:
     is_gone: bool = False
     epoch: int = field(init=False)
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    trail: bytes = b""
 
     def __post_init__(self) -> None:
         self.key = self.space.key_of(self.ref)
@@ -89,6 +92,7 @@ class Space:
         layout: the geometry of its chunks.
         quota_bytes: what it may hold, in memory and on disk together, each chunk counted once.
         chunks: the least recently used first.
+        trails: of those of them that have one.
         used_bytes: of all chunks, those being written included.
         epoch: counts how often it was cleared.
         num_sessions: clients that use it now.
@@ -98,6 +102,7 @@ class Space:
     layout: KVLayout
     quota_bytes: int = NO_QUOTA
     chunks: OrderedDict[ChunkRef, Chunk] = field(default_factory=OrderedDict)
+    trails: Trails = field(default_factory=Trails)
     used_bytes: int = 0
     epoch: int = 0
     num_sessions: int = 0

@@ -11,10 +11,11 @@ the least recently used first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from kvstore.catalog.departed import Departed
 from kvstore.catalog.plans import MissReason
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
@@ -23,8 +24,10 @@ from kvstore.server.holds import Holds
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
+from kvstore.tiers.base import MAX_NEAREST
 
 MAX_SPACES = 4096
+_TRAIL_SHARE = 4  # a trail takes at most this part of its chunk's bytes; of common models a thousandth
 ANY_SPACE = "*"  # in quotas: those not named
 
 
@@ -129,6 +132,16 @@ class Stock:
         counters.missing_chunks += len(found) - num_found
         return found
 
+    @staticmethod
+    def nearest(space: Space, trail: bytes) -> list[bytes]:
+        """The trails of chunks that share blocks with a trail, the one that shares most first."""
+        return [other for other, _ in islice(space.trails.neighbours(trail), MAX_NEAREST)]
+
+    def describe(self, chunk: Chunk, trail: bytes) -> None:
+        """Take in the trail of a chunk that is being written, unless it would take much of the room of its bytes."""
+        if chunk_of(trail) == chunk.ref and len(trail) <= chunk.num_bytes // _TRAIL_SHARE:
+            chunk.trail = trail
+
     def touch(self, space: Space, refs: Sequence[ChunkRef]) -> None:
         """Tell the policies that chunks were looked up, in the order of a prompt."""
         keys = [space.key_of(ref) for ref in refs]
@@ -193,6 +206,8 @@ class Stock:
 
     def _admit(self, chunk: Chunk) -> None:
         chunk.space.chunks[chunk.ref] = chunk
+        if chunk.trail:
+            chunk.space.trails.add(chunk.trail)
         self._chunks[chunk.key] = chunk
         if chunk.runs:
             self._memory.add(chunk.key, chunk.size_bytes)
@@ -238,9 +253,11 @@ class Stock:
 
     # -- the disk ----------------------------------------------------------------------------------------------------
 
-    def found_on_disk(self, space: Space, ref: ChunkRef, size_bytes: int) -> None:
+    def found_on_disk(self, space: Space, ref: ChunkRef, size_bytes: int, trail: bytes = b"") -> None:
         """Take in a chunk that an earlier server has left."""
         chunk = Chunk(space, ref)
+        if trail:
+            self.describe(chunk, trail)
         chunk.disk_bytes = size_bytes
         space.used_bytes += chunk.size_bytes
         self._admit(chunk)
@@ -326,6 +343,8 @@ class Stock:
         """Make a chunk unreachable, and free what nobody uses."""
         space = chunk.space
         del space.chunks[chunk.ref]
+        if chunk.trail:
+            space.trails.discard(chunk.trail)
         del self._chunks[chunk.key]
         space.used_bytes -= chunk.size_bytes
         self.stamp += 1

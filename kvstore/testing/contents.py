@@ -11,6 +11,15 @@ from kvstore.tiers.base import TierCounters
 A, B, C = make_ref(1), make_ref(2), make_ref(3)
 
 
+def _trail(ref: ChunkRef, *first: int) -> bytes:
+    """A trail of a chunk of four blocks that begins with blocks of these numbers."""
+    others = [make_ref(number, 1).prefix_key for number in first]
+    own = [
+        make_ref(100 * ref.prefix_key[0] + number, 1).prefix_key for number in range(len(others), ref.num_blocks - 1)
+    ]
+    return b"".join([*others, *own, ref.prefix_key])
+
+
 class ContentTests(TierHarness):
     """Round trips, batches, and the calls that forget."""
 
@@ -34,6 +43,24 @@ class ContentTests(TierHarness):
         tier = self.start()
         self.put(A, C)
         assert tier.contains([A, B, C, A]) == [True, False, True, True]
+
+    def test_what_is_named_for_a_trail_shares_blocks_with_it(self) -> None:
+        """A tier that keeps trails names those that share most, the nearest first; none names anything else."""
+        tier = self.start()
+        told = {ref: _trail(ref, *range(8, 8 - shared, -1)) for ref, shared in ((A, 1), (B, 3), (C, 2))}
+        other = make_ref(4)
+        told[other] = _trail(other, 5)
+        self.put_all([make_transfer(self.layout, ref)._replace(trail=trail) for ref, trail in told.items()])
+        near, far = tier.nearest([_trail(make_ref(9), 8, 7, 6), _trail(make_ref(9), 3)])
+        assert far == ()
+        assert near == ((told[B], told[C], told[A]) if self.keeps_trails else ())
+        assert tier.nearest([]) == []
+        tier.remove([B])
+        tier.contains([B])
+        (near,) = tier.nearest([_trail(make_ref(9), 8, 7, 6)])
+        assert set(near) <= set(told.values()) - {told[other]}
+        tier.clear()
+        assert tier.nearest([told[B]]) == [()]
 
     def test_batches_of_nothing(self) -> None:
         """Nothing asked, nothing answered."""

@@ -41,12 +41,14 @@ class TierHarness(ABC):
         persistent: whether a tier opened again over the same folder finds its chunks.
         checks_bytes: whether the tier notices that its storage was changed behind its back. Then ``raw_write`` and
             ``raw_remove`` are needed.
+        keeps_trails: whether the tier keeps the trails that it is told, as other engines ask for them.
         exact_sizes: whether a chunk takes at least the bytes of its payload. Not so with a codec.
         folder: an empty folder for this harness alone.
     """
 
     persistent: ClassVar[bool] = False
     checks_bytes: ClassVar[bool] = False
+    keeps_trails: ClassVar[bool] = False
     exact_sizes: ClassVar[bool] = True
     folder: Path
     tier: Tier

@@ -34,6 +34,7 @@ from kvstore.layout import ALIGNMENT_BYTES, KVLayout, round_up
 
 UNBOUNDED_BYTES = sys.maxsize  # as a capacity: the storage keeps its own bound
 MAX_LENT = 64
+MAX_NEAREST: Final = 4
 _counting = threading.Lock()  # one for all counters, which so remain plain data
 _PLURALS = {Outcome.HIT: "hits", Outcome.MISS: "misses"}  # other outcomes are counted under their own names
 
@@ -243,6 +244,17 @@ class Tier(ABC):
     @abstractmethod
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """For each chunk, whether ``get`` would find it."""
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """For each trail, the trails of up to ``MAX_NEAREST`` chunks that share leading blocks with it.
+
+        Those that share most come first. A tier knows the trails that ``put`` was told, and keeps them as well as it
+        can: a chunk may be left out, and one that is named may be gone, which ``contains`` tells.
+
+        Raises:
+            TierError: the tier as a whole is broken.
+        """
+        return [()] * len(trails)
 
     @abstractmethod
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:

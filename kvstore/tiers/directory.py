@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import Answer, Asked, ChunkRef
 from kvstore.errors import ClosedError, TierError
 from kvstore.keys import Namespace
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guards import find
 from kvstore.tiers.peers import PeersTier
-from kvstore.tiers.questions import Answer, Asker, Question
+from kvstore.tiers.questions import Asker, Question
 
 
 class RemoteDirectory:
@@ -28,7 +28,7 @@ class RemoteDirectory:
         self._tiers = tuple(tiers)
         self._changed = threading.Condition()
         self._asker = Asker("kvstore-ask", self._ask, self._changed)
-        self._shards = ThreadPoolExecutor(max(1, len(self._tiers) - 1), "kvstore-ask-shard")
+        self._shards = ThreadPoolExecutor(max(1, len(self._tiers)), "kvstore-ask-shard")
         self._lock = threading.Lock()  # of what follows
         self._source_askers: dict[str, Asker] = {}  # by address: one that hangs delays only requests that name it
         self._is_closed = False
@@ -36,20 +36,20 @@ class RemoteDirectory:
 
     def ask(
         self,
-        refs: Sequence[ChunkRef],
+        asked: Sequence[Asked],
         source: str = "",
         tell: Callable[[Question], object] | None = None,
         since: int = 0,
     ) -> Question:
-        """Start to find out which chunks are there with all their parts.
+        """Start to find out which chunks are there with all their parts, and which share blocks with trails.
 
         Args:
-            refs: the chunks.
+            asked: the chunks and trails. A chunk that is named for a trail may be gone, or lack a part.
             source: the only engine to ask, one of those that requests may name; empty to ask the tier and its peers.
             tell: is called with the question when it is done, on a thread that must not be blocked.
             since: is kept with the question.
         """
-        question = Question(refs, tell, since)
+        question = Question(asked, tell, since)
         asker = self._asker_of(source) if source else self._asker
         asker.put(question)
         return question
@@ -60,14 +60,14 @@ class RemoteDirectory:
         with self._changed:
             return self._changed.wait_for(lambda: all(question.is_done for question in waiting), timeout_s)
 
-    def answer(self, refs: Sequence[ChunkRef]) -> list[Answer]:
+    def answer(self, asked: Sequence[Asked]) -> list[Answer]:
         """``ask`` and wait, at most as long as the tiers' deadline. Saves a hand-over between threads.
 
         Raises:
             ClosedError: after ``close``.
         """
         self._await_reset()
-        return self._ask(tuple(refs))
+        return self._ask(tuple(asked))
 
     def reset(self, namespaces: Sequence[Namespace]) -> None:
         """Ask about other namespaces from now on, one for each tier in order."""
@@ -93,22 +93,32 @@ class RemoteDirectory:
                 self._source_askers[source] = Asker("kvstore-ask-source", ask, self._changed)
             return self._source_askers.get(source, self._asker)  # which is closed, too, and answers so
 
-    def _ask(self, refs: Sequence[ChunkRef]) -> list[Answer]:
-        """Ask all shards at once, so that several that hang cost one deadline together."""
-        others = [self._shards.submit(_held, tier, refs) for tier in self._tiers[1:]]
-        return _together([*(_held(tier, refs) for tier in self._tiers[:1]), *(other.result() for other in others)])
+    def _ask(self, asked: Sequence[Asked]) -> list[Answer]:
+        """Ask all shards at once, so that several that hang cost one deadline together.
 
-    def _ask_source(self, source: str, refs: Sequence[ChunkRef]) -> list[Answer]:
+        The first one alone is asked about trails, at the same time.
+        """
+        refs, trails = _sorted(asked)
+        near = self._shards.submit(_near, self._tiers[0], trails) if trails and self._tiers else None
+        others = [self._shards.submit(_held, tier, refs) for tier in self._tiers[1:]]
+        held = [*(_held(tier, refs) for tier in self._tiers[:1]), *(other.result() for other in others)]
+        return _in_order(asked, _together(held), near.result() if near is not None else [None] * len(trails))
+
+    def _ask_source(self, source: str, asked: Sequence[Asked]) -> list[Answer]:
         """Ask a named engine, shard by shard; after a shard without a single chunk the others are not asked."""
         self._await_reset()
+        refs, trails = _sorted(asked)
         parts: list[Sequence[Answer]] = []
+        near: Sequence[Answer] = [None] * len(trails)
         for tier in self._tiers:
             with_peers = find(tier, PeersTier)
             part = with_peers.look_at(source, refs) if with_peers else [None] * len(refs)
+            if with_peers and trails and not parts:
+                near = with_peers.nearest_at(source, trails)
             parts.append(part)
             if True not in part:
                 break
-        return _together(parts)
+        return _in_order(asked, _together(parts), near)
 
     def _await_reset(self) -> None:
         if self._resetting is not None:
@@ -131,6 +141,27 @@ def _held(tier: Tier, refs: Sequence[ChunkRef]) -> Sequence[Answer]:
         return with_peers.look(refs) if with_peers else tier.contains(refs)
     except TierError:  # the circuit breaker has logged it
         return [None] * len(refs)
+
+
+def _near(tier: Tier, trails: Sequence[bytes]) -> Sequence[Answer]:
+    try:
+        return tier.nearest(trails)
+    except TierError:  # the circuit breaker has logged it
+        return [None] * len(trails)
+
+
+def _sorted(asked: Sequence[Asked]) -> tuple[list[ChunkRef], list[bytes]]:
+    """What is asked about chunks, and about trails."""
+    refs = [item for item in asked if not isinstance(item, bytes)]
+    return refs, [item for item in asked if isinstance(item, bytes)] if len(refs) < len(asked) else []
+
+
+def _in_order(asked: Sequence[Asked], held: Sequence[Answer], near: Sequence[Answer]) -> list[Answer]:
+    """The answers about chunks and those about trails, as they were asked."""
+    if not near:
+        return list(held)
+    of_chunks, of_trails = iter(held), iter(near)
+    return [next(of_trails if isinstance(item, bytes) else of_chunks) for item in asked]
 
 
 def _together(parts: Sequence[Sequence[Answer]]) -> list[Answer]:

@@ -6,24 +6,29 @@ the pack is opened again. The file is never written.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.catalog.trails import Trails
+from kvstore.chunks import ByteArray, ChunkRef, Outcome, chunk_of
 from kvstore.errors import ClosedError, ConfigError
 from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.codecs import CODEC_NAMES, open_codec
 from kvstore.format.coding import ChunkCoder
 from kvstore.format.pack import Extent, Pack, open_pack
-from kvstore.keys import ChunkKey, Namespace
+from kvstore.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.layout import KVLayout
-from kvstore.tiers.base import GIVEN_BY_URL, Tier, TierCounters, TierSetup, Transfer, payload_view
+from kvstore.tiers.base import GIVEN_BY_URL, MAX_NEAREST, Tier, TierCounters, TierSetup, Transfer, payload_view
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "pack"
 
@@ -48,6 +53,9 @@ class PackTier(Tier):
         self._layout = layout
         self._namespace_id = namespace.id
         self._chunks = dict(pack.extents[find_shard(pack, namespace, layout)])
+        self._trails = _trails_of(pack, self._chunks)
+        self._in_order = Trails()
+        self._in_order.add_all(self._trails.values())
         self._coders: dict[str, ChunkCoder] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -72,6 +80,17 @@ class PackTier(Tier):
         self._check_open()
         return [ref in self._chunks for ref in refs]
 
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """The trails of chunks that share leading blocks with each. Answers from memory."""
+        self._check_open()
+        found = (islice(self._in_order.neighbours(trail), MAX_NEAREST) for trail in trails)
+        return [tuple(other for other, _ in near) for near in found]
+
+    def trail_of(self, ref: ChunkRef) -> bytes:
+        """The trail of a chunk; empty if the pack does not tell it."""
+        trail = self._trails.get(ref.prefix_key, b"")
+        return trail if chunk_of(trail) == ref else b""
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; callers on several threads overlap."""
         payloads = [payload_view(self._layout, transfer) for transfer in transfers]
@@ -91,13 +110,15 @@ class PackTier(Tier):
         self._check_open()
         with self._lock:
             for ref in refs:
-                self._chunks.pop(ref, None)
+                self._hide(ref)
 
     def clear(self) -> None:
         """Hide every chunk until the pack is opened again."""
         self._check_open()
         with self._lock:
             self._chunks.clear()
+            self._trails.clear()
+            self._in_order = Trails()
 
     def reset(self, namespace: Namespace) -> None:
         """Hide every chunk: a pack has none of weights that changed while the engine was running."""
@@ -121,8 +142,14 @@ class PackTier(Tier):
         if damage is None:
             return Outcome.HIT, extent.size_bytes
         with self._lock:
-            self._chunks.pop(ref, None)
+            self._hide(ref)
         return Outcome.CORRUPT, 0
+
+    def _hide(self, ref: ChunkRef) -> None:
+        self._chunks.pop(ref, None)
+        if trail := self.trail_of(ref):
+            del self._trails[ref.prefix_key]
+            self._in_order.discard(trail)
 
     def _read(self, ref: ChunkRef, extent: Extent, payload: ByteArray) -> Damage | None:
         """Fill the payload from a chunk in the pack.
@@ -153,6 +180,19 @@ class PackTier(Tier):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the pack tier was closed")
+
+
+def _trails_of(pack: Pack, chunks: Container[ChunkRef]) -> dict[PrefixKey, bytes]:
+    """The trails of chunks; those that are lost cost hits only."""
+    found, lost = pack.read_trails()
+    if lost:
+        logger.warning(
+            "%d trails in the pack %s are damaged or cannot be read: their chunks are found as a whole only. Copy it "
+            "again, or export it again",
+            lost,
+            pack.path,
+        )
+    return {key: trail for key, trail in found.items() if chunk_of(trail) in chunks}
 
 
 def path_of(url: object) -> Path:

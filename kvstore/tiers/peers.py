@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from typing import Final
+from itertools import chain
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from kvstore.chunks import ChunkRef, Outcome
@@ -28,6 +29,7 @@ _MAX_ROUTES: Final = 65_536  # chunks yet to be read from a source
 _MAX_ASKING: Final = 64  # questions to peers at once, of all callers
 _MAX_REMOVED: Final = 65_536  # chunks on record
 _MAX_PORT: Final = 65_535
+Result = TypeVar("Result")
 _Held = list[bool | None]  # for each chunk, whether it is there; None: nobody could say
 
 
@@ -135,6 +137,23 @@ class PeersTier(Tier):
         peer = self._source(source)
         return self._ask(peer, refs) if peer is not None else [None] * len(refs)
 
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """Of all of them together; a tier that fails counts as empty. Waits for all: the best answer is not the first.
+
+        The own tier's come first, then the peers' in their order.
+        """
+        self._check_open()
+        tiers = [*((self.own,) if self.own else ()), *self._peers().values()]
+        answers = [self._submit(_near, tier, trails) for tier in tiers] if trails else []
+        found = zip(*(answer.result() for answer in answers), strict=True)
+        return [tuple(dict.fromkeys(chain(*near))) for near in found] if answers else [()] * len(trails)
+
+    def nearest_at(self, source: str, trails: Sequence[bytes]) -> list[tuple[bytes, ...] | None]:
+        """``nearest`` at a source; None if the source is not listed, or fails."""
+        self._check_open()
+        peer = self._source(source)
+        return [*_near(peer, trails)] if peer is not None else [None] * len(trails)
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other: from the own tier, or else from a peer.
 
@@ -240,7 +259,7 @@ class PeersTier(Tier):
                 self._sources[url] = self._open_peer(url, self._namespace)
             return self._sources.get(url)
 
-    def _submit(self, ask: Callable[..., _Held], *arguments: object) -> Future[_Held]:
+    def _submit(self, ask: Callable[..., Result], *arguments: object) -> Future[Result]:
         try:
             return self._askers.submit(ask, *arguments)
         except RuntimeError as error:
@@ -317,6 +336,13 @@ def _held(tier: Tier, refs: Sequence[ChunkRef]) -> _Held:
         return list(tier.contains(refs))
     except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
         return [None] * len(refs)
+
+
+def _near(tier: Tier, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+    try:
+        return tier.nearest(trails)
+    except (TierError, ClosedError):  # the circuit breaker has logged it; or the peer was just closed
+        return [()] * len(trails)
 
 
 def _either(one: bool | None, other: bool | None) -> bool | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import Answer, Asked
 from kvstore.errors import KVStoreError
 from kvstore.tiers.tasks import carry_out
 
@@ -21,33 +21,30 @@ logger = logging.getLogger(__name__)
 
 MAX_TOGETHER: Final = 4096  # chunks asked about at once, unless a single question has more: a message of a cache server
 
-Answer = bool | None
-"""Whether a chunk is there. None: unknown, as the tier failed or did not answer in time."""
-
 
 class Question:
-    """Chunks that a caller asks about, and later the answers, which an ``Asker`` writes.
+    """Chunks and trails that a caller asks about, and later the answers, which an ``Asker`` writes.
 
     Attributes:
-        refs: the chunks.
+        asked: the chunks and trails.
         since: the serial of the caller's ``RemoteView`` when it asked.
         asked_s, answered_s: when; by ``time.monotonic``.
-        answers: for each chunk, once ``is_done``.
-        told: the same, by chunk.
+        answers: for each of them, once ``is_done``.
+        told: the same, by chunk and trail.
         is_done: the answers are final.
     """
 
-    __slots__ = ("answered_s", "answers", "asked_s", "is_done", "refs", "since", "tell", "told")
+    __slots__ = ("answered_s", "answers", "asked", "asked_s", "is_done", "since", "tell", "told")
 
     def __init__(
-        self, refs: Sequence[ChunkRef], tell: Callable[[Question], object] | None = None, since: int = 0
+        self, asked: Sequence[Asked], tell: Callable[[Question], object] | None = None, since: int = 0
     ) -> None:
-        self.refs = tuple(refs)
+        self.asked = tuple(asked)
         self.since = since
         self.asked_s = time.monotonic()
         self.answered_s = 0.0
         self.answers: Sequence[Answer] = ()
-        self.told: Mapping[ChunkRef, Answer] = {}
+        self.told: Mapping[Asked, Answer] = {}
         self.is_done = False
         self.tell = tell
 
@@ -57,12 +54,12 @@ class Asker:
 
     Args:
         name: of the thread.
-        ask: answers about chunks. It may block; if it raises, the answers are unknown.
+        ask: answers about chunks and trails. It may block; if it raises, the answers are unknown.
         changed: is notified when questions are done; several askers may share one.
     """
 
     def __init__(
-        self, name: str, ask: Callable[[Sequence[ChunkRef]], Sequence[Answer]], changed: threading.Condition
+        self, name: str, ask: Callable[[Sequence[Asked]], Sequence[Answer]], changed: threading.Condition
     ) -> None:
         self._ask = ask
         self._changed = changed
@@ -75,7 +72,7 @@ class Asker:
     def put(self, question: Question) -> None:
         """Queue a question. After ``close`` it is done at once, with unknown answers."""
         if not self._queue(question):
-            self._finish([question], [None] * len(question.refs))
+            self._finish([question], [None] * len(question.asked))
 
     def then(self, action: Callable[[], None]) -> Future[None]:
         """Run an action after all earlier questions and before all later ones. After ``close`` it is cancelled."""
@@ -92,7 +89,7 @@ class Asker:
             self._waiting.clear()
         for item in waiting:
             if isinstance(item, Question):
-                self._finish([item], [None] * len(item.refs))
+                self._finish([item], [None] * len(item.asked))
             else:
                 item[1].cancel()
 
@@ -126,32 +123,32 @@ class Asker:
 
     def _take_more(self, first: Question) -> list[Question]:
         """The waiting questions that fit into one call with the first one."""
-        together, num_refs = [], len(first.refs)
+        together, num_asked = [], len(first.asked)
         while self._waiting and isinstance(question := self._waiting[0], Question):
-            num_refs += len(question.refs)
-            if num_refs > MAX_TOGETHER:
+            num_asked += len(question.asked)
+            if num_asked > MAX_TOGETHER:
                 break
             self._waiting.popleft()
             together.append(question)
         return together
 
     def _answer(self, questions: Sequence[Question]) -> None:
-        refs = [ref for question in questions for ref in question.refs]
+        asked = [item for question in questions for item in question.asked]
         answers: Sequence[Answer] = ()
         try:
-            answers = self._ask(refs)
+            answers = self._ask(asked)
         except KVStoreError:  # the circuit breaker has logged it
             pass
         except Exception:  # a bug; callers must not wait forever, and the thread goes on
             logger.exception("asking a remote tier failed unexpectedly")
-        self._finish(questions, answers if len(answers) == len(refs) else [None] * len(refs))
+        self._finish(questions, answers if len(answers) == len(asked) else [None] * len(asked))
 
     def _finish(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
         now_s, begin = time.monotonic(), 0
         for question in questions:
-            end = begin + len(question.refs)
+            end = begin + len(question.asked)
             question.answers, question.answered_s = answers[begin:end], now_s
-            question.told = dict(zip(question.refs, question.answers, strict=True))
+            question.told = dict(zip(question.asked, question.answers, strict=True))
             begin = end
             question.is_done = True
             if question.tell is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.chunks import ChunkRef
+    from kvstore.chunks import Answer, Asked
     from kvstore.tiers.base import Transfer
 
 
@@ -302,7 +302,7 @@ def test_what_the_remote_said_before_a_clear_counts_no_more(rig: Rig, monkeypatc
         engine._planner.view.clear()  # type: ignore[union-attr]
         answer = engine._planner.directory.answer  # type: ignore[union-attr]
 
-        def overtaken(refs: Sequence[ChunkRef]) -> Sequence[bool | None]:
+        def overtaken(refs: Sequence[Asked]) -> Sequence[Answer]:
             answers = answer(refs)
             engine.clear(TOKENS)
             return answers

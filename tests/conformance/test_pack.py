@@ -60,6 +60,9 @@ class Repacked(Tier):
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         return self.pack.contains(refs)
 
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        return self.pack.nearest(trails)
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         outcomes = self.pack.get(transfers)
         self._disk.remove([t.ref for t, o in zip(transfers, outcomes, strict=True) if o is Outcome.CORRUPT])
@@ -95,6 +98,7 @@ class TestPackTier(ContentTests, BufferTests, DamageTests, LayerTests):
     """Not about room and restarts: nothing is stored in a pack, and it does not change."""
 
     checks_bytes = True
+    keeps_trails = True
     exact_sizes = False
 
     def open_tier(self, setup: TierSetup) -> Tier:

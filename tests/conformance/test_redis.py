@@ -37,6 +37,7 @@ class Redis(TierConformance):
     """What they have in common: raw access through a client of its own."""
 
     persistent = True
+    keeps_trails = True
     checks_bytes = True
     options: ClassVar[dict[str, object]] = {}
     admins: ClassVar[list[Any]]
@@ -71,7 +72,7 @@ class Redis(TierConformance):
     def all_keys(self) -> list[tuple[Any, bytes]]:
         """The keys of all chunks, each with a client of its server."""
         found = ((admin, key) for admin in self.admins for key in admin.scan_iter("kvs:*", 1000))
-        return [(admin, key) for admin, key in found if not key.endswith(b":epoch")]
+        return [(admin, key) for admin, key in found if not key.endswith((b":epoch", b"}:t"))]
 
     def redis_tier(self) -> RedisTier:
         *_, tier = layers(self.tier)
@@ -133,7 +134,8 @@ class TestTcp(Redis):
         buffer = make_buffer(4096)
         buffer[:24] = range(24)
         ref = ChunkRef(bytes.fromhex("d0549f4f41c632608cec3efe897712b0"), 2)
-        assert tier.put([Transfer(ref, buffer)]) == [Outcome.STORED]
+        trail = bytes.fromhex("1f") * 16 + ref.prefix_key
+        assert tier.put([Transfer(ref, buffer, trail=trail)]) == [Outcome.STORED]
         tag = "kvs:{76b06e0a5a6b2136:00112233445566ff:d0549f4f41c632608cec3efe897712b0:2}"
         header = (
             b'{"__metadata__":{"format_version":"1","namespace":"76b06e0a5a6b2136",'
@@ -143,7 +145,9 @@ class TestTcp(Redis):
             b'"_pad":{"dtype":"U8","shape":[4072],"data_offsets":[24,4096]}}'
         )
         write_id = bytes.fromhex("0102030405060708")
-        assert {key: admin.get(key) for key in admin.scan_iter()} == {
+        trails = b"kvs:{76b06e0a5a6b2136:00112233445566ff:0f:0}:t"
+        assert admin.zrange(trails, 0, -1, withscores=True) == [(trail, 0.0)]
+        assert {key: admin.get(key) for key in admin.scan_iter() if key != trails} == {
             b"kvs:{76b06e0a5a6b2136}:epoch": b"00112233445566ff",
             f"{tag}:c".encode(): write_id + bytes.fromhex("f80f000000000000") + header,
             f"{tag}:0".encode(): write_id + bytes(range(24)),

@@ -33,6 +33,7 @@ class Served(TierConformance):
     """What they have in common: raw access into the server, which runs in a thread."""
 
     persistent = True
+    keeps_trails = True
     server: ClassVar[ServerThread]
     client: ClassVar[type[ServerTier]] = ServerTier
     _last_folder: Path | None = None

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.vllm_engine import Completion, Engine, Prompt, StoreSetup, assert_same_outputs, whole_blocks
+from support.cache_server import ServerProcess, short_folder
+from support.vllm_engine import (
+    Completion,
+    Engine,
+    Prompt,
+    StoreSetup,
+    assert_same_outputs,
+    through_memory,
+    whole_blocks,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
 
@@ -45,18 +55,27 @@ def ask(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
 
 
 def test_the_longest_common_prefix_is_found(tiny_model: Path, tmp_path: Path) -> None:
-    """In memory, and behind a restart on disk, where every hit reads files."""
-    prompts = parting_prompts(14, seed=3)
+    """In memory; behind a restart on disk, where every hit reads files; and at a server that somebody else filled."""
+    prompts = parting_prompts(18, seed=3)
     with Engine(tiny_model, enable_prefix_caching=False) as engine:
         plain = engine.generate(prompts, logprobs=2)
-    half = len(prompts) // 2
-    everything = {"kvstore.load_only_if_faster": False}
-    with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra=everything)) as engine:
-        answers = ask(engine, prompts[:half])
-    with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra=everything | {"kvstore.local_cpu": False})) as engine:
-        answers += ask(engine, prompts[half:])
-        engine.assert_idle()
+    first, second = prompts[:7], prompts[7:14]
+    with short_folder() as folder, ExitStack() as stopped:
+        server = ServerProcess(folder).start()
+        stopped.callback(server.kill)
+        store = through_memory(server.url)
+        in_memory = {"kvstore.local_cpu": True, "kvstore.load_only_if_faster": False}
+        with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra=store.extra | in_memory)) as engine:
+            answers = ask(engine, first)
+        with Engine(tiny_model, StoreSetup(tmp_path / "disk", extra={"kvstore.local_cpu": False})) as engine:
+            answers += ask(engine, second)
+            engine.assert_idle()
+        with Engine(tiny_model, store) as engine:
+            answers += ask(engine, prompts[14:])
+            engine.assert_idle()
     assert_same_outputs(plain, answers)
-    expected = [found_tokens(prompt, prompts[:number]) for number, prompt in enumerate(prompts)]
+    expected = [found_tokens(prompt, prompts[:number]) for number, prompt in enumerate(prompts[:14])]
+    known = [first + prompts[14 : 14 + number] for number in range(len(prompts) - 14)]
+    expected += [found_tokens(prompt, stored) for prompt, stored in zip(prompts[14:], known, strict=True)]
     assert [answer.cached_tokens for answer in answers] == expected
     assert sum(tokens % 256 > 0 for tokens in expected) > len(prompts) // 2, "most part inside a chunk"

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.checks import check_idle
 from support.gate import HANG_GUARD_S, Gate
+from support.parting import PROMPTS, check_strangers
 from support.redis_server import RedisServer, running
 from support.redis_tiers import values
 from support.returning import check_return
-from support.rig import Rig, tokens_of
+from support.rig import BLOCK, CHUNK, Rig, tokens_of
+from support.schedules import schedules
 
 from kvstore import assembly
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, StepResult
@@ -24,7 +28,10 @@ from kvstore.errors import TierError
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions, RemoteOptions
 from kvstore.paged.binding import bind_paged_kv
+from kvstore.tiers.base import Tier
 from kvstore.tiers.redis.calls import Calls
+from kvstore.tiers.redis.tier import RedisTier
+from kvstore.tiers.redis.trails import Errand, TrailSets
 from kvstore.transfer.mover import LoadJob, StoreJob, as_block_ids
 
 TOKENS = tokens_of(1, 40)
@@ -39,6 +46,13 @@ def rig() -> Rig:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path / "redis", ["user engine on >secret ~* &* +@all"])
+    with running(server):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"), ["user engine on >secret ~* &* +@all"])
     with running(server):
         yield server
 
@@ -63,6 +77,36 @@ def test_engines_share_what_one_has_computed(rig: Rig, server: RedisServer) -> N
         assert engine.clear(TOKENS) == 3
     with rig.open(remote=options_of(server)) as engine:
         assert engine.lookup(TOKENS) == 0
+
+
+@schedules(20)
+@given(prompts=st.lists(PROMPTS, max_size=6))
+def test_strangers_find_what_they_have_in_common(shared_server: RedisServer, prompts: list[list[int]]) -> None:
+    rig = Rig()
+    shared_server.admin().flushall()
+    check_strangers(rig, lambda: rig.open(slots=64, remote=options_of(shared_server)), prompts)
+
+
+def test_old_and_new_engines_share_a_redis(rig: Rig, server: RedisServer) -> None:
+    """What an old one stored is found by its key, and what a new one stored the old one finds so, too."""
+    head = tokens_of(1, CHUNK + 2 * BLOCK)
+    one, other, third = ([*head, *tokens_of(number, CHUNK)] for number in (2, 3, 4))
+
+    def run(prompt: list[int], *, is_old: bool) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if is_old:
+                patch.setattr(RedisTier, "nearest", Tier.nearest)
+                patch.setattr(TrailSets, "tell", lambda *_: Errand())
+            with rig.open(remote=options_of(server)) as engine:
+                found = rig.retrieve(engine, prompt)
+                rig.store(engine, prompt)
+                assert engine.flush(WAIT_S)
+                return found
+
+    whole = len(one) // BLOCK * BLOCK
+    assert [run(one, is_old=True), run(other, is_old=False)] == [0, CHUNK]
+    assert [run(one, is_old=False), run(other, is_old=True)] == [whole, whole]
+    assert run(third, is_old=False) == len(head), "by the trail of the second one"
 
 
 @pytest.mark.parametrize(

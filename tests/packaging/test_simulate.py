@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvstore.policies import POLICIES, open_policy
 from kvstore.policies.simulation import SimulatedStore, best_hits
+from kvstore.policies.traces import TraceRecorder
 from kvstore.tools.cli import app
 from kvstore.tools.simulate import report
 from kvstore.tools.simulate.cells import Cell, Scale
@@ -72,6 +76,87 @@ def test_a_disk_finds_what_memory_lost(trace: Path) -> None:
     assert cell["hit_rate"] == pytest.approx(27 / 30)
 
 
+@pytest.fixture
+def parting(tmp_path: Path) -> Path:
+    """Requests whose ids stand for 16 tokens; most part from others inside a chunk of four."""
+    chooser, chains = random.Random(7), [list(range(6))]
+    for number in range(60):
+        before = chooser.choice(chains)
+        own = range(100 * (number + 1), 100 * (number + 1) + chooser.randint(0, 9))
+        chains.append([*before[: chooser.randint(1, len(before))], *own])
+    tokens = [16 * len(chain) - chooser.choice((0, 0, 5)) for chain in chains]
+    lines = [
+        {"timestamp": 0, "input_length": count, "hash_ids": chain} for count, chain in zip(tokens, chains, strict=True)
+    ]
+    path = tmp_path / "parting.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+BLOCKS_OF_16 = ["--block-tokens", "16", "--chunk-tokens", "64", "--policy", "LRU"]
+
+
+def test_by_blocks_the_longest_common_prefix_is_found(parting: Path) -> None:
+    whole, blocks = cells(str(parting), *BLOCKS_OF_16, "--chunks", "1000")
+    lines = [json.loads(line) for line in parting.read_text(encoding="utf-8").splitlines()]
+    found, known = 0, set()
+    for line in lines:
+        prefixes = [tuple(line["hash_ids"][: end + 1]) for end in range(len(line["hash_ids"]))]
+        found += min(16 * sum(prefix in known for prefix in prefixes), line["input_length"])
+        known.update(prefixes)
+    assert blocks["matching"] == "blocks"
+    assert blocks["hit_tokens"] == blocks["tiers"][0]["hit_tokens"] == found
+    assert blocks["used_tokens"] == whole["used_tokens"] == sum(line["input_length"] for line in lines)
+    assert blocks["hit_rate"] == pytest.approx(found / blocks["used_tokens"])
+    assert (whole["matching"], whole["policy"]) == ("chunks", "LRU")
+    assert 0 < whole["hit_tokens"] < found
+
+
+def test_blocks_have_sizes_in_bytes_and_a_disk(parting: Path) -> None:
+    mib = 1 << 20
+    arguments = ["--bytes-per-token", str(mib // 64), "--size", str(5 / 1024), "--disk", "1"]
+    _, blocks = cells(str(parting), *BLOCKS_OF_16, *arguments)
+    memory, disk = blocks["tiers"]
+    assert memory["evicted_chunks"] > 0, "five slots"
+    assert disk["evicted_chunks"] == 0
+    assert min(memory["hit_tokens"], disk["hit_tokens"]) > 0
+    assert memory["hit_tokens"] + disk["hit_tokens"] == blocks["hit_tokens"]
+    assert blocks["hit_bytes"] == blocks["hit_tokens"] * mib // 64
+
+
+def test_the_table_says_what_blocks_bring(parting: Path) -> None:
+    result = RUNNER.invoke(app, ["simulate", str(parting), *BLOCKS_OF_16])
+    assert result.exit_code == 0, result.output
+    assert "LRU, whole chunks and tails" in result.stdout
+    assert "Tokens found of those asked, by size." in result.stdout
+    assert re.search(
+        r"LRU: blocks instead of whole chunks and tails: .* \+\d+\.\d points with \d+ chunks\n", result.stdout
+    )
+    tree = json.loads(RUNNER.invoke(app, ["simulate", str(parting), *BLOCKS_OF_16, "--json"]).stdout)
+    assert (tree["block_tokens"], tree["chunk_tokens"]) == (16, 64)
+
+
+def test_a_trace_of_our_own_says_what_its_keys_stand_for(tmp_path: Path) -> None:
+    with closing(TraceRecorder(tmp_path / "own", 256)) as recorder:
+        recorder.record([bytes([number]) for number in range(5)], 1100)
+        recorder.record([bytes([number]) for number in (0, 1, 2, 7)], 1024)
+    command = [
+        "simulate",
+        str(tmp_path / "own"),
+        "--chunk-tokens",
+        "1024",
+        "--policy",
+        "LRU",
+        "--chunks",
+        "9",
+        "--json",
+    ]
+    result = RUNNER.invoke(app, [*command, "--block-tokens", "128"])
+    assert (result.exit_code, "stands for 256 tokens, not for 128" in result.stderr) == (2, True)
+    result = RUNNER.invoke(app, [*command, "--block-tokens", "256"])
+    assert [cell["hit_tokens"] for cell in json.loads(result.stdout)["cells"]] == [0, 768]
+
+
 def test_sizes_follow_from_the_trace(trace: Path) -> None:
     assert [cell["size"] for cell in cells(str(trace), "--policy", "LRU", "--no-best")] == [1, 4, 12]
 
@@ -99,6 +184,15 @@ def test_a_policy_of_lmcache_is_named_with_what_is_used(trace: Path) -> None:
         (["--size", "nan", "--bytes-per-token", "4"], "greater than 0"),
         (["--disk", "0"], "--disk is 0"),
         (["--policy", "clock"], "cache_policy is 'clock': use one of LRU"),
+        (["--chunk-tokens", "1024"], "--chunk-tokens needs --block-tokens"),
+        (["--block-tokens", "512"], "a chunk of 256 tokens is not two or more such blocks: use --chunk-tokens 4096"),
+        (["--block-tokens", "512", "--chunk-tokens", "512"], "a chunk of 512 tokens is not two or more"),
+        (["--block-tokens", "500", "--chunk-tokens", "1024"], "a chunk of 1024 tokens is not two or more"),
+        (["--block-tokens", "16"], "line 1 is no request of a trace (1,792 tokens have 4 keys"),
+        (
+            ["--block-tokens", "512", "--chunk-tokens", "1024", "--size", "0.001", "--bytes-per-token", "131072"],
+            "--size 0.001 does not hold a chunk of 134,217,728 bytes",
+        ),
     ],
 )
 def test_wrong_options(trace: Path, arguments: list[str], message: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.trails import keys_of
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixHasher
 
@@ -35,6 +37,12 @@ def refs_of(num_tokens: int, seed: int = 0) -> list[ChunkRef]:
 
 def keys(items: Iterable[ChunkRef | StoreStep | LoadStep]) -> set[bytes]:
     return {item.prefix_key if isinstance(item, ChunkRef) else item.ref.prefix_key for item in items}
+
+
+def shared_blocks(one: bytes, other: bytes) -> int:
+    """How many blocks two trails share, counted one by one."""
+    pairs = zip(keys_of(one), keys_of(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def make(num_slots: int = 4, *, disk_chunks: int = 0, keep: bool = True, max_writes: int | None = 8) -> ChunkIndex:

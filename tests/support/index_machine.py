@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, STORED, WRITING
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
@@ -24,10 +25,15 @@ from kvstore.catalog.trails import keys_of
 from kvstore.checkpoints.parts import Checkpoints
 from kvstore.keys import PrefixHasher, PrefixKey
 from kvstore.policies import POLICIES
+from kvstore.tiers.base import MAX_NEAREST
+from support.catalog import shared_blocks
 from support.uses import uses_of
 
 if TYPE_CHECKING:
-    from kvstore.chunks import ChunkRef
+    from collections.abc import Iterable
+
+    from kvstore.catalog.entries import Entry
+    from kvstore.chunks import Answer, Asked, ChunkRef
 
 BLOCK, CHUNK = 2, 6
 COMMON = list(range(100, 118))
@@ -51,6 +57,19 @@ def _hasher(family: int, length: int) -> PrefixHasher:
     return hasher
 
 
+@cache
+def _all_trails() -> dict[ChunkRef, bytes]:
+    """Of every chunk that any sequence has."""
+    found: dict[ChunkRef, bytes] = {}
+    for family, tokens in enumerate(FAMILIES):
+        for length in range(BLOCK, len(tokens) + 1, BLOCK):
+            hasher = _hasher(family, length)
+            refs = chunk_refs(hasher, with_tail=True)
+            made = trails(hasher, refs)
+            found.update((ref, made[ref.prefix_key]) for ref in refs)
+    return found
+
+
 @dataclass
 class World:
     """What a mover and its tiers would hold."""
@@ -64,6 +83,14 @@ class World:
     writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
     doomed: set[tuple[Place, ChunkRef]] = field(default_factory=set)
     stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
+
+    def say(self, item: Asked) -> Answer:
+        """What the remote tier answers."""
+        if not isinstance(item, bytes):
+            return item in self.remote
+        shared = {ref: shared_blocks(item, _all_trails()[ref]) for ref in sorted(self.remote)}
+        nearest = sorted(filter(shared.__getitem__, shared), key=lambda ref: -shared[ref])
+        return tuple(_all_trails()[ref] for ref in nearest[:MAX_NEAREST])
 
     def written_to_disk(self) -> set[ChunkRef]:
         return {ref for place, ref in self.writes if place is Place.DISK}
@@ -99,7 +126,7 @@ class IndexMachine(RuleBasedStateMachine):
         cache_policy: str,
     ) -> None:
         capacity_bytes = capacity * stored_bytes(CHUNK // BLOCK)
-        self.has_disk = capacity_bytes > 0
+        self.has_disk, self.keeps = capacity_bytes > 0, keep
         self.capacity_bytes = capacity_bytes
         self.world = World()
         self.now_s = 0.0
@@ -151,15 +178,23 @@ class IndexMachine(RuleBasedStateMachine):
         hasher = self.hasher(family, length)
         refs = chunk_refs(hasher, with_tail=with_tail)
         busy = self.world.busy_slots()
-        before = [ref for ref in self.index.lookup(hasher).refs if ref.prefix_key in self.index._chunks]
-        held = self.held()
+        found = ((ref, self.index._chunks.get(ref.prefix_key)) for ref in self.index.lookup(hasher).refs)
+        before = [ref for ref, chunk in found if chunk is not None and not self.index._stores._is_out_of_reach(chunk)]
+        leased = self.leased()
         self.extend([ref.prefix_key for ref in refs[first:]], ttl_s)
+        until_s = None if ttl_s is None else self.now_s + ttl_s
+        held = {ref for ref in refs[first:] if self.is_held(ref, until_s)}
         steps = self.index.prepare_store(refs[first:], hasher.chunk_keys()[:first], hasher=hasher, ttl_s=ttl_s)
-        self.check_held(held)
+        self.check_leases(leased)
         kept = self.index._chunks
-        assert all(ref.prefix_key in kept for ref in before if ref in refs), "a store displaced its own prefix"
-        assert [step.ref for step in steps] == [r for r in refs[first:] if r in {step.ref for step in steps}]
+        assert all(ref.prefix_key in kept for ref in before if ref in refs and ref not in held), (
+            "a store displaced its own prefix"
+        )
+        own = [step.ref for step in steps if step.ref in refs]
+        assert own == [ref for ref in refs[first:] if ref in own]
+        assert len(steps) - len(own) <= bool(held), "only what holds a tail is written in its stead"
         for step in steps:
+            assert not (step.gather and step.ref in held), "a tail was stored that a chunk holds"
             if not step.gather:  # a write that is made good for
                 assert step.targets
                 assert self.world.slots[step.slot] == step.ref
@@ -179,6 +214,34 @@ class IndexMachine(RuleBasedStateMachine):
         self.carry_out_removals()
         if steps:
             self.world.stores.append(steps)
+
+    @precondition(lambda self: self.checkpoints is None)
+    @rule(
+        family=st.integers(0, len(FAMILIES) - 1),
+        length=st.integers(1, 20),
+        shorter=st.integers(0, 9),
+        name=st.none() | st.sampled_from("ab"),
+        ttl_s=st.none() | st.integers(1, 9),
+    )
+    def store_both(self, family: int, length: int, shorter: int, name: str | None, ttl_s: int | None) -> None:
+        """A prompt and one that begins like it, the longer one first or last, with success; one may be leased."""
+        for number, end in enumerate(sorted({length, max(0, length - shorter)}, reverse=shorter % 2 == 0)):
+            self.prepare_store(family=family, length=end, first=0, with_tail=True, ttl_s=ttl_s if number else None)
+            for steps in self.world.stores:
+                self.world.slots.update((step.slot, step.ref) for step in steps)
+                leased = self.leased()
+                self.index.complete_store(steps, set())
+                self.check_leases(leased)
+                self.check_superseded(step.ref.prefix_key for step in steps)
+                known = self.index._chunks.is_known
+                self.stored.update(step.ref.prefix_key for step in steps if known(step.ref.prefix_key))
+                self.world.writes.update(((target, step.ref), step.slot) for step in steps for target in step.targets)
+            self.world.stores.clear()
+            self.carry_out_removals()
+            for write in list(self.world.writes):
+                self.finish_write(write, stored=write not in self.world.doomed)
+            if name is not None:
+                self.lease(name=name, family=family, length=end, ttl_s=9)
 
     def extend(self, keys: list[PrefixKey], ttl_s: int | None) -> None:
         """What is known stays for as long as any store wants."""
@@ -205,7 +268,10 @@ class IndexMachine(RuleBasedStateMachine):
         if early and self.world.writes:
             self.end_write(data)
         alive = [s.ref.prefix_key for s in steps if not self.index._chunks[s.ref.prefix_key].forgotten]
+        leased = self.leased()
         self.index.complete_store(steps, failed)
+        self.check_leases(leased)
+        self.check_superseded(step.ref.prefix_key for step in steps if step.ref.prefix_key not in failed)
         self.stored.update(key for key in alive if key not in failed)
         for step in steps:
             if step.ref.prefix_key in failed and not early:
@@ -216,16 +282,23 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_write(self, data: st.DataObject) -> None:
         write = data.draw(st.sampled_from(sorted(self.world.writes, key=lambda write: (write[0].value, write[1]))))
+        stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
+        size_bytes = data.draw(st.none() | st.integers(1, stored_bytes(write[1].num_blocks)))
+        self.finish_write(write, stored=stored, size_bytes=size_bytes)
+
+    def finish_write(self, write: tuple[Place, ChunkRef], *, stored: bool, size_bytes: int | None = None) -> None:
         slot, (target, ref) = self.world.writes.pop(write), write
         assert self.world.slots[slot] == ref, "the slot changed while it was being written"
-        stored = data.draw(st.integers(0, 3)) > 0 and write not in self.world.doomed
         self.world.doomed.discard(write)
-        size_bytes = data.draw(st.none() | st.integers(1, stored_bytes(ref.num_blocks)))
         if stored:
             (self.world.disk if target is Place.DISK else self.world.remote).add(ref)
             if target is Place.DISK:
                 self.world.sizes[ref] = size_bytes or stored_bytes(ref.num_blocks)
+        leased = self.leased()
         self.index.complete_write(ref.prefix_key, target, stored=stored, size_bytes=size_bytes)
+        self.check_leases(leased)
+        if stored and target is Place.DISK and self.index.in_memory(ref.prefix_key):
+            self.check_superseded([ref.prefix_key])
         self.carry_out_removals()
 
     def fail_writes(self, step: StoreStep) -> None:
@@ -238,6 +311,54 @@ class IndexMachine(RuleBasedStateMachine):
     def check_held(self, held: set[PrefixKey]) -> None:
         chunks = self.index._chunks
         assert all(key in chunks and not chunks[key].forgotten for key in held), "a leased chunk was evicted"
+
+    def leased(self) -> dict[str, set[PrefixKey]]:
+        return {name: set(lease.keys) for name, lease in self.index._leases._leases.items()}
+
+    def check_leases(self, before: dict[str, set[PrefixKey]]) -> None:
+        """Every lease has what it had, or the chunk that holds it now."""
+        for name, keys in before.items():
+            now = self.index._leases._leases[name].keys
+            assert all(any(key in self.keys_in(chunk) for chunk in now) for key in keys), "a lease lost its chunk"
+
+    def keys_in(self, key: PrefixKey) -> list[PrefixKey]:
+        """The block ends that a chunk leads to."""
+        chunk = self.index._chunks[key]
+        return list(keys_of(chunk.trail)) or [key]
+
+    def holders_of(self, key: PrefixKey) -> Iterable[Entry]:
+        """The longer chunks that hold a tail, by looking at all."""
+        chunks = self.index._chunks.values()
+        return (chunk for chunk in chunks if not chunk.forgotten and key in list(keys_of(chunk.trail))[:-1])
+
+    def is_held(self, ref: ChunkRef, until_s: float | None) -> bool:
+        """Whether a tail needs no bytes of its own, nor keeps any that it has."""
+        if ref.num_blocks * BLOCK == CHUNK or (self.view is not None and until_s is None):
+            return False
+        tail = self.index._chunks.get(ref.prefix_key)
+        tail = None if tail is not None and tail.forgotten else tail
+        fit = [c for c in self.holders_of(ref.prefix_key) if c.lasts_until(until_s) and self.is_sure(c)]
+        fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
+        return bool(fit) and (tail is None or self.takes_in(fit[0], tail))
+
+    def is_sure(self, chunk: Entry) -> bool:
+        comes = chunk.in_memory or chunk.memory is GATHERING
+        stays = self.keeps or chunk.disk is WRITING
+        return (comes and stays) or (chunk.disk is STORED and self.disk_answers)
+
+    def takes_in(self, chunk: Entry, tail: Entry) -> bool:
+        """Whether a chunk is wherever a tail is, and stays at least as long."""
+        has_slot = chunk.in_memory or tail.memory is NO_SLOT or not self.keeps
+        has_file = chunk.disk is STORED or tail.disk is NO_FILE
+        return has_slot and has_file and tail.memory is not LOADING and chunk.lasts_until(tail.expires_s)
+
+    def check_superseded(self, keys: Iterable[PrefixKey]) -> None:
+        """No tail is kept beside these whole chunks, which have just come to a place."""
+        chunks = self.index._chunks
+        for chunk in (chunks[key] for key in keys if chunks.is_known(key)):
+            for key in self.keys_in(chunk.ref.prefix_key)[:-1] if chunk.ref.num_blocks * BLOCK == CHUNK else ():
+                tail = chunks.get(key)
+                assert tail is None or tail.forgotten or not self.takes_in(chunk, tail), "a tail is stored twice"
 
     @rule(seconds=st.integers(1, 4))
     def advance(self, seconds: int) -> None:
@@ -294,9 +415,28 @@ class IndexMachine(RuleBasedStateMachine):
         for _ in range(self.index.question_rounds):
             match = self.index.lookup(hasher, skip_tokens)
             questions = self.index.questions(hasher, match, skip_tokens)
-            self.view.note(questions, [ref in self.world.remote for ref in questions], self.now_s)
+            self.view.note(questions, [self.world.say(item) for item in questions], self.now_s)
         match = self.index.lookup(hasher, skip_tokens)
         assert not self.index.questions(hasher, match, skip_tokens), "asked again what was just answered"
+
+    @precondition(lambda self: self.view is not None and self.checkpoints is None)
+    @rule(family=st.integers(0, len(FAMILIES) - 1), length=st.integers(0, 36))
+    def ask_for_the_longest(self, family: int, length: int) -> None:
+        """What the remote tier alone holds is found as far as it goes, in blocks, if nothing here is in its way."""
+        assert self.view is not None
+        self.view.clear()
+        self.ask_the_remote(family, length, 0)
+        match, hasher, there = self.index.lookup(self.hasher(family, length)), self.hasher(family, length), 0
+        remote = {ref.prefix_key for ref in self.world.remote}
+        for key in hasher.chunk_keys():
+            if key not in remote:
+                break
+            there += 1
+        trail = b"".join(hasher.block_keys(there))
+        shared = max((shared_blocks(trail, _all_trails()[ref]) for ref in self.world.remote), default=0)
+        is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > there
+        if self.index._remote.answers and is_free:
+            assert match.num_tokens >= there * CHUNK + shared * BLOCK, "a longer prefix is there"
 
     @rule(answers=st.booleans())
     def disk_goes_or_comes_back(self, answers: bool) -> None:
@@ -375,6 +515,10 @@ class IndexMachine(RuleBasedStateMachine):
         } & lost
         remote = {step.ref.prefix_key for step in steps if step.source is Place.REMOTE} & failed
         self.index.complete_load(steps, failed, named | remote if data.draw(st.booleans()) else named)
+        if self.index._chunks.whole_blocks:
+            self.check_superseded(
+                s.ref.prefix_key for s in steps if s.source is not Place.MEMORY and s.ref.prefix_key not in failed
+            )
         self.world.stale.difference_update(steps)
         self.forget(list(lost))
 
@@ -425,7 +569,9 @@ class IndexMachine(RuleBasedStateMachine):
         leased = sum(len(lease.keys) for lease in leases.values())
         assert (uses_of(self.index) > leased) == bool(pending)
         for name, lease in leases.items():
-            assert set(lease.keys) <= self.leases[name][1], "a lease on what was never leased, or has ended"
+            assert all(self.leases[name][1].intersection(self.keys_in(key)) for key in lease.keys), (
+                "a lease on what was never leased, or has ended"
+            )
         if not pending:
             assert on_disk == self.world.disk, "files that nobody knows of"
 

@@ -158,7 +158,8 @@ def tls_options(files: dict[str, Path]) -> list[str]:
 # What docs/redis.md says a user needs.
 ACL_USER = (
     "user kvstore on >s3cret ~kvs:* resetchannels -@all +get +set +exists +unlink +rename +persist +scan "
-    "+multi +exec +watch +unwatch +ping"
+    "+multi +exec +watch +unwatch +ping +zadd +zrem +zcard +zrange +zrangebylex +zrevrangebylex "
+    "+expire"
 )
 
 

@@ -44,9 +44,10 @@ def get_large(tier: Tier, ref: Any) -> Outcome:
 
 
 def values(server: RedisServer, pattern: str = "kvs:{*:*") -> dict[bytes, int]:
-    """All values of chunks, by key, and their lengths; the epoch's key is none."""
+    """All values of chunks, by key, and their lengths; the epoch's key is none, nor are the sets of trails."""
     admin = server.admin()
-    return {key: admin.strlen(key) for key in admin.scan_iter(pattern, 1000) if b"}:epoch" not in key}
+    keys = [key for key in admin.scan_iter(pattern, 1000) if b"}:epoch" not in key and not key.endswith(b"}:t")]
+    return {key: admin.strlen(key) for key in keys}
 
 
 def ends(action: Callable[[], object]) -> object:

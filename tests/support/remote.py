@@ -27,6 +27,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.chunks: dict[bytes, dict[ChunkRef, bytes]] = {}
+        self.trails: dict[bytes, dict[ChunkRef, bytes]] = {}
         self.questions: list[Sequence[ChunkRef]] = []
         self.puts: list[ChunkRef] = []
         self.before_contains: Any = lambda: None
@@ -60,6 +61,7 @@ class _FakeRemote(FakeTier):
 
     def _enter(self, namespace: Namespace) -> None:
         self.chunks = self._server.chunks.setdefault(namespace.id, {})
+        self.told_trails = self._server.trails.setdefault(namespace.id, {})
         self.namespace_id = namespace.id
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:

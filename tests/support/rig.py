@@ -17,7 +17,8 @@ from kvstore.engine import CacheEngine
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
 from kvstore.paged.binding import bind_paged_kv
-from kvstore.tiers.base import BoundedTier, Tier, TierCounters, Transfer
+from kvstore.tiers.base import MAX_NEAREST, BoundedTier, Tier, TierCounters, Transfer
+from support.catalog import shared_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -141,6 +142,7 @@ class FakeTier(BoundedTier):
         self.namespaces: list[Namespace] = []  # entered by ``reset``
         self.namespace_id: bytes | None = None
         self.is_closed = False
+        self.told_trails: dict[ChunkRef, bytes] = {}
         self._lock = Lock()
 
     def scan(self) -> list[tuple[ChunkRef, int]]:
@@ -148,6 +150,11 @@ class FakeTier(BoundedTier):
 
     def contains(self, refs: Sequence[ChunkRef]) -> list[bool]:
         return [ref in self.chunks for ref in refs]
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        found = [sorted(self.told_trails.values(), key=lambda told: -shared_blocks(told, trail)) for trail in trails]
+        pairs = zip(trails, found, strict=True)
+        return [tuple(near for near in told if shared_blocks(near, trail))[:MAX_NEAREST] for trail, told in pairs]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         self.before_get()
@@ -165,7 +172,10 @@ class FakeTier(BoundedTier):
             mine = [transfer.belongs_to(self.namespace_id) for transfer in transfers]
             if self.put_outcome is Outcome.STORED:
                 pairs = zip(transfers, mine, strict=True)
-                self.chunks.update((item.ref, item.buffer.tobytes()) for item, is_mine in pairs if is_mine)
+                for item, is_mine in pairs:
+                    if is_mine:
+                        self.chunks[item.ref] = item.buffer.tobytes()
+                        self.told_trails.update({item.ref: item.trail} if item.trail else {})
                 assert self.used_bytes <= self.capacity_bytes, "the index let more in than fits"
         return [self.put_outcome if is_mine else Outcome.FAILED for is_mine in mine]
 

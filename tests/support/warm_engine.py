@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.chunks import ChunkRef
@@ -32,6 +32,7 @@ class WarmEngine:
         self.lost: set[ChunkRef] = set()
         self.losses = 0
         self.supersedes = False
+        self.within: set[ChunkRef] = set()  # tails that whole chunks hold
 
     def refs(self, tokens: Sequence[int]) -> list[ChunkRef]:
         return refs_of(self.layout, list(tokens), Sharing().extras(NO_PROMPT))
@@ -39,8 +40,10 @@ class WarmEngine:
     def chunk_bytes(self, ref: ChunkRef) -> int:
         return self.layout.payload_bytes(ref.num_blocks)
 
-    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        return [ref in self.held for ref in refs]
+    def stored(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes]) -> list[bool]:
+        """Where no trail is given, nobody knows that a longer chunk holds a tail."""
+        within = {ref for ref in self.within if trails.get(ref, b"").endswith(ref.prefix_key)}
+        return [ref in self.held or ref in within for ref in refs]
 
     def compute(self, work: Sequence[Work]) -> int:
         self.batches.append(len(work))
@@ -53,9 +56,11 @@ class WarmEngine:
                 whole = [number for number, ref in enumerate(refs) if ref.num_blocks == 8]
                 for number in whole:
                     for end in range(32, 256, 32):
-                        self.held.discard(refs_of(self.layout, tokens[: number * 256 + end].tolist(), extras)[-1])
+                        tail = refs_of(self.layout, tokens[: number * 256 + end].tolist(), extras)[-1]
+                        self.held.discard(tail)
+                        self.within.add(tail)
         self.losses = max(0, self.losses - 1)
         return sum(len(tokens) for tokens, _ in work)
 
-    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        return [ref for ref in refs if ref not in self.held]
+    def wait(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes]) -> list[ChunkRef]:
+        return [ref for ref, there in zip(refs, self.stored(refs, trails), strict=True) if not there]

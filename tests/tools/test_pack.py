@@ -18,11 +18,13 @@ from support.diskwork import CHUNK_BYTES, EVEN, MINE, OTHER, bytes_on_disk, get,
 from support.redis_server import RedisServer, running
 from support.rig import Rig, tokens_of
 
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.chunks import Outcome
 from kvstore.errors import ConfigError, FolderOwnedError
 from kvstore.format.pack import END_MAGIC, PARTIAL_SUFFIX, Shard, open_pack
-from kvstore.keys import Namespace
+from kvstore.keys import NO_EXTRAS, Namespace, PrefixHasher
 from kvstore.options import RemoteOptions
+from kvstore.requests import hash_tokens
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, TierSetup
 from kvstore.tiers.disk.tier import DiskTier
@@ -379,3 +381,45 @@ def test_behind_an_engine(tmp_path: Path) -> None:
         assert stats.index.sends_dropped == 0
         assert stats.remote is not None
         assert (stats.remote.hits, stats.remote.full) == (5, 0)
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+def test_the_end_of_a_prompt_that_lies_in_a_longer_chunk(tmp_path: Path, codec: str) -> None:
+    """It has no file; a pack of that prompt alone has its blocks all the same, and nothing of what follows them."""
+    rig, longer = Rig(), tokens_of(1, 64)
+    short = longer[:40]
+    with rig.open(local_disk=tmp_path / "disk", disk_codec=codec) as engine:
+        rig.store(engine, longer)
+        assert rig.store(engine, short) == 0
+        assert engine.flush()
+    hasher = hash_tokens(rig.layout, short, NO_EXTRAS)
+    refs = chunk_refs(hasher, with_tail=True)
+    pack, source = tmp_path / "a.kvpack", Source(tmp_path / "disk")
+    assert export(source, tmp_path / "b.kvpack", refs=refs).missing == 1, "without its trail it cannot be found"
+    report = export(source, pack, refs=refs, trails={refs[-1]: trail_of(hasher)})
+    assert (report.chunks, report.is_complete) == (3, True)
+    import_pack(pack, Target((tmp_path / "target",), codec=codec))
+    with rig.open(local_disk=tmp_path / "target", disk_codec=codec) as engine:
+        assert rig.retrieve(engine, short) == engine.lookup(longer) == 40
+    with rig.open(remote=RemoteOptions(f"pack://{pack}", max_queue=0)) as engine:
+        assert rig.retrieve(engine, short) == 40
+
+
+def test_the_end_of_a_prompt_in_a_damaged_chunk_is_missing(tmp_path: Path) -> None:
+    rig, longer = Rig(), tokens_of(1, 16)
+    with rig.open(local_disk=tmp_path / "disk") as engine:
+        rig.store(engine, longer)
+        assert engine.flush()
+    hasher = hash_tokens(rig.layout, longer[:8], NO_EXTRAS)
+    (ref,) = chunk_refs(hasher, with_tail=True)
+    (file,) = (tmp_path / "disk").rglob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[4100] ^= 1  # in the blocks that are wanted
+    file.write_bytes(content)
+    report = export(Source(tmp_path / "disk"), tmp_path / "a.kvpack", refs=[ref], trails={ref: trail_of(hasher)})
+    assert (report.chunks, report.missing) == (0, 1)
+
+
+def trail_of(hasher: PrefixHasher) -> bytes:
+    """The trail of a sequence's end."""
+    return b"".join(hasher.block_keys(len(hasher.chunk_keys())))

@@ -69,14 +69,17 @@ def test_shared_chunks_count_once() -> None:
     assert report.tokens == 3 * 768
 
 
-def test_tails_that_longer_prompts_replaced_are_restored() -> None:
+def test_a_tail_that_a_longer_prompt_holds_is_stored() -> None:
+    """Also where the longer one came first, and its chunk is all that was ever stored of the shorter one's end."""
     engine: Any = WarmEngine()
     engine.supersedes = True
     longer = prompt(1, 700)
     report = warm_with(engine, [longer[:300], longer], Sharing())
-    assert all(engine.stored(engine.refs(longer[:300]) + engine.refs(longer)))
     assert (report.chunks_failed, report.prompts) == (0, 2)
-    assert engine.computed == [300, 700, 300]
+    assert engine.computed == [300, 700]
+    again = warm_with(engine, [longer[:400], longer[:300], longer], Sharing())
+    assert (again.prompts_present, again.chunks_failed, again.is_complete) == (3, 0, True)
+    assert engine.computed == [300, 700]
 
 
 def test_salts_of_prompts_and_of_the_run() -> None:
@@ -84,7 +87,7 @@ def test_salts_of_prompts_and_of_the_run() -> None:
     values: list[object] = [{"prompt_token_ids": prompt(1, 256), "cache_salt": "own"}, prompt(1, 256)]
     warm_with(engine, values, Sharing(salt="common"))
     for salt in ("own", "common"):
-        assert engine.stored(refs_of(EVEN, prompt(1, 256), Sharing(salt=salt).extras(Prompt("", ())))) == [True]
+        assert engine.stored(refs_of(EVEN, prompt(1, 256), Sharing(salt=salt).extras(Prompt("", ()))), {}) == [True]
 
 
 def test_paths_among_prompts(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.parting import PROMPTS, check_strangers, shared_tokens
+from support.remote import REMOTE, install
 from support.rig import BLOCK, CHUNK, Rig, tokens_of
 from support.schedules import schedules
 
@@ -20,27 +23,30 @@ def rig() -> Rig:
     return Rig()
 
 
-STEMS = [tokens_of(stem, 3 * CHUNK) for stem in (1, 2, 3)]
-# A prompt begins with one stem, parts from it anywhere and goes on with another one, which others may share in turn.
-PROMPTS = st.tuples(st.integers(0, 2), st.integers(0, 3 * CHUNK), st.integers(0, 2), st.integers(0, 2 * CHUNK)).map(
-    lambda drawn: [*STEMS[drawn[0]][: drawn[1]], *STEMS[drawn[2]][: drawn[3]]]
-)
+class Stock:
+    """What an engine keeps that never runs out of room: whole chunks, and the tails that no longer chunk holds."""
 
+    def __init__(self) -> None:
+        self.chunks: set[tuple[int, ...]] = set()  # each with all tokens before it
 
-def shared_tokens(prompt: list[int], stored: list[list[int]]) -> int:
-    """The longest prefix, in whole blocks, that a prompt shares with any of those stored."""
-    longest = 0
-    for other in stored:
-        common = next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), None)
-        common = min(len(prompt), len(other)) if common is None else common
-        longest = max(longest, min(common, len(other)) // BLOCK * BLOCK)
-    return longest
+    def add(self, prompt: list[int]) -> None:
+        whole = {tuple(prompt[:end]) for end in range(CHUNK, len(prompt) + 1, CHUNK)}
+        tail = tuple(prompt[: len(prompt) // BLOCK * BLOCK])
+        self.chunks |= whole
+        if len(tail) % CHUNK and not any(self._holds(chunk, tail) for chunk in self.chunks):
+            self.chunks.add(tail)
+        self.chunks -= {tail for tail in self.chunks if any(self._holds(chunk, tail) for chunk in whole)}
+
+    def _holds(self, chunk: tuple[int, ...], tail: tuple[int, ...]) -> bool:
+        begin = (len(chunk) - 1) // CHUNK * CHUNK
+        return begin < len(tail) < len(chunk) and chunk[: len(tail)] == tail
 
 
 @schedules(60)
 @given(prompts=st.lists(PROMPTS, max_size=10), restarts=st.sets(st.integers(0, 9)), on_disk=st.booleans())
 def test_the_longest_common_prefix_is_found(prompts: list[list[int]], restarts: set[int], *, on_disk: bool) -> None:
-    rig = Rig()
+    """And none is stored twice."""
+    rig, stock = Rig(), Stock()
     with TemporaryDirectory() as folder:
         where = {"local_disk": Path(folder)} if on_disk else {}
         engine, stored = rig.open(slots=64, **where), list[list[int]]()
@@ -50,13 +56,27 @@ def test_the_longest_common_prefix_is_found(prompts: list[list[int]], restarts: 
                     assert engine.flush()
                     engine.close()
                     engine, stored = rig.open(slots=64, **where), stored if on_disk else []
+                    stock = stock if on_disk else Stock()
                 expected = shared_tokens(prompt, stored)
                 assert engine.lookup(prompt) == rig.retrieve(engine, prompt) == expected
                 rig.store(engine, prompt)
                 stored.append(prompt)
+                stock.add(prompt)
+                assert engine.flush()
+                assert len(engine._planner.index) == len(stock.chunks)
                 assert engine.lookup(prompt) == len(prompt) // BLOCK * BLOCK
         finally:
             engine.close()
+
+
+@schedules(60)
+@given(prompts=st.lists(PROMPTS, max_size=8), hold_s=st.sampled_from([0.0, 60.0]))
+def test_strangers_find_what_they_have_in_common(prompts: list[list[int]], hold_s: float) -> None:
+    """At a remote tier, through engines that have nothing themselves."""
+    rig = Rig()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        check_strangers(rig, lambda: rig.open(slots=64, remote=replace(REMOTE, hold_s=hold_s)), prompts)
 
 
 @pytest.mark.parametrize("shared", range(CHUNK, 2 * CHUNK, BLOCK // 2))
@@ -117,3 +137,48 @@ def test_chunks_stored_before_are_served_as_they_were(rig: Rig, tmp_path: Path) 
         assert engine.lookup(one[: CHUNK + BLOCK]) == CHUNK
         assert rig.store(engine, one[: CHUNK + 2 * BLOCK]) == 0
         assert rig.retrieve(engine, one[: CHUNK + BLOCK]) == CHUNK + BLOCK
+
+
+def test_a_prompt_that_ends_inside_a_chunk_takes_nothing(rig: Rig, tmp_path: Path) -> None:
+    one = tokens_of(1, 2 * CHUNK)
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.store(engine, one) == 2 * CHUNK
+        assert engine.flush()
+        for end in range(CHUNK + BLOCK, 2 * CHUNK, BLOCK):
+            assert rig.store(engine, one[:end]) == 0
+            assert rig.retrieve(engine, one[:end]) == end
+        assert engine.stats().slots_in_use == 2
+        assert engine.flush()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.store(engine, one[: CHUNK + BLOCK]) == 0, "nor after a restart"
+        assert rig.retrieve(engine, one[: CHUNK + BLOCK]) == CHUNK + BLOCK
+
+
+def test_a_chunk_is_written_in_the_stead_of_a_tail(rig: Rig, tmp_path: Path) -> None:
+    """Its queue was full when the chunk was stored; who offers a tail of it makes up for that."""
+    one = tokens_of(1, 2 * CHUNK)
+    with rig.open(local_disk=tmp_path, max_write_queue=1) as engine:
+        rig.store(engine, one)
+        assert not engine.flush()
+        assert rig.store(engine, one[: CHUNK + BLOCK]) == 0
+        assert engine.flush()
+    with rig.open(local_disk=tmp_path) as engine:
+        assert rig.retrieve(engine, one) == 2 * CHUNK
+
+
+def test_a_pin_of_a_prompt_that_ends_inside_a_chunk_holds_the_chunk(rig: Rig) -> None:
+    one, short = tokens_of(1, 2 * CHUNK), tokens_of(1, CHUNK + 2 * BLOCK)
+    others = [tokens_of(seed, CHUNK) for seed in range(2, 20)]
+    with rig.open() as engine:
+        rig.store(engine, short)
+        assert engine.pin(short) == len(short)
+        rig.store(engine, one)  # the tail becomes a part of its second chunk
+        for other in others:
+            rig.store(engine, other)
+        assert rig.retrieve(engine, short) == len(short)
+        assert engine.pin(short) == len(short), "once more, now by the chunk"
+        engine.unpin(short)
+        for other in others:
+            rig.store(engine, other)
+        assert rig.retrieve(engine, short) == 0

@@ -187,6 +187,16 @@ def test_truncated_and_replaced_sequences_are_hashed_anew() -> None:
     assert (hasher.num_tokens, list(hasher.chunk_keys()), hasher.block_keys(0)) == (0, [], [])
 
 
+def test_block_keys_asked_for_again_are_those_of_the_tokens_now() -> None:
+    hasher = PrefixHasher(8, 4)
+    for tokens in ([1] * 6, [2] * 6, [2] * 8, [3] * 8, [3] * 8 + [4] * 4, [3] * 8 + [5] * 4):
+        hasher.update(tokens)
+        for chunk in (1, 0, 0, 1, 1):
+            fresh = PrefixHasher(8, 4)
+            fresh.update(tokens)
+            assert hasher.block_keys(chunk) == fresh.block_keys(chunk)
+
+
 def test_block_keys_and_chunk_keys_fit_together() -> None:
     for extras in (NO_EXTRAS, EVERYTHING):
         hasher = hasher_of(TOKENS, extras)

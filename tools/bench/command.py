@@ -12,11 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 
 from kvstore.tools.bench.codecs import CodecLine, codec_table, measure_codecs
 from kvstore.tools.bench.compare import compare, read_fractions
+from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.lines import BenchReport
 from kvstore.tools.bench.plot import plot_report
 from kvstore.tools.bench.run import BenchOptions, run_bench
 from kvstore.tools.bench.table import bench_table, change_table, failure, failure_style, timed_table
 from kvstore.tools.bench.turns import measure_turns, parse_connectors, turns_table
+from kvstore.tools.bench.users import count_computed, parse_shares, users_table
 from kvstore.tools.console import FAILED, bar
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.interrupts import INTERRUPTED, Interruption, interruptible
@@ -70,6 +72,19 @@ def converse_and_print(connectors: str, rounds: int, folder: Path, redis_server:
     else:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(turns_table(found))
     return 0 if len(found) == len({*wanted}) else INTERRUPTED
+
+
+def count_and_print(shares: str, geometry: Geometry, *, as_json: bool) -> None:
+    """Count what many users compute and print the table, or one JSON object.
+
+    Raises:
+        ConfigError: the shares are wrong, or a cache of this size is too small.
+    """
+    counts = count_computed(parse_shares(shares), geometry)
+    if as_json:
+        print(json.dumps({"users": [asdict(count) for count in counts]}))
+    else:
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(users_table(counts, geometry))
 
 
 def _measure(options: BenchOptions) -> tuple[BenchReport, list[CodecLine]]:

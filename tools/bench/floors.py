@@ -49,7 +49,9 @@ BOUNDS: dict[str, dict[str, Bound]] = {
 # the load.
 COMMON: dict[str, Bound] = {
     "lookup, 128 known keys": Bound(1.0, 0.50),
+    "probe behind the last chunk": Bound(1.0, 0.50),
     "lookup, list of 32,768 tokens": Bound(1.0, 0.50),
+    "index, a chunk of 16 blocks": Bound(1.0, 1.0),  # counted: no noise
     "adaptive policy, a chunk touched": Bound(1.0, 0.50),
     "KV event, 50,000 chunks of one prefix": Bound(1.0, 0.50),
     "256 lookups at 3 ms, longest pass": Bound(1.0, 0.40),

@@ -6,7 +6,7 @@ import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from kvstore.tools.bench.load import Load
 from kvstore.tools.bench.samples import WARM_UP_ROUNDS, Pair
 from kvstore.tools.bench.workbench import Workbench
 
+Unit = Literal["s", "bytes"]
+
 
 class Subject(NamedTuple):
     """What a line measures.
@@ -25,11 +27,13 @@ class Subject(NamedTuple):
         name: of the path.
         limit_name: what the path is held against.
         includes: what the timed part of the path consists of.
+        unit: of the samples: seconds, or bytes, which are counted.
     """
 
     name: str
     limit_name: str
     includes: str
+    unit: Unit = "s"
 
     def line(self, geometry: Geometry, pairs: Sequence[Pair], size_bytes: int = 0) -> Line:
         """The line of these samples, with the bounds recorded for it."""
@@ -43,7 +47,7 @@ class Line:
     Attributes:
         subject: what was measured.
         bound: goal and floor of the fraction.
-        pairs: the samples.
+        pairs: the samples; bytes instead of seconds where they are the subject's unit.
         size_bytes: moved by one call; 0 for a line that counts calls, not bytes.
     """
 
@@ -86,18 +90,19 @@ class Line:
 
     def to_json(self) -> dict[str, object]:
         """Everything known about the line, samples included."""
+        unit = self.subject.unit
         return {
             **self.subject._asdict(),
             "size_bytes": self.size_bytes,
-            "median_s": self.path_s,
-            "limit_median_s": self.limit_s,
-            "p99_s": self.p99_s,
+            f"median_{unit}": self.path_s,
+            f"limit_median_{unit}": self.limit_s,
+            f"p99_{unit}": self.p99_s,
             "fraction": self.fraction,
             "goal": self.bound.goal,
             "floor": self.bound.floor,
             "verdict": self.verdict,
-            "samples_s": [pair.path_s for pair in self.pairs],
-            "limit_samples_s": [pair.limit_s for pair in self.pairs],
+            f"samples_{unit}": [pair.path_s for pair in self.pairs],
+            f"limit_samples_{unit}": [pair.limit_s for pair in self.pairs],
         }
 
 

@@ -1,13 +1,14 @@
-"""The lines of lookups and of the eviction policy, which move no bytes. Their limits are targets in seconds."""
+"""The lines of the index and of the eviction policy, which move no bytes. Their limits are targets."""
 
 from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 from collections.abc import Callable
 
 from kvstore.catalog.index import ChunkIndex
-from kvstore.chunks import ChunkRef
+from kvstore.catalog.sequence import chunk_refs
 from kvstore.engine import CacheEngine
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixHasher, PrefixKey
 from kvstore.options import EngineOptions
@@ -18,34 +19,66 @@ from kvstore.tools.bench.lines import Line, Subject
 from kvstore.tools.bench.samples import LOOKUP_CHUNKS, LOOKUP_ROUNDS, NAMESPACE, Pair, require, timed
 from kvstore.tools.bench.workbench import Workbench
 
+INDEX_CHUNKS = 100_000
 POLICY_CHUNKS = 100_000
 POLICY_REQUESTS = 2_000
 _CHAIN_CHUNKS = 16
+_SHARED_BLOCKS = 6  # of the chunk behind the last one that is found
 _TINY = Geometry("tiny", layers=1, kv_heads=1, head_size=8)  # the size of a chunk makes no difference here
 INDEX = Subject("lookup, 128 known keys", "60 us", "the index, with keys as they are known for a running request")
+PROBE = Subject(
+    "probe behind the last chunk",
+    "10 us",
+    "the same index: a stored chunk shares six of sixteen blocks, whose keys are known",
+)
+INDEX_BYTES = Subject(
+    "index, a chunk of 16 blocks",
+    "1 KiB",
+    "what Python allocates for 100,000 chunks stored, policy included",
+    unit="bytes",
+)
 ENGINE = Subject("lookup, list of 32,768 tokens", "1 ms", "keys of the token list, index")
 POLICY = Subject("adaptive policy, a chunk touched", "20 us", "lookup, noting the use, and for half of them room made")
 
 
 def measure_lookups() -> list[Line]:
-    """Look up 128 known chunks, by their keys and by the tokens of a Python list.
+    """Look up 128 known chunks, by their keys and by the tokens of a Python list, and a chunk behind them.
 
     Raises:
         BenchError: not all were found.
     """
     workbench = Workbench(_TINY, LOOKUP_CHUNKS)
     slots = workbench.new_batch()
-    hasher = PrefixHasher(_TINY.chunk_tokens, _TINY.block_tokens)
-    hasher.update(workbench.tokens)
-    index = ChunkIndex(LOOKUP_CHUNKS)
-    steps = index.prepare_store([ChunkRef(key, _TINY.blocks_per_chunk) for key in hasher.chunk_keys()])
-    index.complete_store(steps, set())
+    num_tokens, tokens = workbench.num_tokens, list(workbench.tokens)
+    found_tokens = num_tokens + _SHARED_BLOCKS * _TINY.block_tokens
+    index = ChunkIndex(LOOKUP_CHUNKS + 1)
+    _store(index, _hasher([*tokens, *tokens[: _TINY.chunk_tokens]]))
+    known = _hasher(tokens)
+    parting = _hasher([*tokens, *tokens[: found_tokens - num_tokens], *tokens[: _TINY.chunk_tokens]])
     with CacheEngine(workbench.paged, NAMESPACE, EngineOptions(workbench.pool_bytes)) as engine:
         engine.store(workbench.tokens, slot_mapping=slots)
         return [
-            _line(INDEX, 60e-6, lambda: index.lookup(hasher).num_tokens, workbench.num_tokens),
-            _line(ENGINE, 1e-3, lambda: engine.lookup(workbench.tokens), workbench.num_tokens),
+            _line(INDEX, 60e-6, lambda: index.lookup(known).num_tokens, num_tokens),
+            _line(PROBE, 10e-6, lambda: index.lookup(parting, num_tokens).num_tokens, found_tokens),
+            _line(ENGINE, 1e-3, lambda: engine.lookup(workbench.tokens), num_tokens),
         ]
+
+
+def measure_index() -> Line:
+    """Count the bytes that the index takes for a chunk, in memory and found by all of its block ends."""
+    index, tokens = ChunkIndex(INDEX_CHUNKS), list(range(256)) * _CHAIN_CHUNKS
+    chains = INDEX_CHUNKS // _CHAIN_CHUNKS
+    tracemalloc.start()
+    try:
+        before_bytes = tracemalloc.get_traced_memory()[0]
+        for number in range(chains):
+            tokens[:2] = divmod(number, 256)  # small integers, which Python does not allocate
+            _store(index, _hasher(tokens))
+        taken_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
+    finally:
+        tracemalloc.stop()
+    require(len(index) == chains * _CHAIN_CHUNKS, f"{INDEX_BYTES.name}: {len(index)} of {INDEX_CHUNKS} were stored")
+    return INDEX_BYTES.line(_TINY, [Pair(1024, taken_bytes / len(index))])
 
 
 def measure_touches() -> Line:
@@ -64,6 +97,16 @@ def measure_touches() -> Line:
         store.request(chain, [1] * _CHAIN_CHUNKS)
         pairs.append(Pair(20e-6, (time.thread_time() - begin_s) / _CHAIN_CHUNKS))
     return POLICY.line(_TINY, pairs)
+
+
+def _hasher(tokens: list[int]) -> PrefixHasher:
+    hasher = PrefixHasher(_TINY.chunk_tokens, _TINY.block_tokens)
+    hasher.update(tokens)
+    return hasher
+
+
+def _store(index: ChunkIndex, hasher: PrefixHasher) -> None:
+    index.complete_store(index.prepare_store(chunk_refs(hasher, with_tail=False), hasher=hasher), set())
 
 
 def _chain(number: int) -> list[PrefixKey]:

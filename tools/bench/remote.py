@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore.chunks import ChunkRef, Outcome
+from kvstore.keys import PREFIX_KEY_BYTES
 from kvstore.layout import KVLayout
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import UNBOUNDED_BYTES, Tier, TierSetup, Transfer
@@ -29,9 +30,12 @@ class RemoteChunks:
         self._layout = layout
         slots = prefaulted(2 * num_chunks * layout.slot_bytes).reshape(2, num_chunks, layout.slot_bytes)
         self.stored, self._loaded = slots
-        self.stored[:] = np.random.default_rng(0).integers(256, size=self.stored.shape, dtype=np.uint8)
+        random = np.random.default_rng(0)
+        self.stored[:] = random.integers(256, size=self.stored.shape, dtype=np.uint8)
         self.refs = [ChunkRef(number.to_bytes(16, "little"), layout.blocks_per_chunk) for number in range(num_chunks)]
         self._puts, self._gets = ([Transfer(*pair) for pair in zip(self.refs, half, strict=True)] for half in slots)
+        before_bytes = PREFIX_KEY_BYTES * (layout.blocks_per_chunk - 1)
+        self._puts = [put._replace(trail=random.bytes(before_bytes) + put.ref.prefix_key) for put in self._puts]
 
     def tier(self, name: str, url: str) -> Tier:
         """A tier for these chunks.

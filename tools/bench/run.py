@@ -17,7 +17,7 @@ from kvstore.tools.bench.geometry import Geometry
 from kvstore.tools.bench.gpu.calls import measure_gpu
 from kvstore.tools.bench.lines import BenchReport, Line
 from kvstore.tools.bench.load import Mark
-from kvstore.tools.bench.lookup import measure_lookups, measure_touches
+from kvstore.tools.bench.lookup import measure_index, measure_lookups, measure_touches
 from kvstore.tools.bench.redis import measure_redis
 from kvstore.tools.bench.samples import MIN_ROUNDS, WARM_UP_ROUNDS, Tick, one_torch_thread
 from kvstore.tools.bench.scheduling import measure_scheduling
@@ -131,7 +131,7 @@ def _in_folder(workbench: Workbench, options: BenchOptions, tick: Tick) -> list[
 
 def _calls(tick: Tick) -> list[Line]:
     tick("lookup")
-    lookups = measure_lookups()
+    lookups = [*measure_lookups(), measure_index()]
     tick("policy")
     touches = measure_touches()
     tick("scheduling")

@@ -89,7 +89,7 @@ def _events() -> list[float]:
         own = [b"%d of %d" % (block, number) for block in range(_BLOCKS - len(system))]
         ref = ChunkRef(b"%016d" % number, _BLOCKS)
         index.complete_store(index.prepare_store([ref]), set())
-        announcer.describe(ref, 0, _Prompt([*system, *own], [1] * _BLOCKS))
+        announcer.describe(ref, range(_BLOCKS), _Prompt([*system, *own], [1] * _BLOCKS))
         took_s, said = timed(lambda: announcer.take(index))
         require(len(said) == 1, f"{len(said)} events for one chunk")
         seconds.append(took_s)

@@ -24,12 +24,12 @@ def bench_table(report: BenchReport) -> Table:
         table.add_row(
             line.subject.name,
             line.subject.limit_name,
-            _speed(line.path_s, line.size_bytes),
-            _speed(line.limit_s, line.size_bytes),
+            _speed(line, line.path_s),
+            _speed(line, line.limit_s),
             f"{line.fraction:.2f}",
             f"{line.bound.goal:.2f}",
             f"{line.bound.floor:.2f}",
-            _duration(line.p99_s),
+            _sample(line, line.p99_s),
             f"[{failure_style(report) if line.failed else _STYLES[line.verdict]}]{line.verdict}[/]",
         )
     table.caption = f"machine: {report.load}"
@@ -73,8 +73,12 @@ def failure(line: Line) -> str:
     )
 
 
-def _speed(seconds: float, size_bytes: int) -> str:
-    return f"{size_bytes / seconds / 1e9:.2f} GB/s" if size_bytes else _duration(seconds)
+def _speed(line: Line, sample: float) -> str:
+    return f"{line.size_bytes / sample / 1e9:.2f} GB/s" if line.size_bytes else _sample(line, sample)
+
+
+def _sample(line: Line, sample: float) -> str:
+    return f"{sample:,.0f} B" if line.subject.unit == "bytes" else _duration(sample)
 
 
 def _duration(seconds: float) -> str:

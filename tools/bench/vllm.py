@@ -74,8 +74,13 @@ def require_vllm() -> None:
     Raises:
         ConfigError: vLLM is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
+    if not has_vllm():
         raise ConfigError("it is not installed: run make bench, which installs it")
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def environment() -> dict[str, str]:

@@ -49,6 +49,13 @@ def bench(
         str | None,
         typer.Option(help="Run conversations over real vLLM instead: all, or example,memory,disk,redis,server."),
     ] = None,
+    users: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead count the tokens computed for 200 users behind one system prompt, with caches that hold "
+            "these shares of their KV, such as 1,0.33."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure every path against the limit of this machine, in one run.
@@ -56,10 +63,13 @@ def bench(
     Exits with 1 if a fraction is below its recorded floor, or if a path lost a byte; with 130 if interrupted, after
     showing what was measured.
     """
-    from kvstore.tools.bench.command import converse_and_print, measure_and_print  # noqa: PLC0415
+    from kvstore.tools.bench.command import converse_and_print, count_and_print, measure_and_print  # noqa: PLC0415
     from kvstore.tools.bench.geometry import parse_geometry  # noqa: PLC0415
     from kvstore.tools.bench.run import MIB, BenchOptions  # noqa: PLC0415
 
+    if users is not None:
+        count_and_print(users, parse_geometry(geometry), as_json=as_json)
+        return
     program = shutil.which("redis-server") if parts.redis else None
     redis_server = Path(program) if program else None
     if turns is not None:

@@ -49,16 +49,19 @@ def export_pack(
     from kvstore.format.pack import refuse_written  # noqa: PLC0415
     from kvstore.tools.pack import Source, export  # noqa: PLC0415
     from kvstore.tools.warm import wanted  # noqa: PLC0415
-    from kvstore.tools.warm.prompts import Rejected, check_format, read_prompts  # noqa: PLC0415
+    from kvstore.tools.warm.prompts import check_format, read_prompts  # noqa: PLC0415
 
     refuse_written(output)
     source = Source(_one_folder(config, folder), namespace)
-    refs, rejected = None, list[Rejected]()
+    refs: list[ChunkRef] | None = None
+    trails: dict[ChunkRef, bytes] = {}
+    rejected: list[Rejected] = []
     if prompts is not None:
         sharing = wanted.Sharing.of(wanted.Lora.parse(lora), salt)
-        refs, rejected = _refs(source, read_prompts(prompts, format_=check_format(prompt_format)), model, sharing)
+        found = read_prompts(prompts, format_=check_format(prompt_format))
+        refs, trails, rejected = _refs(source, found, model, sharing)
     with chunk_progress("exporting") as tick, interruptible(_FINISHING) as should_stop:
-        report = export(source, output, refs=refs, tick=tick, should_stop=should_stop)
+        report = export(source, output, refs=refs, trails=trails, tick=tick, should_stop=should_stop)
     return _answer(report, rejected, "exported")
 
 
@@ -112,8 +115,8 @@ def _one_folder(config: Path | None, folder: Path | None) -> Path:
 
 def _refs(
     source: Source, prompts: Iterable[Prompt | Rejected], model: str | None, sharing: Sharing
-) -> tuple[list[ChunkRef], list[Rejected]]:
-    """The chunks of prompts, and the prompts that were skipped."""
+) -> tuple[list[ChunkRef], dict[ChunkRef, bytes], list[Rejected]]:
+    """The chunks of prompts, the trails of those that end one, and the prompts that were skipped."""
     from kvstore.tools.warm.prompts import Rejected, load_tokenizer  # noqa: PLC0415
     from kvstore.tools.warm.wanted import wanted  # noqa: PLC0415
 
@@ -121,13 +124,15 @@ def _refs(
         raise ConfigError("--prompts needs --model, whose tokenizer reads the prompts")
     found = wanted(prompts, source.shards[0].layout, sharing, load_tokenizer(model))
     refs: dict[ChunkRef, None] = {}
+    trails: dict[ChunkRef, bytes] = {}
     rejected = []
     for item in found:
         if isinstance(item, Rejected):
             rejected.append(item)
         else:
             refs.update(dict.fromkeys(item.refs))
-    return list(refs), rejected
+            trails.update((ref, item.trail) for ref in item.refs[-1:])
+    return list(refs), trails, rejected
 
 
 def _target(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvstore.errors import ConfigError
 from kvstore.policies import POLICIES, choose_policy, open_policy
@@ -57,12 +57,12 @@ class Trace(NamedTuple):
         """Chunks in all requests together."""
         return sum(map(len, self.chains))
 
-    def distinct(self) -> dict[bytes, int]:
-        """All keys, with their sizes."""
+    def distinct_size(self, _scale: Scale) -> int:
+        """The sizes of all different chunks together."""
         found: dict[bytes, int] = {}
         for chain, sizes in zip(self.chains, self.sizes, strict=True):
             found.update(zip(chain, sizes, strict=True))
-        return found
+        return sum(found.values())
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Cell:
         hit_bytes, used_bytes: of the chunks found, and of all chunks; None if sizes are in chunks.
         written_rate: chunks written over chunks offered, in memory; None for the best possible.
         tiers: the counts of each tier, memory first.
+        matching: ``blocks`` or ``chunks``, where both are compared: then the hit rate counts tokens.
+        hit_tokens, used_tokens: found, and asked for; None where chunks are counted.
     """
 
     trace: str
@@ -86,6 +88,14 @@ class Cell:
     used_bytes: int | None = None
     written_rate: float | None = None
     tiers: tuple[dict[str, Any], ...] = ()
+    matching: Literal["blocks", "chunks"] | None = None
+    hit_tokens: int | None = None
+    used_tokens: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What distinguishes it from others of the same trace and size."""
+        return f"{self.policy}, whole chunks and tails" if self.matching == "chunks" else self.policy
 
 
 def load(path: Path, scale: Scale) -> Trace:
@@ -134,9 +144,8 @@ def best(trace: Trace, size: float, disk: float | None, scale: Scale) -> Cell:
     return Cell(trace.name, BEST, size, disk, hits / trace.num_chunks)
 
 
-def default_sizes(trace: Trace, scale: Scale) -> list[float]:
-    """Sizes from a hundredth of the trace's distinct chunks to all of them."""
-    total = sum(trace.distinct().values())
+def default_sizes(total: int, scale: Scale) -> list[float]:
+    """Sizes from a hundredth of all that is distinct in a trace, in chunks or bytes, to all of it."""
     unit = 1 if scale.bytes_per_token is None else GIB
     sizes = (float(f"{share * total / unit:.2g}") if unit == GIB else max(1, round(share * total)) for share in _SHARES)
     return sorted({*sizes})

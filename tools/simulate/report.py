@@ -25,9 +25,10 @@ def table(cells: Sequence[Cell], scale: Scale) -> Table:
     unit = "chunks" if scale.bytes_per_token is None else "memory"
     below = "" if first.disk is None else f", disk of {scale.label(first.disk)}{_unit(scale)} below"
     sizes = numbers(*(scale.label(size) for size in dict.fromkeys(cell.size for cell in cells)))
-    found = Table(unit, *sizes, caption=f"Hit rates by size{below}.", caption_justify="left")
-    for policy in _policies(cells):
-        row = [cell for cell in cells if cell.policy == policy]
+    what = "Hit rates" if first.matching is None else "Tokens found of those asked"
+    found = Table(unit, *sizes, caption=f"{what}, by size{below}.", caption_justify="left")
+    for policy in _labels(cells):
+        row = [cell for cell in cells if cell.label == policy]
         found.add_row(policy, *(f"{cell.hit_rate:.4f}" for cell in row))
         if policy == BEST:
             continue
@@ -44,8 +45,8 @@ def table(cells: Sequence[Cell], scale: Scale) -> Table:
 
 def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
     """A line for each policy: how much each larger size gains."""
-    for policy in _policies(cells):
-        row = [cell for cell in cells if cell.policy == policy]
+    for policy in _labels(cells):
+        row = [cell for cell in cells if cell.label == policy]
         steps = [
             f"{scale.label(larger.size - smaller.size)}{_unit(scale)} on top of {scale.label(smaller.size)}: "
             f"{100 * (larger.hit_rate - smaller.hit_rate):+.1f} points{_memory_gain(smaller, larger)}"
@@ -53,6 +54,18 @@ def gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
         ]
         if steps:
             yield f"{policy}: {'; '.join(steps)}"
+
+
+def block_gains(cells: Sequence[Cell], scale: Scale) -> Iterator[str]:
+    """A line for each policy: how much more is found by blocks than by whole chunks and tails."""
+    for policy in dict.fromkeys(cell.policy for cell in cells if cell.matching is not None):
+        row = [cell for cell in cells if cell.policy == policy]
+        pairs = zip(*([cell for cell in row if cell.matching == way] for way in ("chunks", "blocks")), strict=True)
+        steps = (
+            f"{100 * (blocks.hit_rate - chunks.hit_rate):+.1f} points with {scale.label(blocks.size)}{_unit(scale)}"
+            for chunks, blocks in pairs
+        )
+        yield f"{policy}: blocks instead of whole chunks and tails: {'; '.join(steps)}"
 
 
 def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
@@ -79,8 +92,8 @@ def plot(cells: Sequence[Cell], scale: Scale, file: Path) -> None:
 
 def _draw_curves(axes: Any, cells: Sequence[Cell], scale: Scale) -> None:  # noqa: ANN401 - matplotlib's
     """One trace; curves that lie on each other are told apart by their hollow markers."""
-    for policy, marker in zip(_policies(cells), cycle("os^Dv")):
-        row = [cell for cell in cells if cell.policy == policy]
+    for policy, marker in zip(_labels(cells), cycle("os^Dv")):
+        row = [cell for cell in cells if cell.label == policy]
         style: dict[str, object] = {"color": "black", "linestyle": "--"}
         if policy != BEST:
             style = {"marker": marker, "fillstyle": "none", "markersize": 9, "markeredgewidth": 1.5}
@@ -114,8 +127,8 @@ def _ticks(sizes: Sequence[float]) -> tuple[list[float], list[str]]:
     return [size for size, _ in kept], [label for _, label in kept]
 
 
-def _policies(cells: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.policy for cell in cells))
+def _labels(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(cell.label for cell in cells))
 
 
 def _unit(scale: Scale) -> str:
@@ -131,8 +144,9 @@ def _memory_gain(smaller: Cell, larger: Cell) -> str:
 
 def _found_in(cell: Cell, place: int) -> float:
     """The part of a hit rate that one tier contributes."""
-    hits = sum(tier["hit_chunks"] for tier in cell.tiers)
-    return cell.hit_rate * float(cell.tiers[place]["hit_chunks"]) / hits if hits else 0.0
+    unit = "hit_chunks" if cell.matching is None else "hit_tokens"
+    hits = sum(tier[unit] for tier in cell.tiers)
+    return cell.hit_rate * float(cell.tiers[place][unit]) / hits if hits else 0.0
 
 
 def _written(cell: Cell, place: int) -> str:

@@ -15,6 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.tools.console import bar, errors, parse_numbers
 from kvstore.tools.figures import require_plotting
 from kvstore.tools.simulate import report as simulate_report
+from kvstore.tools.simulate.blocks import BlockTrace, load_blocks, parse_chunking, replay_blocks
 from kvstore.tools.simulate.cells import (
     Cell,
     Scale,
@@ -46,6 +47,8 @@ class SimulateOptions:
         bytes_per_token: int | None,
         policies: Sequence[str],
         best: bool,
+        block_tokens: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         if size and bytes_per_token is None:
             raise ConfigError("--size needs --bytes-per-token: 2 x layers x KV heads x head size x bytes a number")
@@ -59,6 +62,7 @@ class SimulateOptions:
         sizes = parse_numbers(size, "--size", _SIZES) if size else sizes
         self.sizes, self.disk, self.scale, self.best = sorted({*sizes}), disk, Scale(bytes_per_token), best
         self.policies, self.warnings = parse_policies(policies)
+        self.chunking = parse_chunking(block_tokens, chunk_tokens)
 
 
 def simulate_and_print(
@@ -73,33 +77,42 @@ def simulate_and_print(
         errors().print(f"warning: {warning}")
     if plot_file is not None:
         require_plotting()
-    traces = [load(path, options.scale) for path in paths]
+    chunking, scale = options.chunking, options.scale
+    traces = [load(path, scale) if chunking is None else load_blocks(path, chunking) for path in paths]
     cells = [cell for trace in traces for cell in _with_progress(trace, options)]
     if plot_file is not None:
-        simulate_report.plot(cells, options.scale, plot_file)
+        simulate_report.plot(cells, scale, plot_file)
     if as_json:
-        unit = "chunks" if options.scale.bytes_per_token is None else "GiB"
-        print(json.dumps({"unit": unit, "cells": [asdict(cell) for cell in cells]}))
+        unit = "chunks" if scale.bytes_per_token is None else "GiB"
+        of_blocks = {} if chunking is None else chunking._asdict()
+        print(json.dumps({"unit": unit, **of_blocks, "cells": [asdict(cell) for cell in cells]}))
         return
     console = Console()
     for trace in traces:
         shown = [cell for cell in cells if cell.trace == trace.name]
         console.print(trace.name, soft_wrap=True, highlight=False, markup=False)
-        console.print(simulate_report.table(shown, options.scale))
-        for line in simulate_report.gains(shown, options.scale):
+        console.print(simulate_report.table(shown, scale))
+        for line in (*simulate_report.gains(shown, scale), *simulate_report.block_gains(shown, scale)):
             console.print(line, soft_wrap=True, highlight=False)
 
 
-def _with_progress(trace: Trace, options: SimulateOptions) -> list[Cell]:
-    sizes = options.sizes or default_sizes(trace, options.scale)
+def _with_progress(trace: Trace | BlockTrace, options: SimulateOptions) -> list[Cell]:
+    sizes = options.sizes or default_sizes(trace.distinct_size(options.scale), options.scale)
+    ways = 2 * len(options.policies) if isinstance(trace, BlockTrace) else len(options.policies) + options.best
     with bar(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
-        total = len(trace.chains) * len(sizes) * (len(options.policies) + options.best)
-        task = progress.add_task(trace.name, total=total)
+        task = progress.add_task(trace.name, total=len(trace.chains) * len(sizes) * ways)
         return simulate(trace, sizes, options, partial(progress.advance, task))
 
 
-def simulate(trace: Trace, sizes: Sequence[float], options: SimulateOptions, tick: Tick) -> list[Cell]:
-    """All cells of one trace: every policy at every size, and the best possible."""
+def simulate(trace: Trace | BlockTrace, sizes: Sequence[float], options: SimulateOptions, tick: Tick) -> list[Cell]:
+    """All cells of one trace: every policy at every size, and the best possible; or with whole chunks and blocks."""
+    if isinstance(trace, BlockTrace):
+        return [
+            replay_blocks(trace, policy, size, disk=options.disk, scale=options.scale, tick=tick, block_ends=block_ends)
+            for policy in options.policies
+            for block_ends in (False, True)
+            for size in sizes
+        ]
     cells = [
         replay(trace, policy, size, disk=options.disk, scale=options.scale, tick=tick)
         for policy in options.policies

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.adapters.vllm.identity import fingerprint_adapter
-from kvstore.catalog.sequence import chunk_refs
+from kvstore.catalog.sequence import chunk_refs, trails
 from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, InvalidCallError
 from kvstore.keys import KeyExtras
@@ -65,11 +65,16 @@ class Sharing:
 
 
 class Wanted(NamedTuple):
-    """A prompt with its tokens and chunks: the whole ones, and the tail."""
+    """A prompt with its tokens and chunks: the whole ones, and the tail.
+
+    Attributes:
+        trail: of the last chunk: a longer one may hold it.
+    """
 
     prompt: Prompt
     tokens: list[int]
     refs: list[ChunkRef]
+    trail: bytes
 
 
 def refs_of(layout: KVLayout, tokens: list[int], extras: KeyExtras, *, with_tail: bool = True) -> list[ChunkRef]:
@@ -109,7 +114,9 @@ def wanted(
         try:
             tokens = tokens_of(prompt, tokenizer)
             _check(tokens, max_tokens, vocab_size)
-            yield Wanted(prompt, tokens, refs_of(layout, tokens, sharing.extras(prompt), with_tail=with_tail))
+            hasher = hash_tokens(layout, tokens, sharing.extras(prompt))
+            refs = chunk_refs(hasher, with_tail=with_tail)
+            yield Wanted(prompt, tokens, refs, b"".join(trails(hasher, refs[-1:]).values()))
         except (PromptError, InvalidCallError) as error:
             yield Rejected(prompt.where, str(error))
 

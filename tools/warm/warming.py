@@ -142,22 +142,21 @@ def warm_with(
             run.report.interrupted = True
             break
         run.warm([_Item.of(item, sharing) for item in batch])
-    else:
-        run.restore_tails()
     run.note()
     return run.report
 
 
 class _Item(NamedTuple):
-    """A prompt with packed tokens, since millions of them are kept until the end."""
+    """A prompt as vLLM takes it, with its chunks."""
 
     tokens: array[int]
     salt: str | None
     refs: list[ChunkRef]
+    trail: bytes
 
     @classmethod
     def of(cls, found: Wanted, sharing: Sharing) -> _Item:
-        return cls(array("I", found.tokens), found.prompt.salt or sharing.salt, found.refs)
+        return cls(array("I", found.tokens), found.prompt.salt or sharing.salt, found.refs, found.trail)
 
 
 class _Run:
@@ -170,14 +169,14 @@ class _Run:
         self._begin_s = time.monotonic()
         self._counted: set[ChunkRef] = set()
         self._failed: set[ChunkRef] = set()
-        self._with_tails: list[_Item] = []
 
     def warm(self, batch: Sequence[_Item]) -> None:
         """Compute what is missing of a batch, and wait until the tiers hold it."""
         report = self.report
         refs = list(dict.fromkeys(ref for item in batch for ref in item.refs))
-        is_there = dict(zip(refs, self._engine.stored(refs), strict=True))
-        missing = self._compute(batch, [ref for ref in refs if not is_there[ref]])
+        trails = {item.refs[-1]: item.trail for item in batch if item.refs}
+        is_there = dict(zip(refs, self._engine.stored(refs, trails), strict=True))
+        missing = self._compute(batch, [ref for ref in refs if not is_there[ref]], trails)
         for ref in refs:
             if ref in self._counted:
                 continue
@@ -193,13 +192,13 @@ class _Run:
             report.prompts_present += all(is_there[ref] for ref in item.refs)
             if missing.isdisjoint(item.refs):
                 report.prompts += 1
-                if item.refs and item.refs[-1].num_blocks < self._engine.layout.blocks_per_chunk:
-                    self._with_tails.append(item)
             else:
                 report.failed_prompts += 1
         self.note()
 
-    def _compute(self, batch: Sequence[_Item], wanted_refs: list[ChunkRef]) -> set[ChunkRef]:
+    def _compute(
+        self, batch: Sequence[_Item], wanted_refs: list[ChunkRef], trails: Mapping[ChunkRef, bytes]
+    ) -> set[ChunkRef]:
         """Have vLLM compute the prompts that miss a chunk. Returns the chunks that are still missing."""
         missing = set(wanted_refs)
         for _ in range(_ROUNDS):
@@ -208,18 +207,10 @@ class _Run:
                 break
             self.report.tokens_computed += self._engine.compute([(item.tokens, item.salt) for item in work])
             before = len(missing)
-            missing = set(self._engine.wait(sorted(missing)))
+            missing = set(self._engine.wait(sorted(missing), trails))
             if len(missing) == before:
                 break
         return missing
-
-    def restore_tails(self) -> None:
-        """Store tails again that were removed because a longer prompt of this run filled their chunk."""
-        tails = [item.refs[-1] for item in self._with_tails]
-        lost = [item for item, there in zip(self._with_tails, self._engine.stored(tails), strict=True) if not there]
-        for begin in range(0, len(lost), MAX_BATCH_PROMPTS):
-            batch = lost[begin : begin + MAX_BATCH_PROMPTS]
-            self._failed |= self._compute(batch, [item.refs[-1] for item in batch])
 
     def note(self) -> None:
         """Bring the report up to date, and tell it."""

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm import LLM, SamplingParams
@@ -36,7 +37,6 @@ from kvstore.tiers.disk.folder import chunk_name
 if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
-    from kvstore.adapters.vllm.plan import WorkerFacts
     from kvstore.chunks import ChunkRef
     from kvstore.layout import KVLayout
 
@@ -56,6 +56,8 @@ _NOT_WARMING: Mapping[str, object] = {
     "kvstore.enable_pd": False,
     "kvstore.peers": [],
 }
+
+_NO_TRAILS: Mapping[ChunkRef, bytes] = MappingProxyType({})
 
 Work = tuple["array[int]", str | None]
 """The tokens of a prompt, and its cache salt."""
@@ -96,7 +98,8 @@ class OfflineEngine:
                 transfer = transfer_config(_NOT_WARMING)
                 self._llm = LLM(model=model, kv_transfer_config=transfer, **arguments)
             opened.callback(self._llm.llm_engine.engine_core.shutdown)
-            self._facts = facts_of(self._llm)
+            self._connector = connector_of(self._llm)
+            self._facts = self._connector.facts
             if not self._facts:
                 raise ConfigError("vLLM's workers did not say what they own: nothing could be stored")
             options = remote_options(self._config)
@@ -141,17 +144,21 @@ class OfflineEngine:
         """The KV in a chunk, of all workers together."""
         return sum(facts.layout.payload_bytes(ref.num_blocks) for facts in self._facts)
 
-    def stored(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """For each chunk, whether it is in every tier that outlives this process, of every worker."""
+    def stored(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes] = _NO_TRAILS) -> list[bool]:
+        """For each chunk, whether it is in every tier that outlives this process, of every worker.
+
+        On disk a longer chunk may hold one that ends a prompt, as the trail tells that is given for it.
+        """
         if not refs:
             return []
         answers = self._directory.answer(refs) if self._directory else [False] * len(refs)
         remote = [bool(is_there) for is_there in answers]
         if self._is_remote_read_only:
-            return [has or self._on_disk(ref) for ref, has in zip(refs, remote, strict=True)]
+            return [has or self._on_disk(ref, trails) for ref, has in zip(refs, remote, strict=True)]
         if self._directory is not None and not self._config.local_disk_folders:
             return remote
-        return [self._on_disk(ref) and (has or not self._directory) for ref, has in zip(refs, remote, strict=True)]
+        pairs = zip(refs, remote, strict=True)
+        return [self._on_disk(ref, trails) and (has or not self._directory) for ref, has in pairs]
 
     def compute(self, work: Sequence[Work]) -> int:
         """Compute prompts whose KV is not known, and send it to the tiers. Returns how many tokens were computed."""
@@ -162,12 +169,12 @@ class OfflineEngine:
         outputs = self._llm.generate(prompts, params, lora_request=self._lora, use_tqdm=False)
         return sum(len(tokens) for tokens, _ in work) - sum(output.num_cached_tokens or 0 for output in outputs)
 
-    def wait(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+    def wait(self, refs: Sequence[ChunkRef], trails: Mapping[ChunkRef, bytes] = _NO_TRAILS) -> list[ChunkRef]:
         """Wait until chunks are stored, for as long as some still arrive; returns those that are not stored."""
         missing = list(refs)
         last_arrival_s = time.monotonic()
         while missing and time.monotonic() - last_arrival_s < self._config.blocking_timeout_secs:
-            left = [ref for ref, is_there in zip(missing, self.stored(missing), strict=True) if not is_there]
+            left = [ref for ref, is_there in zip(missing, self.stored(missing, trails), strict=True) if not is_there]
             if len(left) < len(missing):
                 last_arrival_s = time.monotonic()
             missing = left
@@ -187,7 +194,14 @@ class OfflineEngine:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _on_disk(self, ref: ChunkRef) -> bool:
+    def _on_disk(self, ref: ChunkRef, trails: Mapping[ChunkRef, bytes]) -> bool:
+        """Whether every worker has a chunk on disk, or a longer one that holds it."""
+        if self._has_files(ref):
+            return True
+        index = self._connector.index
+        return index is not None and any(map(self._has_files, index.longer(trails.get(ref, b""))))
+
+    def _has_files(self, ref: ChunkRef) -> bool:
         """Whether every worker has a file of this chunk in one of its folders; under that name it is whole."""
         workers = len(self._facts)
         for rank, facts in enumerate(self._facts):
@@ -198,11 +212,11 @@ class OfflineEngine:
         return True
 
 
-def facts_of(llm: LLM) -> Sequence[WorkerFacts]:
-    """What the workers own, of a vLLM whose engine core is in this process; it has no public way to a connector."""
+def connector_of(llm: LLM) -> KVStoreConnector:
+    """The connector of a vLLM whose engine core is in this process; there is no public way to it."""
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     assert isinstance(connector, KVStoreConnector)
-    return connector.facts
+    return connector
 
 
 def end_vllm(llm: LLM) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from vllm import LLM
 
-from kvstore.adapters.vllm.offline.engine import facts_of
+from kvstore.adapters.vllm.offline.engine import connector_of
 from kvstore.adapters.vllm.offline.measuring import MARK, STORE, Sample, ask, opened
 from kvstore.adapters.vllm.plan import WorkerFacts
 from kvstore.catalog.sequence import chunk_refs
@@ -56,7 +56,7 @@ def measure(model: str, vocabulary: int, rounds: int, url: str) -> list[Sample]:
     """One sample a round, after one that does not count; ``url`` is the receiver's."""
     rng = random.Random(4)  # noqa: S311 - prompts that are the same in every run
     with opened(model, PRODUCER) as llm:
-        (facts,) = facts_of(llm)
+        (facts,) = connector_of(llm).facts
         tier = open_tier("server", TierSetup(facts.namespace, facts.layout, UNBOUNDED_BYTES, {"url": url}))
         with closing(tier):
             prompts = [[rng.randrange(5, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(1 + rounds)]

@@ -62,6 +62,11 @@ class Part(NamedTuple):
     stop: int
     is_own: bool
 
+    @property
+    def known(self) -> range:
+        """The positions of the chunk's blocks, as far as the request has their tokens."""
+        return self.ref.blocks_from(self.begin) if self.is_own else range(self.begin, self.stop)
+
 
 class _Load(NamedTuple):
     """A chunk, and the rows that it goes to."""

@@ -6,14 +6,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
+from kvstore.catalog.heard import HeardTrails
 from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place
 from kvstore.catalog.remote_view import NOTHING_TOLD, RemoteView, Told
 from kvstore.catalog.sequence import chunk_refs, ends, tail_refs
 from kvstore.checkpoints.parts import Checkpoints, End
-from kvstore.chunks import ChunkRef
+from kvstore.chunks import Answer, Asked, ChunkRef
 from kvstore.keys import Namespace, PrefixHasher
 from kvstore.tiers.directory import RemoteDirectory
 from kvstore.tiers.questions import Question
@@ -30,7 +32,7 @@ class _Asking:
 
     told: Told
     questions: list[Question] = field(default_factory=list)  # without an answer so far
-    asked: Sequence[ChunkRef] = ()  # with them
+    asked: Sequence[Asked] = ()  # with them
     deadline_s: float | None = None  # from the first of them on
 
 
@@ -64,7 +66,7 @@ class RemoteLookup:
         self._sources = frozenset(sources)
         self._namespaces = tuple(namespaces)
         self._requests: dict[str, _Asking] = {}
-        self._open: dict[ChunkRef, Question] = {}  # by the chunks asked about, but for those asked of a source
+        self._open: dict[Asked, Question] = {}  # by what is asked about, but for what is asked of a source
         self._answered: deque[Question] = deque()  # handed over by the threads that ask
         self._left_s = PASS_BUDGET_S  # of this pass
         self._took_s = 0.0  # the last answer
@@ -85,8 +87,8 @@ class RemoteLookup:
         asking = self._requests.get(request_id)
         return asking.told if asking is not None else NOTHING_TOLD
 
-    def answered(self, request_id: str, refs: Sequence[ChunkRef]) -> bool:
-        """Ask about chunks for a request. False means to come back later, True that all that can be known is known.
+    def answered(self, request_id: str, asked: Sequence[Asked]) -> bool:
+        """Ask about chunks and trails for a request. False: come back later. True: all that can be known is known.
 
         A pass of the scheduler waits for a moment at most, and not at all while the tier is slow. A request that comes
         back after its deadline is told "no" for what is still open; other requests are not.
@@ -97,7 +99,7 @@ class RemoteLookup:
         if asking.deadline_s is None:
             asking.deadline_s = now_s + self._timeout_s
         if not asking.questions:
-            self._ask(asking, refs, now_s)
+            self._ask(asking, asked, now_s)
         self._wait(asking)
         if all(question.is_done for question in asking.questions):
             self._tell(asking)
@@ -131,6 +133,16 @@ class RemoteLookup:
             return [False] * len(refs)
         return [bool(answer) for answer in question.answers]
 
+    def longest(self, trail: bytes) -> tuple[ChunkRef, int] | None:
+        """The chunk there that shares most blocks with a trail, and how many. Waits, as ``ask``. From any thread."""
+        question = self._directory.ask([trail])
+        heard = HeardTrails()
+        if self._directory.wait([question], self._timeout_s) and isinstance(named := question.answers[0], tuple):
+            heard.add(trail, named)
+        near = list(heard.nearest(trail))
+        there = self.ask([ref for ref, _ in near]) if near else []
+        return next((found for found, is_there in zip(near, there, strict=True) if is_there), None)
+
     def reset(self, epoch: str) -> None:
         """Ask about the namespaces at another epoch from now on. Questions in flight are about the old ones."""
         self._requests = {name: _Asking(Told(asking.told.source)) for name, asking in self._requests.items()}
@@ -143,25 +155,25 @@ class RemoteLookup:
         """End the questions."""
         self._directory.close()
 
-    def _ask(self, asking: _Asking, refs: Sequence[ChunkRef], now_s: float) -> None:
-        """Ask about chunks, except those that somebody already asks about."""
+    def _ask(self, asking: _Asking, asked: Sequence[Asked], now_s: float) -> None:
+        """Ask about chunks and trails, except those that somebody already asks about."""
         source, tell = asking.told.source, self._answered.append
-        asking.asked = refs
-        wanted = self.view.unknown(refs, now_s) if source else refs
-        since, under_way = self.view.serial, [self._under_way(ref) for ref in wanted]
+        asking.asked = asked
+        wanted = self.view.unknown(asked, now_s) if source else asked
+        since, under_way = self.view.serial, [self._under_way(item) for item in wanted]
         asking.questions = [question for question in dict.fromkeys(under_way) if question is not None]
-        fresh = [ref for ref, question in zip(wanted, under_way, strict=True) if question is None]
+        fresh = [item for item, question in zip(wanted, under_way, strict=True) if question is None]
         if fresh:
             question = self._directory.ask(fresh, tell=tell, since=since)
             self._open.update(dict.fromkeys(fresh, question))
             asking.questions.append(question)
         if source:
-            asking.questions.append(self._directory.ask(refs, source, since=since))
+            asking.questions.append(self._directory.ask(asked, source, since=since))
 
-    def _under_way(self, ref: ChunkRef) -> Question | None:
-        """A question about a chunk that is in flight and will count; one from before the chunk's removal does not."""
-        question = self._open.get(ref)
-        return question if question is not None and not self.view.is_void(ref, question.since) else None
+    def _under_way(self, item: Asked) -> Question | None:
+        """A question about it that is in flight and will count; one from before a chunk's removal does not."""
+        question = self._open.get(item)
+        return question if question is not None and not self.view.is_void(item, question.since) else None
 
     def _wait(self, asking: _Asking) -> None:
         """Wait for answers, for as long as this pass may.
@@ -187,10 +199,10 @@ class RemoteLookup:
         while self._answered:
             question = self._answered.popleft()
             self._took_s = question.answered_s - question.asked_s
-            self.view.note(question.refs, question.answers, question.answered_s, question.since)
-            for ref in question.refs:
-                if self._open.get(ref) is question:
-                    del self._open[ref]
+            self.view.note(question.asked, question.answers, question.answered_s, question.since)
+            for item in question.asked:
+                if self._open.get(item) is question:
+                    del self._open[item]
 
     def _tell(self, asking: _Asking) -> None:
         """Tell a request what was answered to its questions."""
@@ -201,8 +213,14 @@ class RemoteLookup:
                 self.view.tell(asking.told, question.told, now_s, question.since)
             return
         self._slow_sources.discard(asking.told.source)
-        answers = {ref: any(question.told.get(ref) for question in questions) for ref in asking.asked}
+        answers = {item: _together([question.told.get(item) for question in questions]) for item in asking.asked}
         self.view.tell(asking.told, answers, now_s, min(question.since for question in questions))
+
+
+def _together(answers: Sequence[Answer]) -> Answer:
+    """One answer of two engines: a chunk is there if one of them has it."""
+    named = [answer for answer in answers if isinstance(answer, tuple)]
+    return tuple(dict.fromkeys(chain(*named))) if named else True in answers
 
 
 def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -> Counter[Place]:
@@ -222,8 +240,12 @@ def find_tokens(hasher: PrefixHasher, index: ChunkIndex, remote: RemoteLookup) -
     tails = tail_refs(hasher, whole)
     by_tail = {ref: place for ref, place in zip(tails, _places(tails, index, remote), strict=True) if place is not None}
     keys = hasher.block_keys(whole)
-    if checkpoints is None and (longest := index.longest(keys)) is not None:
-        by_tail.setdefault(ChunkRef(keys[longest[1] - 1], longest[1]), longest[0])
+    if checkpoints is None and keys:
+        trail = b"".join(keys)
+        if (longest := index.longest(trail)) is not None:
+            by_tail.setdefault(ChunkRef(keys[longest[1] - 1], longest[1]), longest[0])
+        if remote.is_open and (named := remote.longest(trail)) is not None:
+            by_tail.setdefault(ChunkRef(keys[named[1] - 1], named[1]), Place.REMOTE)
     whole_tokens = whole * hasher.chunk_tokens
     end_tokens = whole_tokens + max((ref.num_blocks for ref in by_tail), default=0) * hasher.block_tokens
     if checkpoints is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Final
 
 from kvstore.adapters.vllm.plan import ReqMeta, StepPlan, Written
 from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
@@ -15,7 +16,9 @@ from kvstore.catalog.index import ChunkIndex
 from kvstore.catalog.plans import Place, StoreStep
 from kvstore.chunks import ChunkRef
 from kvstore.keys import PrefixKey
-from kvstore.transfer.mover import StoreJob
+from kvstore.transfer.mover import StoreJob, as_block_ids
+
+_NO_BLOCKS: Final = as_block_ids([])
 
 
 @dataclass
@@ -86,7 +89,8 @@ class SavePlanner:
             return 0
         meta = self._metas.setdefault(req_id, ReqMeta(req_id))
         for step in steps:
-            meta.stores.append(StoreJob(step, sources[step.ref]))
+            # A chunk that is written in a tail's stead comes from memory, and not from this request's blocks.
+            meta.stores.append(StoreJob(step, sources.get(step.ref, _NO_BLOCKS)))
             for target in step.targets:
                 self._writes[target, step.ref.prefix_key] = _Write(self._num_ranks)
         return len(steps)

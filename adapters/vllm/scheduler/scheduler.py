@@ -216,7 +216,7 @@ class StoreScheduler:
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
-            self._describe(connected, tracker, ((part.ref, part.begin) for part in parts if part.is_own))
+            self._describe(connected.index, tracker, ((part.ref, part.known) for part in parts))
         connected.remote.end(request_id)
         self._accounts.admitted(tracker.account, self._last_hit[1], connected.index, tracker.hasher)
 
@@ -225,12 +225,12 @@ class StoreScheduler:
         last_id, hit = self._last_hit
         return hit if request_id == last_id else NO_HIT
 
-    def _describe(self, connected: Connected, tracker: RequestTracker, chunks: Iterable[tuple[ChunkRef, int]]) -> None:
-        """Let chunks be announced, each given with its first block. Routers know nothing of tags and probes."""
+    def _describe(self, index: ChunkIndex, tracker: RequestTracker, chunks: Iterable[tuple[ChunkRef, range]]) -> None:
+        """Let chunks be announced, each given with its blocks. Routers know nothing of tags and probes."""
         if self._announcer is not None and not (tracker.params.tags or tracker.params.probe):
-            for ref, begin in chunks:
-                if ref.prefix_key in connected.index:
-                    self._announcer.describe(ref, begin, tracker.request)
+            for ref, known in chunks:
+                if ref.prefix_key in index:
+                    self._announcer.describe(ref, known, tracker.request)
 
     def spoilt_blocks(self, failed_block_ids: AbstractSet[int]) -> set[int]:
         """The blocks that could not be loaded, and those computed from them. To be asked before ``complete``."""
@@ -347,7 +347,7 @@ class StoreScheduler:
                 continue
             for step in connected.index.prepare_load([ref]):
                 yield ReqMeta(req_id, verifies=[LoadJob(step, rows, 0)])
-            self._describe(connected, tracker, [(ref, begin)])
+            self._describe(connected.index, tracker, [(ref, ref.blocks_from(begin))])
 
     def _plan_save(
         self, connected: Connected, tracker: RequestTracker, save: SaveSpec, tables: Tables, states: States
@@ -355,7 +355,8 @@ class StoreScheduler:
         """Add a request's new chunks to the next plan."""
         connected.index.advance(time.monotonic())  # a time to live begins here
         tracker.account.stored_chunks += connected.saves.plan(tracker, save, tables, states)
-        self._describe(connected, tracker, save.first_blocks().items())
+        blocks = ((ref, ref.blocks_from(begin)) for ref, begin in save.first_blocks().items())
+        self._describe(connected.index, tracker, blocks)
 
     def complete(self, report: StepReport) -> None:
         """Take in what the workers, all ranks merged, did."""

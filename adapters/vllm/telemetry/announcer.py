@@ -92,10 +92,12 @@ class Announcer:
         self._described: list[PrefixKey] = []  # since the last call
         self._shelves = {place: _Shelf() for place in ANNOUNCED}
 
-    def describe(self, ref: ChunkRef, first_block: int, request: Described) -> None:
-        """Learn the blocks of a chunk in the index: a request's, from its ``first_block`` on."""
-        end_block = first_block + ref.num_blocks
-        if ref.prefix_key in self._known or end_block > len(hashes := request.block_hashes):
+    def describe(self, ref: ChunkRef, blocks: range, request: Described) -> None:
+        """Learn blocks of a chunk in the index: those of a request. Of another sequence's chunk these are the first."""
+        first_block, end_block = blocks.start, blocks.stop
+        known = self._known.get(ref.prefix_key)
+        is_known = known is not None and len(known.hashes) >= len(blocks)
+        if is_known or end_block > len(hashes := request.block_hashes):
             return
         tokens = request.all_token_ids[first_block * self._block_tokens : end_block * self._block_tokens]
         self._known[ref.prefix_key] = Blocks(
@@ -115,12 +117,12 @@ class Announcer:
             gone: list[PrefixKey] = []
             for key in changed:
                 is_here = index.holds(key, place)
-                if is_here and key not in shelf:
-                    blocks = self._known[key]
+                blocks = self._known[key]
+                if is_here and shelf.num_blocks(key) < len(blocks.hashes):
                     said = shelf.add(key, blocks.hashes)
                     if said < len(blocks.hashes):
                         events.append(Stored(place, blocks.behind(said)))
-                elif not is_here and key in shelf:
+                elif not is_here and shelf.num_blocks(key):
                     gone.append(key)
             hashes = [name for key in gone for name in shelf.remove(key, self._known[key].hashes)]
             if hashes:
@@ -138,29 +140,29 @@ class _Shelf:
     """
 
     def __init__(self) -> None:
-        self._keys: set[PrefixKey] = set()
+        self._num_blocks: dict[PrefixKey, int] = {}  # announced of each chunk
         self._num_chunks: dict[bytes, int] = {}  # by block
 
-    def __contains__(self, key: PrefixKey) -> bool:
-        return key in self._keys
+    def num_blocks(self, key: PrefixKey) -> int:
+        """How many blocks of a chunk are announced."""
+        return self._num_blocks.get(key, 0)
 
     def add(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> int:
-        """Add a chunk; returns how many of its first blocks were announced already."""
-        counts, said = self._num_chunks, 0
-        for name in hashes:
+        """Add a chunk, or more of its blocks; returns how many of the first were announced already."""
+        counts, said = self._num_chunks, self.num_blocks(key)
+        for name in hashes[said:]:
             others = counts.get(name, 0)
             counts[name] = others + 1
             said += others > 0
-        self._keys.add(key)
+        self._num_blocks[key] = len(hashes)
         return said
 
     def remove(self, key: PrefixKey, hashes: tuple[bytes, ...]) -> list[bytes]:
         """Remove a chunk; returns those of its blocks that no other chunk has."""
         counts, gone = self._num_chunks, []
-        for name in hashes:
+        for name in hashes[: self._num_blocks.pop(key)]:
             counts[name] -= 1
             if not counts[name]:
                 del counts[name]
                 gone.append(name)
-        self._keys.remove(key)
         return gone

@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from kvstore.format import chunkfile
 from kvstore.format.chunkfile import Damage
 from kvstore.format.images import MAX_HEADER_BYTES, Facts, check_image, infer_layout, read_facts
 from kvstore.format.wholeio import read_front, read_whole
-from kvstore.keys import ChunkKey, Namespace
+from kvstore.keys import ChunkKey, Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk.folder import (
     FREE_NAME,
@@ -37,6 +37,7 @@ from kvstore.tiers.disk.folder import (
     reason,
 )
 from kvstore.tiers.disk.survey import names, read_namespace
+from kvstore.tiers.disk.trails import TrailNote
 
 _ASKED = 256  # headers that the layout is inferred from where no note tells it
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo must not block
@@ -96,6 +97,15 @@ class Shelf:
     def path(self, ref: ChunkRef) -> Path:
         """Where the file of a chunk is, if it is here."""
         return self.home / chunk_name(ref)
+
+    def trails(self, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
+        """The trails of chunks, as far as they are noted; none if the note cannot be read."""
+        if self._layout is None:
+            return {}
+        try:
+            return TrailNote(self._layout).read(self.home, held)
+        except OSError:
+            return {}
 
     def facts(self, path: Path) -> Facts | None:
         """What the header of a file says; None if it is no chunk file, or cannot be read."""

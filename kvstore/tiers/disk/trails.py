@@ -1,7 +1,7 @@
 """A folder's note of trails, so that chunks are found by the ends of their blocks after a restart, too.
 
 A trail follows from a chunk's tokens, like its key. So the note may name chunks that are gone; those that it lacks are
-found as a whole only. Records have one size, so that a torn one spoils no other; each has a checksum.
+found as a whole only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
+from kvstore.format.trailrecords import TrailRecords
 from kvstore.keys import PREFIX_KEY_BYTES, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.tiers.disk.folder import TRAILS_FILE, opened
 
-_SUM_BYTES: Final = 8
 _SLACK: Final = 4096  # records of chunks that are gone, beyond as many as there are chunks
 _PIECE_RECORDS: Final = 1024  # read at once
 
@@ -33,8 +31,7 @@ class TrailNote:
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        self._trail_bytes = layout.blocks_per_chunk * PREFIX_KEY_BYTES
-        self._record_bytes = _SUM_BYTES + self._trail_bytes
+        self._records = TrailRecords(layout.blocks_per_chunk)
         self._lock = threading.Lock()  # held during a write of a few hundred bytes, on threads that write chunks
 
     def add(self, home: Path, trail: bytes, num_held: int, held: Callable[[], Collection[PrefixKey]]) -> None:
@@ -43,13 +40,13 @@ class TrailNote:
         Raises:
             OSError: the system refused; the chunk will be found as a whole only.
         """
-        if not PREFIX_KEY_BYTES < len(trail) <= self._trail_bytes:  # that of one block says nothing but its key
+        if not self._records.takes(trail):
             return
         with self._lock, opened(home / TRAILS_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-            num_records = os.fstat(fd).st_size // self._record_bytes  # a torn one at the end is overwritten
+            num_records = os.fstat(fd).st_size // self._records.record_bytes  # a torn one at the end is overwritten
             if num_records > 2 * num_held + _SLACK:
                 num_records = self._shorten(fd, held())
-            os.pwrite(fd, self._record(trail), num_records * self._record_bytes)
+            os.pwrite(fd, self._records.record(trail), num_records * self._records.record_bytes)
 
     def read(self, home: Path, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
         """The trails of those chunks that are held.
@@ -68,14 +65,10 @@ class TrailNote:
         A crash in between loses trails, no more.
         """
         kept = self._held(fd, held)
-        records = b"".join(map(self._record, kept.values()))
+        records = b"".join(map(self._records.record, kept.values()))
         size_bytes = os.pwrite(fd, records, 0)
         os.ftruncate(fd, size_bytes)
-        return size_bytes // self._record_bytes
-
-    def _record(self, trail: bytes) -> bytes:
-        body = trail.ljust(self._trail_bytes, b"\0")
-        return xxhash.xxh3_64_digest(body) + body
+        return size_bytes // self._records.record_bytes
 
     def _held(self, fd: int, held: Collection[PrefixKey]) -> dict[PrefixKey, bytes]:
         trails = self._trails(fd, 4 * len(held) + 2 * _SLACK)
@@ -86,19 +79,7 @@ class TrailNote:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return
-        piece_bytes, num_records = _PIECE_RECORDS * self._record_bytes, status.st_size // self._record_bytes
-        first_bytes = max(0, num_records - max_records) * self._record_bytes
-        for offset in range(first_bytes, status.st_size, piece_bytes):
-            data = os.pread(fd, piece_bytes, offset)
-            for begin in range(0, len(data) - self._record_bytes + 1, self._record_bytes):
-                body = data[begin + _SUM_BYTES : begin + self._record_bytes]
-                if data[begin : begin + _SUM_BYTES] == xxhash.xxh3_64_digest(body):
-                    yield _without_padding(body)
-
-
-def _without_padding(body: bytes) -> bytes:
-    """The trail of a record: a key of zeros stands for none."""
-    end = len(body)
-    while end and not any(body[end - PREFIX_KEY_BYTES : end]):
-        end -= PREFIX_KEY_BYTES
-    return body[:end]
+        record_bytes = self._records.record_bytes
+        first_bytes = max(0, status.st_size // record_bytes - max_records) * record_bytes
+        for offset in range(first_bytes, status.st_size, _PIECE_RECORDS * record_bytes):
+            yield from self._records.read(os.pread(fd, _PIECE_RECORDS * record_bytes, offset))

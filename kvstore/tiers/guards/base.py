@@ -71,6 +71,10 @@ class TierWrapper(BoundedTier):
         """Forward."""
         return self._call("contains", lambda: self.inner.contains(refs))
 
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """Forward."""
+        return self._call("nearest", lambda: self.inner.nearest(trails))
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward."""
         return self._call("get", lambda: self.inner.get(transfers))

@@ -144,6 +144,15 @@ class CircuitBreaker(TierWrapper):
             hidden = self._owed.hidden(refs)
             return [is_held and ref not in hidden for ref, is_held in zip(refs, held, strict=True)]
 
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """Forward; nothing while open. Never a probe.
+
+        Raises:
+            TierError: the tier is broken, and this call went through.
+        """
+        with self._passage(may_probe=False) as passage:
+            return self.inner.nearest(trails) if passage else [()] * len(trails)
+
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Forward; all ``FAILED`` while open, as the chunks may be there.
 

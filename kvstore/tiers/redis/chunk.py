@@ -88,6 +88,14 @@ class Home:
         stem = PREFIX + self.tag(ref) + b"}:"
         return [commit_key(self.tag(ref)), *(stem + b"%d" % part for part in range(num_parts))]
 
+    def trails_tag(self, number: int) -> bytes:
+        """The hash tag of one of the sets of trails: as that of a chunk without blocks, which all sweeps know."""
+        return b"%b%02x:0" % (self._stem, number)
+
+    def trails_key(self, number: int) -> bytes:
+        """The key of one of the sets of trails."""
+        return PREFIX + self.trails_tag(number) + b"}:t"
+
     def parse(self, key: bytes) -> tuple[ChunkRef, bytes] | None:
         """The chunk that a key of this home belongs to, and what the key is for; None for other homes."""
         try:

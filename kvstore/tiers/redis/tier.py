@@ -30,10 +30,11 @@ from kvstore.format.codecs import open_codec
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import Tier, TierCounters, TierSetup, Transfer, payload_view
-from kvstore.tiers.redis.calls import Calls
+from kvstore.tiers.redis.calls import Calls, Question
 from kvstore.tiers.redis.chunk import ChunkIO, Home, exists_command
 from kvstore.tiers.redis.coded import CodedIO
 from kvstore.tiers.redis.nodes import SlotMovingError, open_nodes
+from kvstore.tiers.redis.trails import TrailSets
 from kvstore.tiers.redis.url import Kind, RedisTarget, parse_target
 from kvstore.tiers.redis.wire import Reply, checked, pack
 
@@ -71,6 +72,7 @@ class RedisTier(Tier):
         if codec != "none":
             self._io = CodedIO(layout, target.ttl_s, open_codec(codec, layout), target.timeout_s)
         self._calls = Calls(target, open_nodes(target))
+        self._trails = TrailSets(layout, target.ttl_s)
         self._home = Home(namespace.id)
         self._changed = threading.Condition()
         self._running = 0
@@ -121,17 +123,26 @@ class RedisTier(Tier):
         """
         with self._operation():
             while refs:
-                home = self._home if self._home.epoch else self._current_home()
-                questions = [(home.epoch_tag, [pack("GET", home.epoch_key)])]
+                home = self._known_home()
                 tags = [home.tag(ref) for ref in refs]
-                questions += [(tag, [exists_command(tag)]) for tag in tags]
-                epoch, *answers = self._calls.ask_all(questions)
-                if isinstance(epoch, TierError):
-                    raise epoch
-                if epoch == home.epoch:
+                answers = self._ask_in(home, [(tag, [exists_command(tag)]) for tag in tags])
+                if answers is not None:
+                    self._trails.note_missing(
+                        home, (ref for ref, answer in zip(refs, answers, strict=True) if answer == 0)
+                    )
                     return [answer == 1 for answer in answers]
-                self._current_home()
             return []
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """See ``Tier``: one round trip to every server that has some. Those of other servers are left out."""
+        with self._operation():
+            while True:
+                home = self._known_home()
+                errand, near = self._trails.look(home, trails)
+                answers = self._ask_in(home, errand.questions) if errand.questions else []
+                if answers is not None:
+                    errand.take(answers)
+                    return self._trails.name(home, trails, near)
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them.
@@ -204,6 +215,24 @@ class RedisTier(Tier):
                 self._running -= 1
                 self._changed.notify_all()
 
+    def _ask_in(self, home: Home, questions: Sequence[Question]) -> list[Reply | TierError] | None:
+        """The answers in an epoch, in one round trip to each server; None if it is over: then the tier has moved on.
+
+        Raises:
+            TierError: it is not known which epoch it is.
+        """
+        epoch, *answers = self._calls.ask_all([(home.epoch_tag, [pack("GET", home.epoch_key)]), *questions])
+        if isinstance(epoch, TierError):
+            raise epoch
+        if epoch == home.epoch:
+            return answers
+        self._current_home()
+        return None
+
+    def _known_home(self) -> Home:
+        """The home with the epoch that was the last one seen."""
+        return self._home if self._home.epoch else self._current_home()
+
     def _current_home(self) -> Home:
         """The home with the current epoch."""
         while True:
@@ -267,9 +296,13 @@ class RedisTier(Tier):
             stored = self._calls.at(home.tag(ref), lambda link: self._io.store(link, home, chunk))
         if not isinstance(stored, int):
             return (Outcome.FULL, 0) if isinstance(stored, OutOfMemoryError) else _FAILED
-        if self._current_home() != home:
+        errand = self._trails.tell(home, ref, transfer.trail)
+        answers = self._ask_in(home, errand.questions)
+        if answers is None or self._home != home:
             self._remove(home, [ref])
+            self._calls.ask_all(self._trails.taken_back(home, ref, transfer.trail).questions)
             return _FAILED
+        errand.take(answers)
         return Outcome.STORED, stored
 
     def _remove(self, home: Home, refs: Sequence[ChunkRef]) -> None:

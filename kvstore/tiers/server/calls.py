@@ -6,14 +6,17 @@ All raise ``TierError`` if the server fails, or does not answer about every chun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import ChunkRef, Outcome, chunk_of
 from kvstore.errors import TierError
 from kvstore.protocol import messages
+from kvstore.tiers.base import Transfer
 from kvstore.tiers.server.link import Link
 
 Item = TypeVar("Item")
+
+TRAILS_VERSION: Final = 2
 
 
 def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
@@ -23,6 +26,24 @@ def lookup(link: Link, refs: Sequence[ChunkRef]) -> list[bool]:
         answer = link.ask(messages.Lookup(link.new_serial(), messages.pack_refs(part)), messages.Held)
         found += [byte == 1 for byte in _complete(answer.found, part)]
     return found
+
+
+def nearest(link: Link, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+    """For each trail, those of chunks that share blocks with it; none from a server that does not know trails."""
+    if link.version < TRAILS_VERSION:
+        return [()] * len(trails)
+    named: list[tuple[bytes, ...]] = []
+    at_most = max(1, messages.MAX_TRAIL_BYTES // max(map(len, trails), default=1))
+    for part in _parts(trails, min(at_most, messages.MAX_TRAILS)):
+        answer = link.ask(messages.Nearest(link.new_serial(), list(part)), messages.Named)
+        named += map(tuple, _complete(answer.trails, part))
+    return named
+
+
+def describe(link: Link, lease: int, transfer: Transfer) -> None:
+    """Tell the trail of a chunk that is being written, if it is known, to a server that knows trails."""
+    if link.version >= TRAILS_VERSION and transfer.trail and chunk_of(transfer.trail) == transfer.ref:
+        link.send(messages.Describe(link.new_serial(), lease, transfer.trail))
 
 
 def grants(

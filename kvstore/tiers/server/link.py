@@ -41,7 +41,7 @@ class NoSessionError(TierError):
 
 
 class _VersionError(TierSetupError):
-    """The server does not speak this version of the protocol."""
+    """The server does not speak this version."""
 
 
 class Link:
@@ -49,7 +49,7 @@ class Link:
 
     Attributes:
         namespace: what ``hello`` was said for.
-        version: of the protocol, that the server has agreed to.
+        version: of the protocol, that both sides speak.
         token: what the unix socket handed out; empty without one.
         pool_fd: the same; -1 without one.
         memory: the server's pool, once it is mapped.
@@ -101,17 +101,16 @@ class Link:
             TierSetupError: the server does not speak this protocol, or has no room for more clients.
             TierError: it does not answer.
         """
-        self.namespace, fields = namespace, dict(namespace.fields)
-
-        def hello(version: int) -> messages.Welcome:
-            self.version = version
-            message = messages.Hello(self.new_serial(), version, fields, geometry, capacity_bytes, self.token)
-            return self.ask(message, messages.Welcome)
-
-        try:
-            return hello(messages.PROTOCOL_VERSION)
-        except _VersionError:
-            return hello(messages.OLDEST_VERSION)
+        self.namespace = namespace
+        fields = dict(namespace.fields)
+        while True:
+            message = messages.Hello(self.new_serial(), self.version, fields, geometry, capacity_bytes, self.token)
+            try:
+                return self.ask(message, messages.Welcome)
+            except _VersionError:
+                if self.version <= messages.OLDEST_VERSION:
+                    raise
+                self.version -= 1  # the server is older
 
     def new_serial(self) -> int:
         """A number for a request."""

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from kvstore.catalog.trails import is_trail
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import InvalidCallError, TierError
 from kvstore.keys import Namespace
@@ -92,6 +93,20 @@ class ServerTier(Tier):
         """
         self._links.require_open()
         return self._links.use(partial(calls.lookup, refs=refs)) if refs else []
+
+    def nearest(self, trails: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """For each trail, the trails of chunks that share blocks with it, the one that shares most first.
+
+        Raises:
+            TierError: the server failed.
+        """
+        self._links.require_open()
+        blocks_per_chunk = self._layout.blocks_per_chunk
+        asked = [trail for trail in trails if is_trail(trail, blocks_per_chunk)]
+        if not asked:
+            return [()] * len(trails)
+        named = dict(zip(asked, self._links.use(partial(calls.nearest, trails=asked)), strict=True))
+        return [tuple(near for near in named.get(trail, ()) if is_trail(near, blocks_per_chunk)) for trail in trails]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read chunks into their buffers, one after the other; call from several threads to overlap them."""
@@ -187,6 +202,7 @@ class ServerTier(Tier):
         outcome = messages.outcome_of(grant.outcome)
         if grant.lease:
             is_whole = self._mover.write(link, transfer.buffer, grant)
+            calls.describe(link, grant.lease, transfer)
             (outcome,) = calls.commit(link, [grant.lease], is_whole=is_whole)
         return outcome
 

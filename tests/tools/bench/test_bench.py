@@ -17,6 +17,7 @@ from redis import Redis
 from support.redis_server import require_server
 from typer.testing import CliRunner
 
+from kvstore.catalog.index import ChunkIndex
 from kvstore.engine import CacheEngine
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
@@ -67,6 +68,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Geometry:
     monkeypatch.setattr(floors, "COMMON", dict.fromkeys(floors.COMMON, Bound(0.0, 0.0)))
     for module in (lookup, remote):
         monkeypatch.setattr(module, "LOOKUP_ROUNDS", 3)
+    monkeypatch.setattr(lookup, "INDEX_CHUNKS", 160)
     monkeypatch.setattr(lookup, "POLICY_CHUNKS", 160)
     monkeypatch.setattr(lookup, "POLICY_REQUESTS", 5)
     for name, value in {"EVENT_CHUNKS": 50, "EVENT_ROUNDS": 4, "LOOKUP_REQUESTS": 8, "ROUNDS": 2}.items():
@@ -113,7 +115,16 @@ def names(lines: Sequence[Line]) -> list[str]:
 
 CALLS = [
     subject.name
-    for subject in (lookup.INDEX, lookup.ENGINE, lookup.POLICY, scheduling.EVENT, scheduling.PASS, scheduling.KEYS)
+    for subject in (
+        lookup.INDEX,
+        lookup.PROBE,
+        lookup.ENGINE,
+        lookup.INDEX_BYTES,
+        lookup.POLICY,
+        scheduling.EVENT,
+        scheduling.PASS,
+        scheduling.KEYS,
+    )
 ]
 
 
@@ -122,6 +133,23 @@ def test_the_lines_of_the_scheduler_have_floors() -> None:
     for subject in (scheduling.EVENT, scheduling.PASS, scheduling.KEYS):
         assert floors.bound_of("llama-8b", subject.name).goal == 1.0
         assert floors.bound_of("llama-8b", subject.name).floor > 0
+
+
+def test_a_chunk_takes_at_most_a_kibibyte_of_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count, so that its floor is its goal. Tables of 8,000 chunks have less air than those of 100,000."""
+    monkeypatch.setattr(lookup, "INDEX_CHUNKS", 8_000)
+    line = lookup.measure_index()
+    assert line.bound == Bound(1.0, 1.0)
+    assert (line.limit_s, line.subject.unit) == (1024, "bytes")
+    assert 512 < line.path_s < 930
+
+
+def test_chunks_that_are_not_stored_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "INDEX_CHUNKS", 32)
+    monkeypatch.setattr(ChunkIndex, "complete_store", lambda *_: None)
+    monkeypatch.setattr(ChunkIndex, "__len__", lambda _: 16)
+    with pytest.raises(BenchError, match="16 of 32 were stored"):
+        lookup.measure_index()
 
 
 def test_a_lookup_that_times_out_ends_the_bench(toy: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +169,7 @@ def test_run_measures_every_line(toy: Geometry, tmp_path: Path) -> None:
         *(subject.name for subject in (disk.WRITE, disk.COLD, disk.LAYERS, disk.WARM)),
         *CALLS,
     ]
-    assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 5] + [4, 2, 2]
+    assert [len(line.pairs) for line in report.lines] == [7] * 8 + [3, 3, 3, 1, 5] + [4, 2, 2]
     assert len(ticks) == options.total_ticks
     assert report.skipped == [f"{name}: not asked for" for name in ("start", "redis", "server", "GPU", "vLLM")]
     assert [path.name for path in tmp_path.iterdir()] == [_folder.FREE_NAME]  # the test's own; the bench left nothing
@@ -229,7 +257,7 @@ def _made(folder: Path) -> Path:
 def test_run_without_direct_io_says_so(toy: Geometry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_folder, "probe_direct", lambda _: False)
     report = run_bench(BenchOptions(toy, BATCH_BYTES, rounds=7, folder=tmp_path))
-    assert names(report.lines)[-6:] == CALLS
+    assert names(report.lines)[-len(CALLS) :] == CALLS
     assert report.skipped[0].startswith("disk: direct I/O does not work in the disk folder")
 
 
@@ -273,7 +301,9 @@ def test_json_holds_every_sample(toy: Geometry) -> None:
     assert found["skipped"] == [
         f"{name}: not asked for" for name in ("disk", "start", "redis", "server", "GPU", "vLLM")
     ]
-    assert [len(line["samples_s"]) for line in found["lines"]] == [7, 7, 7, 7, 3, 3, 5, 4, 2, 2]
+    samples = [len(line[f"samples_{line['unit']}"]) for line in found["lines"]]
+    assert samples == [7, 7, 7, 7, 3, 3, 3, 1, 5, 4, 2, 2]
+    assert [line["name"] for line in found["lines"] if line["unit"] == "bytes"] == [lookup.INDEX_BYTES.name]
     assert all(line["includes"] for line in found["lines"])
 
 

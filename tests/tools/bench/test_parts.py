@@ -143,6 +143,17 @@ def test_tables_say_fraction_p99_and_what_is_timed() -> None:
         assert found in text
 
 
+def test_what_is_counted_is_shown_as_a_count() -> None:
+    counted = Line(SUBJECT._replace(unit="bytes"), Bound(1.0, 1.0), [Pair(1024, 1005.3)])
+    printed = io.StringIO()
+    Console(width=160, file=printed).print(bench_table(make_report(counted)))
+    assert "1,005 B" in printed.getvalue()
+    assert "1,024 B" in printed.getvalue()
+    tree = counted.to_json()
+    assert (tree["median_bytes"], tree["samples_bytes"]) == (1005.3, [1005.3])
+    assert not [key for key in tree if key.endswith("_s")]
+
+
 @pytest.mark.parametrize(
     ("load", "is_busy"),
     [

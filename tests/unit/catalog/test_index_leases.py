@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def test_a_leased_tail_is_not_superseded() -> None:
-    index = make(8)
-    store(index, 20)
-    assert index.lease("one", refs_of(20), 10) == 2
-    store(index, 32)
-    assert known_tokens(index, 20) == 20
-    assert index.in_memory(refs_of(20)[1].prefix_key)
-
-
 def test_leases_hold_at_most_half_of_the_slots() -> None:
     index = make(4)
     store(index, 64)

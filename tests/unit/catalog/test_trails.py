@@ -45,6 +45,8 @@ def test_those_that_share_most_come_first(chunks: set[tuple[int, ...]], gone: se
     expected = {trail_of(chunk)[-PREFIX_KEY_BYTES:]: shared_of(asked, chunk) for chunk in there}
     assert dict(found) == {key: shared for key, shared in expected.items() if shared}
     assert [shared for _, shared in found] == sorted((shared for _, shared in found), reverse=True)
+    most = [trail_of(chunk) for chunk in there if found and shared_of(asked, chunk) == found[0][1]]
+    assert [key for key, _ in found[: len(most)]] == [trail[-PREFIX_KEY_BYTES:] for trail in sorted(most)]
     longer = {trail_of(chunk)[-PREFIX_KEY_BYTES:] for chunk in there if chunk[: len(asked)] == asked != chunk}
     assert set(trails.within(trail_of(asked))) == longer
     assert sorted(trails) == sorted(trail_of(chunk) for chunk in there)

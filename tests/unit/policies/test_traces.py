@@ -94,7 +94,7 @@ def test_mooncake_format(tmp_path: Path) -> None:
     line = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 46]}
     (found,) = read_trace(write(tmp_path / "trace", line, {**line, "hash_ids": []}))
     keys = tuple(number.to_bytes(8, "little") for number in (0, 1, 46))
-    assert found == Request(1.5, keys, 512, 1100 - 1024)
+    assert found == Request(1.5, keys, 512, 1100 - 1024, 1100)
 
 
 HEADER = {"format": "kvstore-trace", "version": 1, "chunk_tokens": 256}

@@ -11,6 +11,7 @@ from support.situations import PROMPT, Build, again
 
 from kvstore.adapters.vllm.requests.params import WITHOUT_CACHE, RequestParams
 from kvstore.adapters.vllm.scheduler.options import SchedulerOptions
+from kvstore.keys import NO_EXTRAS
 
 
 def test_a_time_to_live(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +80,30 @@ def test_a_pinned_prompt_is_not_evicted(build: Build, run_ahead: int, *, pin: bo
     for number in range(6):
         vllm.ask(f"other {number}", [100 + number, *range(3 * CHUNK - 1)])
     assert again(vllm) == (len(PROMPT) - 1 if pin else 0)
+    vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
+    assert vllm.index.leases == 0
+    vllm.settle()
+    vllm.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("first", ["longer", "shorter"])
+def test_a_pin_of_a_prompt_that_ends_inside_a_chunk_holds_the_chunk(build: Build, tmp_path: Path, first: str) -> None:
+    vllm = build(slots=12, gpu_blocks=200, folder=tmp_path)
+    longer = [*PROMPT, *range(200, 200 + CHUNK)]
+    if first == "longer":
+        vllm.ask("longer", longer)
+    vllm.ask("pins", PROMPT, params=RequestParams(pin=True))
+    vllm.settle()
+    if first == "shorter":
+        vllm.ask("longer", longer)
+        vllm.settle()
+    ends = len(PROMPT) - 1
+    assert ends % CHUNK, "it ends inside"
+    assert len(vllm.chunk_files()) == len(longer) // CHUNK + 1, "and has no file of its own"
+    for number in range(6):
+        vllm.ask(f"other {number}", [100 + number, *range(3 * CHUNK - 1)])
+    assert sum(vllm.scheduler.find(PROMPT, NO_EXTRAS).values()) == ends
+    assert again(vllm) == ends
     vllm.ask("unpin", PROMPT, params=replace(WITHOUT_CACHE, pin=False))
     assert vllm.index.leases == 0
     vllm.settle()

@@ -318,6 +318,19 @@ def test_a_full_chunk_replaces_the_tail_in_its_place(build: Build) -> None:
     assert vllm.index.counters.superseded_tails == 1
 
 
+def test_a_chunk_is_written_in_the_stead_of_a_tail(build: Build, tmp_path: Path) -> None:
+    """The queue has room for one write a step: the rest is made good for when any of it is offered again."""
+    vllm = build(folder=tmp_path, max_write_queue=1)
+    vllm.ask("longer", [*PROMPT, *range(CHUNK)])
+    for number in range(4):
+        vllm.settle()
+        vllm.ask(f"shorter {number}", PROMPT)
+    vllm.settle()
+    sizes = Counter(chunk.ref.num_blocks for chunk in vllm.index._chunks.values() if chunk.on_disk)
+    assert sizes == {CHUNK // BLOCK: 4}, "the shorter one's end is in the fourth chunk, which it does not fill"
+    vllm.assert_nothing_leaked()
+
+
 def test_an_impossible_token_id_is_only_not_cached(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     vllm = build()
     request = FakeRequest("odd", [1, -5, 3])

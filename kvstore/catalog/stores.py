@@ -1,0 +1,196 @@
+"""What a store keeps, and where: steps for chunks that are new, and for known ones that are not everywhere yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import islice
+
+from kvstore.catalog.entries import GATHERING, NO_SLOT, READY, STORED, UNREAD, WRITING, Entries, Entry
+from kvstore.catalog.plans import Place, StoreStep
+from kvstore.catalog.slots import Slots
+from kvstore.catalog.uses import Uses
+from kvstore.catalog.writebehind import DiskWrites, RemoteSends
+from kvstore.chunks import ChunkRef
+from kvstore.keys import PrefixKey
+
+_MAX_HOLDERS = 8  # looked at for one tail
+
+
+@dataclass(frozen=True, eq=False)
+class Stores:
+    """Plans stores, and takes their results.
+
+    Attributes:
+        chunks, slots, disk, remote, uses: the parts of the index.
+        keep_in_memory: False makes the pool a mere passage to the disk.
+    """
+
+    chunks: Entries
+    slots: Slots
+    disk: DiskWrites
+    remote: RemoteSends
+    uses: Uses
+    keep_in_memory: bool
+
+    def discard_out_of_reach(self, refs: Iterable[ChunkRef]) -> None:
+        """Let go of those that nobody holds and that are only on a disk that cannot give them."""
+        for ref in refs:
+            chunk = self.chunks.get(ref.prefix_key)
+            if chunk is not None and self._is_out_of_reach(chunk):
+                self.uses.discard(chunk)
+
+    def _is_out_of_reach(self, chunk: Entry) -> bool:
+        is_only_on_disk = chunk.uses == 0 and chunk.memory is NO_SLOT
+        return is_only_on_disk and (chunk.disk is UNREAD or not self.disk.answers)
+
+    # -- tails that a longer chunk holds -----------------------------------------------------------------------------
+
+    def holders(
+        self, refs: Iterable[ChunkRef], made: Mapping[PrefixKey, bytes], until_s: float | None
+    ) -> dict[PrefixKey, Entry]:
+        """The longer chunks that stand in for those of the tails that need no bytes of their own, by the tails' keys.
+
+        A tail that is here goes, if nothing speaks for it. Where a tail would be sent to a remote tier it is stored:
+        there it is found by its key only.
+        """
+        found: dict[PrefixKey, Entry] = {}
+        if self.remote.is_sent_to and until_s is None:
+            return found
+        for ref in [ref for ref in refs if ref.num_blocks < self.chunks.whole_blocks]:
+            tail = self.chunks.get(ref.prefix_key)
+            holder = self._holder(made.get(ref.prefix_key) or (tail.trail if tail is not None else b""), until_s)
+            if holder is not None and (tail is None or tail.forgotten or self.uses.take_in(holder, tail)):
+                found[ref.prefix_key] = holder
+        return found
+
+    def _holder(self, trail: bytes, until_s: float | None) -> Entry | None:
+        """A chunk that holds all blocks of a tail, and is kept at least as long; one in memory if there are several.
+
+        It is not kept longer for the tail's sake: whoever stored its other blocks was promised their end.
+        """
+        best = None
+        for key in islice(self.chunks.trails.within(trail), _MAX_HOLDERS):
+            chunk = self.chunks.get(key)
+            if chunk is None or chunk.forgotten or not chunk.lasts_until(until_s) or not self._is_sure(chunk):
+                continue
+            if chunk.memory is not NO_SLOT:
+                return chunk
+            best = best or chunk
+        return best
+
+    def _is_sure(self, chunk: Entry) -> bool:
+        """Whether a chunk will be found as surely as one that is stored now. A load may fail and leave nothing."""
+        if chunk.disk is STORED and self.disk.answers:
+            return True
+        return chunk.memory in {READY, GATHERING} and (self.keep_in_memory or chunk.disk is WRITING)
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        refs: Iterable[ChunkRef],
+        *,
+        whole: Mapping[PrefixKey, Sequence[ChunkRef]],
+        holders: Mapping[PrefixKey, Entry],
+        made: Mapping[PrefixKey, bytes],
+        until_s: float | None,
+        now_s: float,
+    ) -> list[StoreStep]:
+        """Steps for those without the parts, if any, of a checkpoint that has no room as a whole.
+
+        Args:
+            refs: what is offered.
+            whole: by the key of each part of a checkpoint, all of its parts.
+            holders: of the tails that are not stored.
+            made: the trails of chunks that are known without one, or not at all.
+            until_s: when all of it goes; None for never.
+            now_s: the time.
+        """
+        steps: list[StoreStep] = []
+        left_out: Sequence[ChunkRef] = ()
+        for ref in refs:
+            parts = whole.get(ref.prefix_key)
+            if parts is not None and ref == parts[0] and not self._has_room(parts):
+                left_out = parts
+            if ref in left_out:
+                self.chunks.counters.refused += 1
+                continue
+            if ref.prefix_key in holders:
+                self.chunks.counters.known += 1
+                step = self._plan_known(holders[ref.prefix_key], now_s)
+            else:
+                step = self._plan(ref, until_s, made.get(ref.prefix_key, b""), now_s)
+            if step is not None:
+                steps.append(step)
+        return steps
+
+    def _plan(self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float) -> StoreStep | None:
+        chunk = self.chunks.get(ref.prefix_key)
+        if chunk is not None and not chunk.forgotten:
+            self.chunks.counters.known += 1
+            self.chunks.extend(chunk, until_s)
+            self.chunks.learn(chunk, trail)
+            return self._plan_known(chunk, now_s)
+        # Of a chunk that was forgotten, the older self is still on its way out.
+        step = self._plan_new(ref, until_s, trail, now_s) if chunk is None else None
+        self.chunks.counters.refused += step is None
+        return step
+
+    def _plan_new(self, ref: ChunkRef, until_s: float | None, trail: bytes, now_s: float) -> StoreStep | None:
+        chunk = Entry(ref, uses=1, expires_s=until_s, trail=trail)
+        slot = self.slots.take(ref.prefix_key)
+        targets = self._reserve_targets(chunk, now_s) if slot is not None or self.slots.num_idle else ()
+        if slot is None and targets:  # worth its room in a slower tier only, and a slot is the way there
+            slot = self.slots.take()
+        if slot is None:
+            return None
+        if not targets and not self.keep_in_memory:  # it would be gone as soon as it is here
+            self.slots.free.append(slot)
+            return None
+        self.chunks.enter(chunk)
+        self.slots.fill(chunk, slot, GATHERING)
+        chunk.uses += len(targets)
+        if chunk.expires_s is not None:
+            self.chunks.expiries.set(ref.prefix_key, chunk.expires_s)
+        return StoreStep(ref, slot, targets, trail=trail)
+
+    def _plan_known(self, chunk: Entry, now_s: float) -> StoreStep | None:
+        """Write a chunk from memory to where it is missing, if there is room for it now."""
+        if not chunk.in_memory or not (targets := self._reserve_targets(chunk, now_s)):
+            return None
+        self.chunks.counters.writes_retried += 1
+        self.uses.begin(chunk, 1 + len(targets))  # until complete_store, and until complete_write for each target
+        return StoreStep(chunk.ref, chunk.slot, targets, gather=False, trail=chunk.trail)
+
+    def _reserve_targets(self, chunk: Entry, now_s: float) -> tuple[Place, ...]:
+        """Where a chunk is to be written, with the room for it taken."""
+        disk = (Place.DISK,) if self.disk.reserve(chunk) else ()
+        return (*disk, Place.REMOTE) if self.remote.reserve(chunk, now_s) else disk
+
+    def _has_room(self, refs: Sequence[ChunkRef]) -> bool:
+        """Whether all of these could be stored that are new, if only for the way to a slower tier."""
+        if any((chunk := self.chunks.get(ref.prefix_key)) is not None and chunk.forgotten for ref in refs):
+            return False  # an older self is on its way out
+        new = [ref.prefix_key for ref in refs if ref.prefix_key not in self.chunks]
+        if not new or self.slots.has_room(len(new), new[0]):
+            return True
+        has_slower = self.disk.stored_bytes is not None or self.remote.view is not None
+        return has_slower and self.slots.has_room(len(new))
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def complete(self, steps: Iterable[StoreStep], failed: AbstractSet[PrefixKey]) -> None:
+        """Take the results of stores; a failed one leaves nothing behind."""
+        for step in steps:
+            chunk = self.chunks[step.ref.prefix_key]
+            if step.gather and step.ref.prefix_key in failed:
+                self.chunks.counters.failed_stores += 1
+                self.uses.forget(chunk)
+            elif step.gather and not chunk.forgotten:
+                chunk.memory = READY
+                self.chunks.counters.stored += 1
+                self.chunks.note_change(chunk)
+            self.uses.end(chunk)
+            self.uses.supersede(chunk)

@@ -1,0 +1,278 @@
+"""Trails of chunks in Redis: which chunks share blocks with a sequence, see ``kvstore.catalog.trails``.
+
+They lie in sorted sets whose scores are all 0, so that a set is in the order of its members. A trail's first byte
+decides on its set. The names of the sets contain the epoch, as those of chunks do.
+
+The server evicts chunks, and not their trails. So a ``put`` picks some trails of its set at random, and ``contains``
+notes named chunks that are missing: later calls look for their chunks, and take out the trails of those that are gone.
+While as much is evicted as is put, about a quarter of the trails are of chunks that are gone.
+
+All questions travel with the tier's own, in the same round trip. An error in their answers costs hits only.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import islice
+from typing import Final, TypeGuard
+
+from kvstore.catalog.trails import Trails, is_trail
+from kvstore.chunks import ChunkRef, chunk_of
+from kvstore.errors import TierError
+from kvstore.keys import PREFIX_KEY_BYTES
+from kvstore.layout import KVLayout
+from kvstore.throttle import Throttle
+from kvstore.tiers.base import MAX_NEAREST
+from kvstore.tiers.redis.calls import Question
+from kvstore.tiers.redis.chunk import Home, exists_command
+from kvstore.tiers.redis.nodes import SlotMovingError
+from kvstore.tiers.redis.wire import Reply, pack
+
+logger = logging.getLogger(__name__)
+
+SETS: Final = 16
+REST_S: Final = 60.0  # after an error
+PICKED: Final = 4  # trails that a put looks at;
+CALM: Final = 64  # after so many of them in a row whose chunks are there, only
+CALM_PUTS: Final = 8  # one put in so many does
+CHECKED: Final = 16  # doubts in one call; a put waits for so many, as in a cluster their chunks are on all nodes
+_DOUBTS: Final = SETS  # stands for them where the numbers of sets do
+_MAX_DOUBTS: Final = 256
+_MAX_NAMED: Final = 4096
+_COMPLAIN_EVERY_S: Final = 3600.0
+_LAST_KEY: Final = b"\xff" * PREFIX_KEY_BYTES
+
+
+class _Doubt(Enum):
+    """What has to be done about a trail next."""
+
+    UNSURE = "look for its chunk"
+    GONE = "take it out, and look again, as somebody may be storing the chunk"
+    BACK = "put it back"
+
+
+class Errand:
+    """Questions that travel with others, and what to do with the answers."""
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+        self._takers: list[Callable[[Reply | TierError], None]] = []
+
+    def add(self, question: Question, take: Callable[[Reply | TierError], None]) -> None:
+        """Ask one thing more."""
+        self.questions.append(question)
+        self._takers.append(take)
+
+    def take(self, answers: Sequence[Reply | TierError]) -> None:
+        """Take in the answers to all questions."""
+        for take, answer in zip(self._takers, answers, strict=True):
+            take(answer)
+
+
+@dataclass
+class _Known:
+    """What is known about the trails of one epoch; the oldest comes first and is forgotten first."""
+
+    home: Home
+    num_puts: int = 0
+    num_sound: int = 0  # trails in a row whose chunks were there
+    sizes: list[int] = field(default_factory=lambda: [0] * SETS)
+    named: OrderedDict[ChunkRef, bytes] = field(default_factory=OrderedDict)
+    doubts: OrderedDict[bytes, _Doubt] = field(default_factory=OrderedDict)
+
+
+class TrailSets:
+    """What to ask about trails, and what the answers mean. Thread-safe; asks nobody by itself.
+
+    Args:
+        layout: the geometry of the chunks.
+        ttl_s: after how many seconds chunks expire, or None.
+    """
+
+    def __init__(self, layout: KVLayout, ttl_s: int | None) -> None:
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._ttl_s = ttl_s
+        self._throttle = Throttle(logger, _COMPLAIN_EVERY_S)
+        self._lock = threading.Lock()  # of what follows
+        self._known = _Known(Home(b""))
+        self._rests_until_s: dict[int, float] = {}  # by the number of a set, or _DOUBTS
+
+    def look(self, home: Home, trails: Sequence[bytes]) -> tuple[Errand, list[list[Reply]]]:
+        """Ask for the neighbours of trails. The second value gets them, when the errand takes the answers."""
+        errand = Errand()
+        near: list[list[Reply]] = [[] for _ in trails]
+        numbers = map(_set_of, trails)
+        asked = [item for item in zip(numbers, trails, near, strict=True) if self._is_trail(item[1])]
+        if asked:
+            self._settle(errand, home)  # first, or what is gone hides what is there
+        for number, trail, found in asked:
+            for command in () if self._rests(number) else _neighbours(home.trails_key(number), trail):
+                take = partial(self._of_set, number, partial(_take_near, found))
+                errand.add((home.trails_tag(number), [command]), take)
+        return errand, near
+
+    def name(self, home: Home, trails: Sequence[bytes], near: Sequence[Iterable[Reply]]) -> list[tuple[bytes, ...]]:
+        """The answers to ``Tier.nearest``, from the neighbours of trails."""
+        named = [self._best(trail, found) for trail, found in zip(trails, near, strict=True)]
+        with self._lock:
+            remembered = self._at(home).named
+            for trail in (trail for found in named for trail in found):
+                remembered[chunk_of(trail)] = trail
+            while len(remembered) > _MAX_NAMED:
+                remembered.popitem(last=False)
+        return named
+
+    def tell(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
+        """Write the trail of a chunk that was stored, and look after those of others."""
+        errand, number = Errand(), _set_of(trail)
+        if not self._is_trail(trail) or chunk_of(trail) != ref or self._rests(number):
+            return errand
+        tag, key = home.trails_tag(number), home.trails_key(number)
+        with self._lock:
+            known = self._at(home)
+            known.num_puts += 1
+            known.doubts.pop(trail, None)
+            picks = known.num_sound < CALM or not known.num_puts % CALM_PUTS
+            size, num_doubts = known.sizes[number], len(known.doubts)
+        expiry = [pack("EXPIRE", key, self._ttl_s)] if self._ttl_s else []
+        add = [_add(home, trail), *expiry, pack("ZCARD", key)]
+        errand.add((tag, add), partial(self._of_set, number, partial(self._take_size, home, number)))
+        if picks:
+            first = secrets.randbelow(max(1, size))
+            picked = pack("ZRANGE", key, first, first + PICKED - 1)
+            errand.add((tag, [picked]), partial(self._of_set, number, partial(self._take_picked, home)))
+        if num_doubts >= CHECKED:
+            self._settle(errand, home)
+        return errand
+
+    def taken_back(self, home: Home, ref: ChunkRef, trail: bytes) -> Errand:
+        """Take out the trail of a chunk whose epoch ended before its ``put``."""
+        errand = Errand()
+        if self._is_trail(trail) and chunk_of(trail) == ref:
+            self._take_out(errand, home, trail)
+        return errand
+
+    def note_missing(self, home: Home, refs: Iterable[ChunkRef]) -> None:
+        """Chunks are not there: if they were named, that was wrong, or is wrong now."""
+        with self._lock:
+            known = self._at(home)
+            gone = [known.named.pop(ref) for ref in refs if ref in known.named] if known.named else []
+        self._doubt(home, gone, _Doubt.UNSURE)
+
+    def _settle(self, errand: Errand, home: Home) -> None:
+        """Go on with the oldest doubts."""
+        if self._rests(_DOUBTS):
+            return
+        with self._lock:
+            doubts = self._at(home).doubts
+            taken = [doubts.popitem(last=False) for _ in range(min(CHECKED, len(doubts)))]
+        for trail, doubt in taken:
+            number = _set_of(trail)
+            if doubt is _Doubt.BACK:
+                errand.add((home.trails_tag(number), [_add(home, trail)]), partial(self._of_set, number, _take_nothing))
+                continue
+            if doubt is _Doubt.GONE:
+                self._take_out(errand, home, trail)
+            tag = home.tag(chunk_of(trail))
+            errand.add((tag, [exists_command(tag)]), partial(self._take_doubt, home, trail, doubt))
+
+    def _take_out(self, errand: Errand, home: Home, trail: bytes) -> None:
+        number = _set_of(trail)
+        command = pack("ZREM", home.trails_key(number), trail)
+        errand.add((home.trails_tag(number), [command]), partial(self._of_set, number, _take_nothing))
+
+    def _of_set(self, number: int, take: Callable[[Reply], None], answer: Reply | TierError) -> None:
+        """Take in the answer of a set; after an error it is left alone for a while."""
+        if not isinstance(answer, TierError):
+            take(answer)
+        elif self._rest(number, answer):
+            self._throttle.log("trails", "Redis tells nothing about parts of chunks, which costs hits: %s", answer)
+
+    def _rest(self, number: int, error: TierError) -> bool:
+        """Leave a set, or doubts, alone for a while after an error, unless that is over soon."""
+        if isinstance(error, SlotMovingError):
+            return False
+        with self._lock:
+            self._rests_until_s[number] = time.monotonic() + REST_S
+        return True
+
+    def _take_size(self, home: Home, number: int, reply: Reply) -> None:
+        with self._lock:
+            self._at(home).sizes[number] = reply if isinstance(reply, int) else 0
+
+    def _take_picked(self, home: Home, reply: Reply) -> None:
+        picked = reply if isinstance(reply, list) else []
+        self._doubt(home, (trail for trail in picked if self._is_trail(trail)), _Doubt.UNSURE)
+
+    def _take_doubt(self, home: Home, trail: bytes, doubt: _Doubt, answer: Reply | TierError) -> None:
+        if isinstance(answer, TierError):
+            self._rest(_DOUBTS, answer)  # in a cluster: or every call would wait for a node that is down
+            return
+        with self._lock:
+            known = self._at(home)
+            known.num_sound = known.num_sound + 1 if answer == 1 else 0
+        if doubt is _Doubt.UNSURE and answer == 0:
+            self._doubt(home, [trail], _Doubt.GONE)
+        elif doubt is _Doubt.GONE and answer == 1:
+            self._doubt(home, [trail], _Doubt.BACK)
+
+    def _doubt(self, home: Home, trails: Iterable[bytes], doubt: _Doubt) -> None:
+        with self._lock:
+            doubts = self._at(home).doubts
+            for trail in trails:
+                if doubt is not _Doubt.UNSURE or trail not in doubts:
+                    doubts[trail] = doubt
+            while len(doubts) > _MAX_DOUBTS:
+                doubts.popitem(last=False)
+
+    def _best(self, trail: bytes, near: Iterable[Reply]) -> tuple[bytes, ...]:
+        trails = Trails()
+        trails.add_all(other for other in near if self._is_trail(other))
+        return tuple(other for other, _ in islice(trails.neighbours(trail), MAX_NEAREST))
+
+    def _at(self, home: Home) -> _Known:
+        """What is known at a home; nothing of former ones is kept. Call it under the lock."""
+        if self._known.home != home:
+            self._known = _Known(home)
+        return self._known
+
+    def _rests(self, number: int) -> bool:
+        return self._rests_until_s.get(number, 0.0) > time.monotonic()
+
+    def _is_trail(self, value: Reply) -> TypeGuard[bytes]:
+        return isinstance(value, bytes) and is_trail(value, self._blocks_per_chunk)
+
+
+def _set_of(trail: bytes) -> int:
+    return trail[0] % SETS if trail else 0
+
+
+def _add(home: Home, trail: bytes) -> bytes:
+    return pack("ZADD", home.trails_key(_set_of(trail)), 0, trail)
+
+
+def _neighbours(key: bytes, trail: bytes) -> tuple[bytes, bytes]:
+    """Ask for the next ones on both sides, as far as they share the first block."""
+    first = trail[:PREFIX_KEY_BYTES]
+    behind = b"(%b" % (int.from_bytes(first) + 1).to_bytes(PREFIX_KEY_BYTES) if first != _LAST_KEY else b"+"
+    return (
+        pack("ZRANGEBYLEX", key, b"[" + trail, behind, "LIMIT", 0, MAX_NEAREST),
+        pack("ZREVRANGEBYLEX", key, b"(" + trail, b"[" + first, "LIMIT", 0, MAX_NEAREST),
+    )
+
+
+def _take_near(found: list[Reply], reply: Reply) -> None:
+    if isinstance(reply, list):
+        found.extend(reply)
+
+
+def _take_nothing(reply: Reply) -> None:
+    """The answer says nothing."""

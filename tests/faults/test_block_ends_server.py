@@ -1,0 +1,144 @@
+"""Any common prefix is found in real cache servers: mapped and in messages, restarted, of peers, beside older ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cache_server import ServerProcess, ServerThread, serving_ipc, serving_tcp, short_folder
+from support.parting import FLUSH_S, PROMPTS, check_strangers
+from support.rig import BLOCK, CHUNK, Rig, tokens_of
+from support.schedules import schedules
+
+from kvstore.options import RemoteOptions
+from kvstore.protocol import messages
+from kvstore.server.service import Service
+from kvstore.tiers.server.link import Link
+
+HEAD = tokens_of(1, CHUNK + 2 * BLOCK)
+ONE, OTHER = [*HEAD, *tokens_of(2, CHUNK)], [*HEAD, *tokens_of(3, CHUNK)]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture(params=["mapped", "framed"], scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[ServerThread]:
+    with serving_ipc() if request.param == "mapped" else serving_tcp() as server:
+        yield server
+
+
+def remote(url: str | None, **others: object) -> RemoteOptions:
+    options = {"timeout_s": 30.0} if url else {}
+    return RemoteOptions(url, options, lookup_timeout_s=30.0, hold_s=0.2, max_queue=64, **others)  # type: ignore[arg-type]
+
+
+def clear(server: ServerThread) -> None:
+    for space in server.hub.stock.spaces.values():
+        server.hub.stock.clear(space)
+
+
+@schedules(20)
+@given(prompts=st.lists(PROMPTS, max_size=6))
+def test_strangers_find_what_they_have_in_common(server: ServerThread, prompts: list[list[int]]) -> None:
+    rig = Rig()
+    clear(server)
+    check_strangers(rig, lambda: rig.open(slots=64, remote=remote(server.url)), prompts)
+
+
+def test_a_restarted_server_still_knows_where_blocks_end(rig: Rig) -> None:
+    with short_folder() as folder, ExitStack() as stopped:
+        (folder / "disk").mkdir()
+        lines = f"local_disk: {folder / 'disk'}\nmax_local_disk_size: 0.1\n"
+        server = ServerProcess(folder, lines).start()
+        stopped.callback(server.kill)
+        with rig.open(remote=remote(server.url)) as engine:
+            rig.store(engine, ONE)
+            assert engine.flush(FLUSH_S)
+        assert server.terminate() == 0
+        server.start()
+        with rig.open(remote=remote(server.url)) as engine:
+            assert rig.retrieve(engine, OTHER) == len(HEAD)
+
+
+def test_peers_are_asked_too(rig: Rig) -> None:
+    """And the one that shares most is found, whoever has it."""
+    with serving_tcp() as first, serving_tcp() as second:
+        for server, prompt in ((first, HEAD[: CHUNK + BLOCK]), (second, ONE)):
+            with rig.open(remote=remote(server.url)) as engine:
+                rig.store(engine, [*prompt, *tokens_of(7, CHUNK)])
+                assert engine.flush(FLUSH_S)
+        with rig.open(remote=remote(None, peers=(first.url, second.url))) as engine:
+            assert rig.retrieve(engine, OTHER) == len(HEAD)
+
+
+def test_a_chunk_that_is_gone_is_not_named(rig: Rig, server: ServerThread) -> None:
+    clear(server)
+    with rig.open(remote=remote(server.url)) as engine:
+        rig.store(engine, ONE)
+        assert engine.flush(FLUSH_S)
+        assert engine.clear(ONE) > 0
+    with rig.open(remote=remote(server.url)) as engine:
+        assert engine.lookup(OTHER) == 0
+    assert all(not list(space.trails) for space in server.hub.stock.spaces.values())
+
+
+@pytest.mark.parametrize("older", ["server", "client"])
+def test_an_older_version_is_served_as_before(rig: Rig, monkeypatch: pytest.MonkeyPatch, older: str) -> None:
+    """Whole chunks and tails by their keys, as it has always been; and no message that the other does not know."""
+    asked: list[messages.Request] = []
+    handle = Service._answer
+
+    def answer(service: Service, session: object, request: messages.Request, payload: object) -> object:
+        asked.append(request)
+        return handle(service, session, request, payload)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Service, "_answer", answer)
+    with serving_tcp() as server, monkeypatch.context() as patch:
+        if older == "server":
+            patch.setattr("kvstore.server.service.messages.PROTOCOL_VERSION", 1)
+        say_hello = Link.hello
+
+        def hello(link: Link, *arguments: object) -> object:
+            link.version = 1 if older == "client" else 2
+            return say_hello(link, *arguments)  # type: ignore[arg-type]
+
+        patch.setattr(Link, "hello", hello)
+        with rig.open(remote=remote(server.url)) as engine:
+            rig.store(engine, ONE)
+            assert engine.flush(FLUSH_S)
+        with rig.open(remote=remote(server.url)) as engine:
+            assert engine.lookup(OTHER) == CHUNK
+            assert rig.retrieve(engine, ONE) == len(ONE) // BLOCK * BLOCK
+    assert asked
+    assert not any(isinstance(request, messages.Describe | messages.Nearest) for request in asked)
+
+
+def test_old_and_new_engines_share_a_server(rig: Rig, server: ServerThread) -> None:
+    """What an old one stored is found by its key, and what a new one stored the old one finds so, too."""
+    clear(server)
+    say_hello = Link.hello
+
+    def old(link: Link, *arguments: object) -> object:
+        link.version = 1
+        return say_hello(link, *arguments)  # type: ignore[arg-type]
+
+    def run(prompt: list[int], *, is_old: bool) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if is_old:
+                patch.setattr(Link, "hello", old)
+            with rig.open(remote=remote(server.url)) as engine:
+                found = rig.retrieve(engine, prompt)
+                rig.store(engine, prompt)
+                assert engine.flush(FLUSH_S)
+                return found
+
+    whole = len(ONE) // BLOCK * BLOCK
+    assert [run(ONE, is_old=True), run(OTHER, is_old=False)] == [0, CHUNK]
+    assert [run(ONE, is_old=False), run(OTHER, is_old=True)] == [whole, whole]
+    assert run([*HEAD, *tokens_of(5, CHUNK)], is_old=False) == len(HEAD), "by the trail of the other one"

@@ -1,0 +1,91 @@
+"""The ends of prompts that lie inside longer chunks of a folder, cut out as chunks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+
+import numpy as np
+
+from kvstore.catalog.trails import Trails
+from kvstore.chunks import ByteArray, ChunkRef
+from kvstore.format import chunkfile
+from kvstore.format.codecs import open_codec
+from kvstore.format.coding import ChunkCoder
+from kvstore.keys import ChunkKey, PrefixKey
+from kvstore.layout import KVLayout
+from kvstore.tiers.disk.shelf import Shelf
+from kvstore.tiers.disk.trails import TrailNote
+
+
+class Ends:
+    """Reads tails that have no file, as a longer chunk holds them, from that one's. Belongs to one thread.
+
+    Args:
+        shelves: one worker's.
+        layout: of its chunks.
+        trails: of the tails that may be asked for.
+    """
+
+    def __init__(self, shelves: Sequence[Shelf], layout: KVLayout, trails: Mapping[ChunkRef, bytes]) -> None:
+        self.shelves = shelves
+        self._layout = layout
+        self._wanted = trails
+        self._where: dict[PrefixKey, tuple[Shelf, ChunkRef]] = {}
+
+    def read(self, ref: ChunkRef) -> ByteArray | None:
+        """The content of the file that a tail would have, without a codec; None if no sound chunk holds it.
+
+        Raises:
+            ConfigError: the package of a codec is missing.
+        """
+        for key in self._trails.within(self._wanted.get(ref, b"")):
+            shelf, holder = self._where[key]
+            image = shelf.read(holder)
+            if image is None or isinstance(image, str):
+                continue
+            payload = self._payload(shelf, holder, image)
+            if payload is not None:
+                return self._image(shelf, ref, self._leading(payload, holder.num_blocks, ref.num_blocks))
+        return None
+
+    @cached_property
+    def _trails(self) -> Trails:
+        """Of all chunks that a note knows. Without one, chunks are found as a whole only."""
+        found: dict[PrefixKey, bytes] = {}
+        for shelf in self.shelves:
+            held = {place.ref.prefix_key: place.ref for place in shelf.places() if place.ref is not None}
+            self._where.update((key, (shelf, ref)) for key, ref in held.items())
+            with suppress(OSError):
+                found.update(TrailNote(self._layout).read(shelf.home, held.keys()))
+        trails = Trails()
+        trails.add_all(found.values())
+        return trails
+
+    def _payload(self, shelf: Shelf, ref: ChunkRef, image: ByteArray) -> ByteArray | None:
+        """What a checked file holds, decoded; None if it cannot be."""
+        layout, codec = self._layout, chunkfile.codec_in(self._layout, image)
+        if codec == "none":
+            return image[chunkfile.header_bytes(layout) :][: layout.payload_bytes(ref.num_blocks)]
+        payload = np.empty(layout.payload_bytes(ref.num_blocks), np.uint8)
+        coder = ChunkCoder(layout, open_codec(codec, layout))
+        damage = coder.decode(ChunkKey(shelf.namespace_id, ref.prefix_key), ref.num_blocks, image, payload)
+        return payload if damage is None else None
+
+    def _leading(self, payload: ByteArray, num_blocks: int, wanted_blocks: int) -> ByteArray:
+        """The payload of a chunk's first blocks."""
+        planes = self._layout.planes
+        layers = (
+            payload[begin:end].reshape(planes, num_blocks, -1) for begin, end in self._layout.layer_ranges(num_blocks)
+        )
+        return np.concatenate([layer[:, :wanted_blocks].ravel() for layer in layers])
+
+    def _image(self, shelf: Shelf, ref: ChunkRef, payload: ByteArray) -> ByteArray:
+        """The file of a chunk."""
+        key = ChunkKey(shelf.namespace_id, ref.prefix_key)
+        header = chunkfile.encode_header(self._layout, key, ref.num_blocks, payload)
+        image = np.zeros(chunkfile.file_bytes(self._layout, ref.num_blocks), np.uint8)
+        image[: len(header)] = np.frombuffer(header, np.uint8)
+        image[len(header) : len(header) + len(payload)] = payload
+        return image

@@ -1,0 +1,71 @@
+"""A store without bytes: kvstore's index, asked as the connector asks it, where moves take no time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvstore.catalog.index import ChunkIndex
+from kvstore.catalog.plans import LoadStep, Place
+from kvstore.catalog.sequence import chunk_refs
+from kvstore.keys import PrefixHasher
+
+
+class Found(NamedTuple):
+    """What was found of a sequence.
+
+    Attributes:
+        num_tokens: tokens from its start on.
+        parts: the chunks that were loaded for it, in order: where each was, and how many of its tokens were used.
+    """
+
+    num_tokens: int
+    parts: list[tuple[Place, int]]
+
+
+class Replay:
+    """Looks sequences up, loads what is there and stores the rest before the next one comes.
+
+    Args:
+        index: a new one; it must let as many writes be in flight as a sequence has chunks.
+        block_ends: False finds chunks whole or as tails only, as it was before hits could end with any block.
+
+    Attributes:
+        most_slots: the most slots in use so far.
+    """
+
+    def __init__(self, index: ChunkIndex, *, block_ends: bool = True) -> None:
+        self.index = index
+        self.most_slots = 0
+        self._block_ends = block_ends
+
+    def ask(self, hasher: PrefixHasher) -> Found:
+        """Note one request."""
+        index, named = self.index, hasher if self._block_ends else None
+        match = index.lookup(hasher)
+        loads = index.prepare_load(match.refs, hasher=named)
+        index.complete_load(loads, set(), set())
+        first = match.num_tokens // hasher.chunk_tokens
+        stores = index.prepare_store(
+            chunk_refs(hasher, with_tail=True)[first:],
+            hasher.chunk_keys()[:first],
+            hasher=named,
+            noted={step.ref.prefix_key for step in loads},
+        )
+        self.most_slots = max(self.most_slots, index.slots_in_use)
+        index.complete_store(stores, set())
+        for step in stores:
+            for target in step.targets:
+                index.complete_write(step.ref.prefix_key, target, stored=True)
+        index.take_removals()
+        if named is None:
+            stored = {step.ref.prefix_key for step in stores}
+            for number, key in enumerate(hasher.chunk_keys()):
+                if key in stored:
+                    index.remove(hasher.block_keys(number)[:-1])  # the tails in it, as nobody was led to the chunk
+        return Found(match.num_tokens, list(_parts(loads, match.num_tokens, hasher)))
+
+
+def _parts(loads: list[LoadStep], num_tokens: int, hasher: PrefixHasher) -> Iterator[tuple[Place, int]]:
+    for number, step in enumerate(loads):
+        yield step.source, min(hasher.chunk_tokens, num_tokens - number * hasher.chunk_tokens)
