@@ -56,8 +56,6 @@ _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOV
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
 _Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
-
-
 _Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 
 
@@ -197,13 +195,7 @@ class Scan(Request, tag=11, frozen=True):
 
 
 class Sending(Request, tag=21, frozen=True):
-    """Which hand-overs of a sender are under way to this server. No answer. Since version 2.
-
-    Attributes:
-        sender: its name.
-        following: the number after the highest so far. What is below it and not ``open`` is over.
-        open: the number of each hand-over under way, and up to which token chunks of it may still come.
-    """
+    """Which hand-overs are under way to this server: the fields of ``Progress``. No answer. Since version 2."""
 
     sender: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     following: _Count

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from support.disaggregated import Disaggregation, EngineServer
+from support.disaggregated import Disaggregation, Work, unshared
 from support.hybrid_models import MAKERS
 from support.redis_server import wait_for
 from support.relay import Mood, Relay
-from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
+from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
 from typer.testing import CliRunner
 
 from kvstore.keys import Namespace
@@ -181,30 +181,6 @@ def play(running: Disaggregation, turns: Sequence[Turn], chats: Sequence[Chat]) 
                 known_tokens = len(chat.turns[number - 1].prompt) + OUTPUT_TOKENS - 1
                 new_tokens = len(prompt) - known_tokens // BLOCK_TOKENS * BLOCK_TOKENS
                 assert prefilled_tokens <= new_tokens
-
-
-class Work:
-    """What an engine computes of prompts, from now on."""
-
-    def __init__(self, engine: EngineServer) -> None:
-        self._url = engine.url
-        self._asked_tokens, self._cached_tokens = self._read()
-
-    def of(self, prompt: Prompt) -> int:
-        """Tokens computed of a prompt that has just been answered; vLLM counts a little later."""
-        asked_tokens, cached_tokens = self._asked_tokens + len(prompt), self._cached_tokens
-        wait_for("vLLM counts", lambda: self._read()[0] == asked_tokens)
-        self._asked_tokens, self._cached_tokens = self._read()
-        return len(prompt) - (self._cached_tokens - cached_tokens)
-
-    def _read(self) -> tuple[int, int]:
-        asked = read_counter(self._url, "vllm:prompt_tokens_total")
-        return asked, read_counter(self._url, "vllm:prompt_tokens_cached_total")
-
-
-def unshared(prompt: Prompt) -> int:
-    """What is left to compute of a prompt all of whose whole blocks are there."""
-    return len(prompt) - whole_blocks(len(prompt))
 
 
 def test_a_few_prompts_and_a_chat(tiny_model: Path, tmp_path: Path) -> None:
