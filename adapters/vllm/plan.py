@@ -10,11 +10,12 @@ from kvstore.adapters.vllm.requests.params import DisaggSpec
 from kvstore.catalog.plans import Place
 from kvstore.checkpoints.groups import Groups
 from kvstore.chunks import ChunkRef
-from kvstore.handover.pusher import PushJob
+from kvstore.handover.ledger import PushJob, Settled
 from kvstore.keys import Namespace, PrefixKey
 from kvstore.layout import KVLayout
 from kvstore.ops.metrics import Tally
 from kvstore.options import RemoteOptions, Shard
+from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import LoadJob, StoreJob
 
 
@@ -76,6 +77,8 @@ class StepPlan:
 
     Attributes:
         number: counts the steps, from 1.
+        used: chunks that came for requests that have begun, and are not read; others may take their places.
+        ended_handovers: numbers of hand-overs of which no later plan has chunks.
         computes: the step computes something; vLLM passes on nothing of other steps unless a connector reports.
         acked: the last step whose report the scheduler had taken in when it made this plan.
         requests: the requests with something to move; if there is any, every rank reports the step.
@@ -96,6 +99,8 @@ class StepPlan:
     recalls: list[ChunkRef] = field(default_factory=list)
     epoch: str = ""
     sourced: list[Sourced] = field(default_factory=list)
+    used: list[ChunkRef] = field(default_factory=list)
+    ended_handovers: list[int] = field(default_factory=list)
     computes: bool = False
 
 
@@ -184,6 +189,9 @@ class StepReport:
     Attributes:
         computed: the step that this report comes with, if it computed something.
         load_times: of steps whose loads have ended, by their numbers.
+        settled: what became of chunks that were handed over.
+        senders: what other engines have on its way here, by ranks and the engines' names; of the ranks where that has
+            changed.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -194,6 +202,14 @@ class StepReport:
     tally: Tally = field(default_factory=Tally)
     computed: int | None = None
     load_times: dict[int, LoadTime] = field(default_factory=dict)
+    settled: Settled = field(default_factory=Settled)
+    senders: dict[int, Mapping[str, Progress]] = field(default_factory=dict)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has ended, or come up."""
+        ended = self.steps or self.fetches or self.writes or self.load_times
+        return bool(ended or self.settled or self.senders)
 
     def merge(self, other: StepReport) -> None:
         """Add another rank's report."""
@@ -208,6 +224,8 @@ class StepReport:
         self.disk_answers &= other.disk_answers
         self.remote_answers &= other.remote_answers
         self.tally.add(other.tally)
+        self.settled.merge(other.settled)
+        self.senders |= other.senders
 
 
 @dataclass(frozen=True)

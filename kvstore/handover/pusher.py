@@ -12,16 +12,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvstore.chunks import ChunkRef, Outcome
+from kvstore.chunks import Outcome
 from kvstore.errors import DeviceFullError, KVStoreError
+from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory.slabs import SlabPool
-from kvstore.paged.base import BlockIds, ChunkBlocks, PagedKV
+from kvstore.paged.base import ChunkBlocks, PagedKV
 from kvstore.paged.streams import Moment, Way
 from kvstore.throttle import Throttle
 
@@ -29,13 +29,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RECEIVERS = 64  # with a thread and a connection each; beyond that the least recently used is dropped
 STALL_S = 1.0  # how long a step waits in all for room in the buffer: a receiver computes what it is not sent
-
-
-class PushJob(NamedTuple):
-    """A chunk to hand over, whose blocks are complete after the step."""
-
-    ref: ChunkRef
-    block_ids: BlockIds
 
 
 @dataclass
@@ -57,6 +50,9 @@ class Pusher:
         buffer_bytes: of the chunks that have been gathered but not sent.
         connect: opens the way to a receiver.
         counters: where to count.
+
+    Attributes:
+        ledger: what became of the chunks.
     """
 
     def __init__(
@@ -68,6 +64,7 @@ class Pusher:
     ) -> None:
         layout = paged.layout
         self.counters = counters
+        self.ledger = Ledger()
         self._paged = paged
         self._connect = connect
         self._pool = SlabPool(max(1, buffer_bytes // layout.slot_bytes), layout.slot_bytes, paged.device)
@@ -79,12 +76,27 @@ class Pusher:
 
     def begin(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> StepPush:
         """Begin the hand-overs of a step that is about to compute; the same receiver may occur several times."""
-        step = StepPush(self._paged, self._room, self._pool, self._refuse, self._fail)
+        step = StepPush(self._paged, self._room, self._pool, self._refuse, self._fail, forgo=self._lose)
         for receiver, jobs in pushes:
+            self.ledger.begin(receiver, jobs)
             sender = self._sender(receiver)
-            if sender is not None:
-                step.add(jobs, sender)
+            wanted = [job for job in jobs if self.ledger.wants(job)] if sender is not None else []
+            self._lose(jobs[len(wanted) :])  # nothing behind a lost one is wanted
+            if sender is not None and wanted:
+                step.add(wanted, sender)
         return step
+
+    def forgo(self, pushes: Sequence[tuple[Receiver, Sequence[PushJob]]]) -> None:
+        """Hand over nothing of a step, as it is not to be trusted."""
+        for receiver, jobs in pushes:
+            self.ledger.begin(receiver, jobs)
+            self._lose(jobs)
+
+    def complete(self, handovers: Iterable[int]) -> None:
+        """No more chunks of these come. What of them is on its way still arrives."""
+        for receiver in {self.ledger.complete(handover) for handover in handovers}:
+            if receiver is not None and receiver in self._senders:
+                self._senders[receiver].tell()
 
     def change(self, connect: Callable[[Receiver], Transport]) -> None:
         """Between steps: connect to receivers like this from now on. Deliveries under way go on as they began."""
@@ -124,7 +136,7 @@ class Pusher:
         if sender is None:
             if len(self._senders) >= MAX_RECEIVERS and not self._drop_idle():
                 return None
-            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note)
+            sender = self._senders[receiver] = Sender(receiver, self._connect, self._note, self.ledger)
         self._senders.move_to_end(receiver)
         return sender if sender.answers else None
 
@@ -141,6 +153,7 @@ class Pusher:
 
     def _refuse(self, job: PushJob) -> None:
         """Count a chunk for which the buffer stayed full for too long."""
+        self.ledger.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.refused += 1
         self._throttle.log(
@@ -151,9 +164,15 @@ class Pusher:
 
     def _fail(self, error: DeviceFullError, jobs: Sequence[PushJob] = ()) -> None:
         """Say that the device had no memory left; count chunks that belong to no delivery."""
+        self._lose(jobs)
+        self._throttle.log("memory", "chunks are not handed over: %s", error)
+
+    def _lose(self, jobs: Sequence[PushJob]) -> None:
+        """Count chunks that were never sent."""
+        for job in jobs:
+            self.ledger.settle(job, has_arrived=False)
         with self.counters.lock:
             self.counters.failed += len(jobs)
-        self._throttle.log("memory", "chunks are not handed over: %s", error)
 
     def _note(self, delivery: Delivery, outcomes: Sequence[Outcome], error: KVStoreError | None) -> None:
         """Count a delivery that has ended. On a sender's thread."""
@@ -167,6 +186,8 @@ class Pusher:
                     self.counters.sent_bytes += layout.payload_bytes(parcel.ref.num_blocks)
             if Outcome.STORED in outcomes:
                 self._seconds.append(delivery.seconds_behind())
+        for job, outcome in zip(delivery.jobs, outcomes, strict=True):
+            self.ledger.settle(job, has_arrived=outcome is Outcome.STORED)
         self._room.give_back(delivery.slots)
         if error is not None:
             said = "KV cannot be handed over to %s, which has to compute it: %s"
@@ -187,12 +208,15 @@ class StepPush:
         pool: SlabPool,
         refuse: Callable[[PushJob], None],
         fail: Callable[..., None],
+        *,
+        forgo: Callable[[Sequence[PushJob]], None],
     ) -> None:
         self._paged = paged
         self._room = room
         self._pool = pool
         self._refuse = refuse
         self._fail = fail
+        self._forgo = forgo
         self._deliveries: list[Delivery] = []
         self._chunks: list[ChunkBlocks] = []  # gathered layer by layer
         self._late: list[tuple[PushJob, Sender]] = []  # and at the end
@@ -242,6 +266,8 @@ class StepPush:
         self._end(trusted=trusted)
         if trusted:
             self._gather_late()
+        else:
+            self._forgo([job for job, _ in self._late])
 
     def _gather_whole(self) -> None:
         """Gather all layers at once, of a cache of several groups."""
@@ -268,7 +294,7 @@ class StepPush:
         for job, slot in zip(jobs, slots, strict=True):
             payload = self._pool.slot(slot)
             parcels.append(Parcel(job.ref, payload[: layout.payload_bytes(job.ref.num_blocks)]))
-        delivery = Delivery(sender.receiver, parcels, slots, self._paged)
+        delivery = Delivery(sender.receiver, jobs, parcels, slots, self._paged)
         self._deliveries.append(delivery)
         sender.send(delivery)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.chunks import Outcome
 from kvstore.errors import KVStoreError
+from kvstore.handover.ledger import Ledger, PushJob
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.base import PagedKV
 from kvstore.paged.streams import Moment
@@ -19,8 +20,16 @@ PROBE_INTERVAL_S = 10.0  # how long a receiver that failed is left alone
 class Delivery:
     """Chunks of one step for one receiver, shared by the model's thread, which gathers them, and the sender's."""
 
-    def __init__(self, receiver: Receiver, parcels: Sequence[Parcel], slots: Sequence[int], paged: PagedKV) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        jobs: Sequence[PushJob],
+        parcels: Sequence[Parcel],
+        slots: Sequence[int],
+        paged: PagedKV,
+    ) -> None:
         self.receiver = receiver
+        self.jobs = jobs
         self.parcels = parcels
         self.slots = slots
         self._num_layers = paged.layout.num_layers
@@ -81,6 +90,7 @@ class Sender:
         receiver: where to.
         connect: opens the way to it, before the first delivery and after a failure.
         note: told of each delivery that has ended.
+        ledger: knows what is of use, and what the receiver is to be told.
     """
 
     def __init__(
@@ -88,14 +98,17 @@ class Sender:
         receiver: Receiver,
         connect: Callable[[Receiver], Transport],
         note: Callable[[Delivery, Sequence[Outcome], KVStoreError | None], None],
+        ledger: Ledger,
     ) -> None:
         self.receiver = receiver
         self._connect = connect
         self._note = note
+        self._ledger = ledger
         self._changed = threading.Condition()
         self._waiting: deque[Delivery] = deque()
         self._is_sending = False
         self._is_stopped = False
+        self._has_news = False
         self._broken_until_s = 0.0
         self._transport: Transport | None = None
         self._thread = threading.Thread(target=self._run, name="kvstore-push", daemon=True)
@@ -121,6 +134,12 @@ class Sender:
         """Queue a delivery."""
         with self._changed:
             self._waiting.append(delivery)
+            self._changed.notify_all()
+
+    def tell(self) -> None:
+        """Tell the receiver what is on its way, if it is connected."""
+        with self._changed:
+            self._has_news = True
             self._changed.notify_all()
 
     def flush(self, deadline_s: float) -> bool:
@@ -150,35 +169,63 @@ class Sender:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _run(self) -> None:
-        while (delivery := self._next()) is not None:
-            outcomes = [Outcome.FAILED] * len(delivery.parcels)
-            error: KVStoreError | None = None
-            try:
-                if self.answers:
-                    outcomes = self._deliver(delivery)
-            except KVStoreError as problem:
-                error = problem
-                self._broken_until_s = time.monotonic() + PROBE_INTERVAL_S
-                self._hang_up()
-            delivery.wait()
-            self._note(delivery, outcomes, error)
+        while not self._is_over():
+            delivery = self._next()
+            if delivery is not None:
+                self._send(delivery)
+            self._tell()
             with self._changed:
                 self._is_sending = False
                 self._changed.notify_all()
         self._hang_up()
 
-    def _next(self) -> Delivery | None:
+    def _is_over(self) -> bool:
+        """Wait for something to do; True if there is nothing, and never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or bool(self._waiting))
-            if not self._waiting:
-                return None
+            self._changed.wait_for(lambda: self._is_stopped or self._has_news or bool(self._waiting))
+            return self._is_stopped and not self._waiting
+
+    def _next(self) -> Delivery | None:
+        """The next delivery; None if there is only something to tell."""
+        with self._changed:
+            self._has_news = False
             self._is_sending = True
-            return self._waiting.popleft()
+            return self._waiting.popleft() if self._waiting else None
+
+    def _send(self, delivery: Delivery) -> None:
+        outcomes = [Outcome.FAILED] * len(delivery.parcels)
+        error: KVStoreError | None = None
+        try:
+            if self.answers and any(map(self._ledger.wants, delivery.jobs)):
+                outcomes = self._deliver(delivery)
+        except KVStoreError as problem:
+            error = problem
+            self._fail()
+        delivery.wait()
+        self._note(delivery, outcomes, error)
 
     def _deliver(self, delivery: Delivery) -> list[Outcome]:
         if self._transport is None:
             self._transport = self._connect(self.receiver)
-        return self._transport.deliver(delivery.parcels, delivery.ready())
+        self._transport.tell(self._ledger.progress(self.receiver))
+        return self._transport.deliver(delivery.parcels, self._ready(self._transport, delivery))
+
+    def _ready(self, transport: Transport, delivery: Delivery) -> Iterator[range]:
+        """The layers as they are gathered; between them, what has become of other hand-overs is told."""
+        for layers in delivery.ready():
+            transport.tell(self._ledger.progress(self.receiver))
+            yield layers
+
+    def _tell(self) -> None:
+        try:
+            if self._transport is not None:
+                self._transport.tell(self._ledger.progress(self.receiver))
+        except KVStoreError:  # what is waited for there is given up when the connection ends
+            self._fail()
+
+    def _fail(self) -> None:
+        self._broken_until_s = time.monotonic() + PROBE_INTERVAL_S
+        self._hang_up()
 
     def _hang_up(self) -> None:
         transport, self._transport = self._transport, None

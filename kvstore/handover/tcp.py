@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from kvstore.chunks import Outcome
 from kvstore.errors import TierError
@@ -15,11 +16,14 @@ from kvstore.handover.transport import Parcel, Transport
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol import messages
+from kvstore.protocol.progress import Progress
 from kvstore.tiers.server import calls
 from kvstore.tiers.server.link import Link, NoSessionError
 from kvstore.tiers.server.links import Links
 from kvstore.tiers.server.moves import PieceSender
 from kvstore.tiers.server.url import ServerTarget, parse_server
+
+_SENDING_VERSION: Final = 2  # of the protocol: an older server cuts off who sends it ``Sending``
 
 
 class TcpTransport(Transport):
@@ -34,16 +38,45 @@ class TcpTransport(Transport):
     def __init__(self, target: ServerTarget, namespace: Namespace, layout: KVLayout) -> None:
         self._layout = layout
         self._links = Links(target, namespace, messages.Geometry.of(layout), bound_bytes=0)
+        self._link: Link | None = None  # in the middle of a delivery
+        self._progress: Progress | None = None
+        self._told: tuple[Link, Progress] | None = None
 
     def deliver(self, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """See ``Transport``."""
         return self._links.use(partial(self._deliver, parcels=parcels, ready=ready))
 
+    def tell(self, progress: Progress) -> None:
+        """See ``Transport``."""
+        self._progress = progress
+        if self._link is not None:
+            self._say(self._link)
+        else:
+            self._links.use(self._say)
+
     def close(self) -> None:
         """See ``Transport``."""
         self._links.close()
 
+    def _say(self, link: Link) -> None:
+        """Say what is new, if the server understands it."""
+        told, progress = (link, self._progress), self._progress
+        if progress is None or not progress.sender or link.version < _SENDING_VERSION or told == self._told:
+            return
+        message = messages.Sending(link.new_serial(), progress.sender, progress.following, list(progress.open.items()))
+        if link.tell(message):
+            self._told = (link, progress)
+
     def _deliver(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
+        """Deliver over a connection, over which nothing was said before if it is a new one."""
+        self._link = link
+        self._say(link)
+        try:
+            return self._send(link, parcels, ready)
+        finally:
+            self._link = None
+
+    def _send(self, link: Link, parcels: Sequence[Parcel], ready: Iterator[range]) -> list[Outcome]:
         """Send layers as they come; then, one by one, the chunks that had no room beside the others."""
         is_there = calls.lookup(link, [parcel.ref for parcel in parcels])
         outcomes = [Outcome.STORED if here else Outcome.FAILED for here in is_there]
@@ -56,8 +89,9 @@ class TcpTransport(Transport):
                 for number, outcome in zip(leases, committed, strict=True):
                     outcomes[number] = outcome
                 for number in missing:
-                    if number not in leases:
-                        outcomes[number] = self._send_whole(link, parcels, number)
+                    if number not in leases:  # behind the first without room the others are of no use
+                        is_full = Outcome.FULL in outcomes
+                        outcomes[number] = Outcome.FULL if is_full else self._send_whole(link, parcels, number)
         except NoSessionError as error:  # a retry would need all layers again, which come only once
             raise TierError(str(error)) from error
         return outcomes

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
+from kvstore.protocol.progress import Progress
 
 
 class Receiver(NamedTuple):
@@ -69,6 +70,16 @@ class Transport(ABC):
 
         Raises:
             TierError: the receiver cannot be reached, refuses, or does not answer in time.
+        """
+
+    @abstractmethod
+    def tell(self, progress: Progress) -> None:
+        """Tell the receiver what is on its way, at once if it is connected; from ``ready``, too, within ``deliver``.
+
+        A receiver that is not told, or does not understand it, waits for what it lacks until its deadline.
+
+        Raises:
+            TierError: as ``deliver``.
         """
 
     @abstractmethod

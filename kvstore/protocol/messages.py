@@ -42,6 +42,7 @@ MAX_MESSAGE_BYTES: Final = 128 << 10
 MAX_TRAIL_BYTES: Final = 64 << 10  # of one; together, those of a message fit into it
 MAX_FRAME_BYTES: Final = PIECE_BYTES
 TOKEN_BYTES: Final = 16
+MAX_OPEN: Final = 4096  # hand-overs under way
 MAX_FIELDS_BYTES: Final = 16 << 10  # of a namespace, as they are sent
 _MAX_LAYERS: Final = 1024
 _MAX_CHUNK_PARTS: Final = 1 << 18  # blocks of a chunk times layers: the length of tables for storing it
@@ -55,8 +56,6 @@ _Moves: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=REF_BYTES * MAX_MOV
 _Leases: TypeAlias = Annotated[list[_Count], msgspec.Meta(max_length=MAX_MOVES)]
 _Trail: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=PREFIX_KEY_BYTES, max_length=MAX_TRAIL_BYTES)]
 _Fields: TypeAlias = Annotated[dict[_Short, _Short | int], msgspec.Meta(max_length=64)]
-
-
 _Axis: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
 
 
@@ -193,6 +192,14 @@ class Scan(Request, tag=11, frozen=True):
     """Lists all chunks, the least recently used first, from number ``first`` on. ``Listing``."""
 
     first: _Count
+
+
+class Sending(Request, tag=21, frozen=True):
+    """Which hand-overs are under way to this server: the fields of ``Progress``. No answer. Since version 2."""
+
+    sender: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    following: _Count
+    open: Annotated[list[tuple[_Count, _Count]], msgspec.Meta(max_length=MAX_OPEN)]
 
 
 class Ping(Request, tag=12, frozen=True):

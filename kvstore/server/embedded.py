@@ -9,16 +9,18 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.protocol.keyfiles import KeyPair
+from kvstore.protocol.progress import Progress
 from kvstore.server.hub import Hub
 from kvstore.server.options import ServerOptions, TcpAddress
 from kvstore.server.owner import Owner
@@ -26,7 +28,7 @@ from kvstore.server.unix_socket import POOL_SOCKET, is_alive
 
 logger = logging.getLogger(__name__)
 
-_POLICY: Final = "LRU"  # admits whatever is sent: what is handed over is read once, and soon
+_POLICY: Final = "LRU"  # admits whatever is sent, if there is room beside what is held
 _END_WAIT_S: Final = 10.0
 _FOLDER_PREFIX: Final = "kvstore-server-"
 _YOUNG_S: Final = 60.0  # a server that has just made its folder may not listen there yet
@@ -42,6 +44,7 @@ class EmbeddedOptions:
         port: the same; 0 for any that is free.
         keys: the server's own; None for no encryption, which only loopback may have.
         listed: the public keys of the clients that may connect, and their names.
+        hold_s: how long what others have sent stays at most until the owner has read it.
     """
 
     pool_bytes: int
@@ -49,6 +52,7 @@ class EmbeddedOptions:
     port: int
     keys: KeyPair | None = None
     listed: Mapping[bytes, str] = field(default_factory=dict)
+    hold_s: float = 0.0
 
 
 class EmbeddedServer:
@@ -75,7 +79,8 @@ class EmbeddedServer:
             _sweep()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # of mode 0700
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._hub = Hub(_server_options(options, self._folder), Owner(namespace, layout))
+            self._owner = Owner(namespace, layout, options.hold_s)
+            self._hub = Hub(_server_options(options, self._folder), self._owner)
             opened.callback(_end_unserved, self._hub)
             self._thread = threading.Thread(target=self._hub.run, name="kvstore-server", daemon=True)
             self._thread.start()
@@ -94,9 +99,18 @@ class EmbeddedServer:
         assert port is not None
         return port
 
+    @property
+    def senders(self) -> Mapping[str, Progress]:
+        """What is on its way here, by the senders' names. Another object whenever it changes."""
+        return self._owner.senders
+
     def enter(self, namespace: Namespace) -> None:
         """The owner's weights were changed: drop the chunks of the old ones, and refuse engines that have those."""
         self._hub.enter(namespace)
+
+    def let_go(self, refs: Sequence[ChunkRef]) -> None:
+        """The owner has no use for these chunks, although it has not read them."""
+        self._hub.let_go(refs)
 
     def close(self) -> None:
         """Disconnect all clients and free the memory. Idempotent; waits for 10 seconds at most."""

@@ -165,6 +165,8 @@ class Grants:
         lease = self._core.sessions.lease(session, chunk, is_write=outcome is Outcome.STORED)
         if outcome is Outcome.HIT:
             self._core.stock.note_read(chunk)
+            if session.token:  # the owner's; others read what they like
+                self._core.stock.holds.drop(chunk)
         return messages.Grant(messages.number_of(outcome), lease.number, chunk.runs)
 
 

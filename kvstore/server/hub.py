@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvstore.chunks import ChunkRef
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
@@ -124,6 +125,10 @@ class Hub:
     def enter(self, namespace: Namespace) -> None:
         """The owner uses another namespace from now on. From any thread; takes effect soon after."""
         self._report(lambda: self.service.enter(namespace))
+
+    def let_go(self, refs: Sequence[ChunkRef]) -> None:
+        """Hold these chunks of the owner's no longer. From any thread; takes effect soon after."""
+        self._report(lambda: self.service.let_go(refs))
 
     def run(self) -> bool:
         """Serve until ``stop``; False if chunks were lost that had not been written to disk yet."""
@@ -282,9 +287,12 @@ class Hub:
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         self._at_hand = frames
+        is_new = peer.socket == _TCP and peer not in self.sessions.by_peer
+        if is_new:  # the end of an earlier connection with its number must not end this client, its own end must
+            self._note_connections()
         try:
             self.service.handle(peer, [frame.buffer for frame in frames])
-            if peer.socket == _TCP:
+            if is_new:
                 self._note_client(peer, frames[0])
         except ProtocolError as error:
             self._kick(peer, str(error))
@@ -298,8 +306,7 @@ class Hub:
     def _note_client(self, peer: Peer, frame: zmq.Frame) -> None:
         """Remember the connection of a client, to know when it ends."""
         session = self.sessions.by_peer.get(peer)
-        if session is not None and session.fd < 0:
-            self._note_connections()  # the end of an earlier connection with this number must not end this client
+        if session is not None:
             session.fd = int(frame.get(zmq.SRCFD))
             self._by_fd[session.fd] = session
 

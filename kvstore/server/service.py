@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +12,7 @@ from kvstore.errors import ProtocolError
 from kvstore.keys import Namespace
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
+from kvstore.protocol.progress import Progress
 from kvstore.server.core import Core
 from kvstore.server.grants import Grants
 from kvstore.server.orders import Orders, report
@@ -108,6 +109,8 @@ class Service:
     def end(self, session: Session) -> None:
         """A client is gone."""
         self._core.sessions.end(session)
+        if session.progress is not None:
+            self._tell_owner()
         self._core.sweep()
 
     def expire(self) -> None:
@@ -115,6 +118,7 @@ class Service:
         for session in self._core.sessions.expire(self._core.now()):
             self.end(session)
         self._core.stock.pins.expire(self._core.now())
+        self._core.stock.holds.expire(self._core.now())
         self._core.stock.forget_empty()
         self._core.sweep()
 
@@ -129,6 +133,16 @@ class Service:
             if space.namespace.id != namespace.id:
                 self._core.stock.clear(space)
         self._core.sweep()
+
+    def let_go(self, refs: Sequence[ChunkRef]) -> None:
+        """Hold these chunks of the owner's no longer."""
+        for space in self._core.stock.spaces.values():
+            for chunk in map(space.chunks.get, refs if self._is_owners(space) else ()):
+                if chunk is not None:
+                    self._core.stock.holds.drop(chunk)
+
+    def _is_owners(self, space: Space) -> bool:
+        return self._owner is not None and space.namespace.id == self._owner.namespace.id
 
     def close(self) -> None:
         """End the threads."""
@@ -165,6 +179,10 @@ class Service:
                 return None
             case messages.Describe():
                 self._describe(session, request)
+                return None
+            case messages.Sending():
+                session.progress = Progress(request.sender, request.following, dict(request.open))
+                self._tell_owner()
                 return None
             case messages.Piece():
                 return self._payload.take(session, request, payload[0])
@@ -223,6 +241,8 @@ class Service:
     def _lookup(self, session: Session, request: messages.Lookup) -> messages.Answer:
         refs = messages.unpack_pairs(request.refs)
         found = self._core.stock.lookup(session.space, refs)
+        if session.progress is not None:  # it does not send again what is there
+            self._hold(chunk for ref in refs if (chunk := session.space.chunks.get(ref)) is not None)
         self._touches.append((session.space, refs))
         return messages.Held(request.serial, found, self._core.usage(session.space))
 
@@ -253,6 +273,8 @@ class Service:
         outcome = self._core.sessions.give_back(session, lease, is_whole=is_whole and is_here)
         if outcome is Outcome.STORED:
             self._write_behind(lease.chunk)
+            if not session.token:
+                self._hold([lease.chunk])
         return outcome
 
     def _release(self, session: Session, request: messages.Release) -> None:
@@ -280,6 +302,19 @@ class Service:
         if self._core.disk is not None:
             self._core.disk.clear(space, refs, cleared)
         return count
+
+    def _hold(self, chunks: Iterable[Chunk]) -> None:
+        """Keep what was handed over until the owner has read it."""
+        if self._owner is not None and self._owner.hold_s:
+            end_s = self._core.now() + self._owner.hold_s
+            for chunk in chunks:
+                self._core.stock.holds.hold(chunk, end_s)
+
+    def _tell_owner(self) -> None:
+        """Let the owner know what is on its way."""
+        if self._owner is not None:
+            sessions = self._core.sessions.by_peer.values()
+            self._owner.note_progress(session.progress for session in sessions if session.progress is not None)
 
     def _scan(self, session: Session, request: messages.Scan) -> messages.Answer:
         chunks = session.space.chunks

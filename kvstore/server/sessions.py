@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.chunks import Outcome
+from kvstore.protocol.progress import Progress
 from kvstore.server.spaces import Chunk, Space
 from kvstore.server.stock import Stock
 
@@ -88,6 +89,7 @@ class Session:
         num_late: its requests for grants that are to be answered later.
         is_over: it has ended.
         fd: of its connection, where that is known; otherwise -1.
+        progress: what it says of the hand-overs that it sends; None if it says nothing.
     """
 
     peer: Peer
@@ -101,6 +103,7 @@ class Session:
     num_late: int = 0
     is_over: bool = False
     fd: int = -1
+    progress: Progress | None = None
 
 
 class Peer(NamedTuple):

@@ -20,6 +20,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.policies import Policy, open_policy
 from kvstore.protocol.runs import PAGE_BYTES, Run
+from kvstore.server.holds import Holds
 from kvstore.server.pins import Pins
 from kvstore.server.pool import FreePages
 from kvstore.server.spaces import NO_QUOTA, Chunk, Space
@@ -59,6 +60,7 @@ class Stock:
         self.stamp = first_stamp  # counts the changes of the sizes that clients are told
         self.num_displaced = 0  # chunks evicted so far, which is the work that this has cost
         self.pins = Pins()
+        self.holds = Holds()
         self._max_pinned_bytes = pool_bytes // 2
         self._disk_bytes = disk_bytes
         self._quotas = quotas or {}
@@ -355,6 +357,7 @@ class Stock:
             self._removals.append((space, chunk.ref))
             chunk.disk_bytes = 0
         self.pins.drop(chunk)
+        self.holds.drop(chunk)
         chunk.is_gone = True
         if not chunk.uses:
             self._unmap(chunk)
@@ -379,7 +382,7 @@ class Stock:
 
         def may_go(key: bytes) -> bool:
             chunk = self._chunks[key]
-            return not (chunk.uses or chunk.is_pinned) and chunk is not keep
+            return self._may_go(chunk) and chunk is not keep
 
         victims = self._memory.make_room(size_bytes - self._free.num_free * PAGE_BYTES, may_go, newcomer)
         if victims is None:
@@ -387,6 +390,10 @@ class Stock:
         for key in victims:
             self._leave_memory(self._chunks[key])
         return self._free.take(size_bytes // PAGE_BYTES)
+
+    def _may_go(self, chunk: Chunk) -> bool:
+        """Whether a chunk may be evicted from memory."""
+        return not (chunk.uses or chunk.is_pinned or chunk in self.holds)
 
     def _leave_memory(self, chunk: Chunk) -> None:
         self.num_displaced += 1
@@ -407,12 +414,11 @@ class Stock:
         for chunk in chunks:
             self._drop(chunk, MissReason.EVICTED)
 
-    @staticmethod
-    def _least_recent(space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
+    def _least_recent(self, space: Space, num_bytes: int, keep: ChunkRef | None) -> tuple[list[Chunk], bool]:
         """Chunks of a namespace that may be evicted and have so many bytes, or all of them; whether they have."""
         found: list[Chunk] = []
         for chunk in space.chunks.values() if num_bytes > 0 else ():
-            if not (chunk.is_pinned or chunk.uses) and chunk.ref != keep:
+            if self._may_go(chunk) and chunk.ref != keep:
                 found.append(chunk)
                 num_bytes -= chunk.size_bytes
                 if num_bytes <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,17 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from support.disaggregated import Disaggregation, EngineServer
+from support.disaggregated import Disaggregation, Work, unshared
 from support.hybrid_models import MAKERS
 from support.redis_server import wait_for
-from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt, whole_blocks
+from support.relay import Mood, Relay
+from support.vllm_engine import BLOCK_TOKENS, Engine, Prompt
+from typer.testing import CliRunner
 
+from kvstore.keys import Namespace
+from kvstore.server.embedded import EmbeddedOptions, EmbeddedServer
+from kvstore.testing.harness import EVEN
+from kvstore.tools.cli import app
 from kvstore.tools.demo.client import read_counter
 from kvstore.tools.models import TINY, as_text, random_tokens
 from kvstore.tools.processes import free_port
@@ -33,6 +40,7 @@ TEMPLATE = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
 DEADLINE_S = 3.0  # where what is waited for does not come
 PATIENCE_S = 60.0  # where it does, on however busy a machine
 INSIDE = "KVSTORE_TEST_NETWORK"  # set where the network is the test's own
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
 ADDRESS = "127.0.0.2"  # loopback, and yet not where everything else listens
 LINES = f"""
 enable_pd: true
@@ -173,30 +181,6 @@ def play(running: Disaggregation, turns: Sequence[Turn], chats: Sequence[Chat]) 
                 known_tokens = len(chat.turns[number - 1].prompt) + OUTPUT_TOKENS - 1
                 new_tokens = len(prompt) - known_tokens // BLOCK_TOKENS * BLOCK_TOKENS
                 assert prefilled_tokens <= new_tokens
-
-
-class Work:
-    """What an engine computes of prompts, from now on."""
-
-    def __init__(self, engine: EngineServer) -> None:
-        self._url = engine.url
-        self._asked_tokens, self._cached_tokens = self._read()
-
-    def of(self, prompt: Prompt) -> int:
-        """Tokens computed of a prompt that has just been answered; vLLM counts a little later."""
-        asked_tokens, cached_tokens = self._asked_tokens + len(prompt), self._cached_tokens
-        wait_for("vLLM counts", lambda: self._read()[0] == asked_tokens)
-        self._asked_tokens, self._cached_tokens = self._read()
-        return len(prompt) - (self._cached_tokens - cached_tokens)
-
-    def _read(self) -> tuple[int, int]:
-        asked = read_counter(self._url, "vllm:prompt_tokens_total")
-        return asked, read_counter(self._url, "vllm:prompt_tokens_cached_total")
-
-
-def unshared(prompt: Prompt) -> int:
-    """What is left to compute of a prompt all of whose whole blocks are there."""
-    return len(prompt) - whole_blocks(len(prompt))
 
 
 def test_a_few_prompts_and_a_chat(tiny_model: Path, tmp_path: Path) -> None:
@@ -370,3 +354,93 @@ def assert_nothing_held(running: Disaggregation) -> None:
         }
         assert values["vllm:kvstore_leases"] == 0
         assert values["vllm:kvstore_used_slots"] <= values["vllm:kvstore_known_chunks"]
+
+
+def test_receivers_that_are_slow_refuse_hang_or_are_cut_off(tiny_model: Path, tmp_path: Path) -> None:
+    """The deadline is ten minutes: who waits for it does not end this test. Outputs are those of plain vLLM."""
+    turns, _ = plain(tiny_model, num_prompts=10, num_chats=0, num_turns=1)
+    turns = sorted(turns, key=lambda turn: -len(turn.prompt))[:6]
+    port = free_port()
+    foreign = EmbeddedServer(Namespace({"model": "another"}), EVEN, EmbeddedOptions(1 << 20, "127.0.0.1", 0))
+    lines = LINES.format(both_ways="false", cpu_gib=0.25, timeout_ms=600_000, call_s=3)
+    with closing(foreign), Relay(port) as relay:
+        decode = f"{lines}pd_peer_init_port: {port}\n"
+        options = ["--decode-kv", f"kvs://127.0.0.1:{relay.port}"]
+        with Disaggregation(tiny_model, tmp_path, prefill=lines, decode=decode, options=options) as running:
+            work = Work(running.decode)
+
+            def computed(turn: Turn) -> int:
+                ask(running, turn)
+                return work.of(turn.prompt)
+
+            assert computed(turns[0]) <= unshared(turns[0].prompt)
+            relay.mood = Mood.SLOW
+            assert computed(turns[1]) <= unshared(turns[1].prompt)
+            relay.mood = Mood.HUNG
+            assert computed(turns[2]) == len(turns[2].prompt)
+            relay.mood = Mood.FAST
+            settle(running)
+            assert computed(turns[3]) <= unshared(turns[3].prompt)
+            relay.mood = Mood.CUT
+            assert computed(turns[4]) == len(turns[4].prompt)
+            relay.mood = Mood.FAST
+            relay.aim(foreign.port)
+            settle(running)
+            assert computed(turns[5]) == len(turns[5].prompt)
+            assert_nothing_held(running)
+            assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
+
+
+def test_a_receiver_that_is_full_and_a_sender_that_dies(tiny_model: Path, tmp_path: Path) -> None:
+    """A buffer of eight chunks: what came is used, and the rest computed, or read at a sender that lets others read.
+
+    Who waits for the deadline, ten minutes, does not end this test.
+    """
+    turns, _ = plain(tiny_model, num_prompts=11, num_chats=0, num_turns=1)
+    by_length = {len(turn.prompt): turn for turn in turns}
+    *_, short, kept, dying, long, longest = (by_length[length] for length in sorted(by_length))
+    port, kept_port, num_chunks = free_port(), free_port(), 8
+    lines = LINES.format(both_ways="true", cpu_gib=0.25, timeout_ms=600_000, call_s=3)
+    lines = "".join(f"{line}\n" for line in lines.splitlines() if "pd_buffer_size" not in line) + "chunk_size: 64\n"
+    where = f"pd_peer_init_port: {port}\npd_allowed_hosts: 127.0.0.1:{kept_port}\n"
+    with Disaggregation(
+        tiny_model,
+        tmp_path,
+        prefill=f"{lines}pd_buffer_size: {256 << 20}\n",
+        decode=f"{lines}{where}pd_buffer_size: {num_chunks * 64 * TOKEN_BYTES}\n",
+        options=["--decode-kv", f"kvs://127.0.0.1:{port}"],
+    ) as running:
+        work = Work(running.decode)
+        for turn in (longest, long):
+            assert len(turn.prompt) > 12 * 64
+            ask(running, turn)
+            assert len(turn.prompt) - num_chunks * 64 <= work.of(turn.prompt) < len(turn.prompt)
+        killer = threading.Timer(0.15, running.prefill.kill)  # in the middle of a prompt
+        killer.start()
+        ask(running, dying)
+        killer.join()
+        running.prefill.config.write_text(f"{running.prefill.config.read_text()}pd_peer_init_port: {kept_port}\n")
+        running.prefill.start()
+        settle(running)
+        let_save(running, kept, kept_port)
+        work = Work(running.decode)
+        for turn in (short, kept):
+            ask(running, turn)
+            assert work.of(turn.prompt) <= unshared(turn.prompt)
+        assert len(kept.prompt) > num_chunks * 64
+        assert_nothing_held(running)
+        assert read_counter(running.decode.url, "vllm:kvstore_handover_timeouts_total") == 0
+
+
+def let_save(running: Disaggregation, turn: Turn, port: int) -> None:
+    """Let the prefill engine compute a prompt, and keep it where others read."""
+    body = {"model": running.model, "prompt": turn.prompt, "max_tokens": 1}
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        assert client.post(f"{running.prefill.url}/v1/completions", json=body).status_code == 200
+
+    def has_kept() -> bool:
+        asked = CliRunner().invoke(app, ["stats", "--url", f"kvs://127.0.0.1:{port}", "--json"])
+        found: int = json.loads(asked.output)["tiers"]["memory"]["chunks"]
+        return found >= len(turn.prompt) // 64
+
+    wait_for("the prompt is kept", has_kept)

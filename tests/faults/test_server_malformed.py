@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -130,7 +131,7 @@ class TestMalformed:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = Link(context, parse_server(server.url, {}))
         hello = messages.Hello(1, 99, {}, messages.Geometry.of(EVEN), 0, link.token)
-        with pytest.raises(TierError, match="version 1 of the protocol, not 99"):
+        with pytest.raises(TierError, match="versions 1 to 2 of the protocol, not 99"):
             link.ask(hello, messages.Welcome)
         with pytest.raises(NoSessionError):
             link.ask(messages.Lookup(2, b""), messages.Held)
@@ -225,6 +226,25 @@ class TestMessages:
             assert tier.contains([A]) == [True]
             peer.close()
             tier.close()
+
+    def test_a_client_that_goes_as_soon_as_it_is_welcome(self) -> None:
+        """The end of its connection is known before the server has noted whose that is."""
+        hello = messages.encode(
+            messages.Hello(1, messages.PROTOCOL_VERSION, dict(MINE.fields), messages.Geometry.of(EVEN), 0, b"")
+        )
+        with serving_tcp() as server:
+            peer, real = raw_peer(server), server.hub.core.send
+
+            def send(*answer: Any) -> None:
+                real(*answer)
+                peer.close()
+                assert server.hub._monitor is not None
+                assert server.hub._monitor.poll(int(1000 * WAIT_S))
+
+            server.hub.core.send = send
+            peer.sendall(b"\x02" + len(hello).to_bytes(8, "big") + hello)
+            wait_for("it has come", lambda: server.hub.stock.spaces)
+            wait_for("it has gone", lambda: not server.hub.sessions.by_peer)
 
     def test_a_message_that_never_ends_after_a_hello(self) -> None:
         hello = messages.encode(

@@ -20,6 +20,7 @@ from kvstore.tools.demo.client import read_counter
 from kvstore.tools.demo.server import VllmServer
 from kvstore.tools.processes import free_port
 from support.redis_server import wait_for
+from support.vllm_engine import Prompt, whole_blocks
 
 STOP_WAIT_S = 60.0
 
@@ -172,3 +173,27 @@ class Disaggregation:
         assert answer.status_code == 200, answer.text
         tree: dict[str, Any] = answer.json()
         return tree
+
+
+class Work:
+    """What an engine computes of prompts, from now on."""
+
+    def __init__(self, engine: EngineServer) -> None:
+        self._url = engine.url
+        self._asked_tokens, self._cached_tokens = self._read()
+
+    def of(self, prompt: Prompt) -> int:
+        """Tokens computed of a prompt that has just been answered; vLLM counts a little later."""
+        asked_tokens, cached_tokens = self._asked_tokens + len(prompt), self._cached_tokens
+        wait_for("vLLM counts", lambda: self._read()[0] == asked_tokens)
+        self._asked_tokens, self._cached_tokens = self._read()
+        return len(prompt) - (self._cached_tokens - cached_tokens)
+
+    def _read(self) -> tuple[int, int]:
+        asked = read_counter(self._url, "vllm:prompt_tokens_total")
+        return asked, read_counter(self._url, "vllm:prompt_tokens_cached_total")
+
+
+def unshared(prompt: Prompt) -> int:
+    """What is left to compute of a prompt all of whose whole blocks are there."""
+    return len(prompt) - whole_blocks(len(prompt))

@@ -200,6 +200,7 @@ class Setup(CommonSetup):
     receiver: FakeServer | None = None  # where requests are handed over
     push_slots: int = 8
     port: int | None = None  # of the first rank's own server, for other engines
+    server_bytes: int = SERVER_BYTES
     peers: tuple[str, ...] | None = None  # other engines, over real sockets
     sources: tuple[str, ...] = ()  # other engines that requests may name
     lookup_timeout_s: float = 5.0

@@ -34,7 +34,6 @@ from support.fake_parts import (
     CHUNK_SLOT_BYTES,
     GARBAGE,
     LAYERS,
-    SERVER_BYTES,
     FakeRequest,
     Listener,
     Scheduled,
@@ -92,7 +91,8 @@ class FakeVllm(FakeScheduler):
         how = WorkerOptions(tuple(caches), setup.layerwise, setup.async_save, push, setup.overwrites_early)
         server = None
         if setup.port is not None:
-            where = EmbeddedOptions(SERVER_BYTES, "127.0.0.1", setup.port + rank)
+            hold_s = 0.0 if setup.handover is None else setup.handover.timeout_s
+            where = EmbeddedOptions(setup.server_bytes, "127.0.0.1", setup.port + rank, hold_s=hold_s)
             server = EmbeddedServer(self.namespace(rank), paged.layout, where)
         return StoreWorker(paged, self.namespace(rank), options, how, server)
 

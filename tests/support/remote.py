@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvstore.chunks import ChunkRef
     from kvstore.keys import Namespace
     from kvstore.layout import KVLayout
+    from kvstore.protocol.progress import Progress
     from kvstore.tiers.base import Tier, TierSetup, Transfer
 
 
@@ -102,6 +103,9 @@ class _FakeTransport(Transport):
             if is_whole:
                 chunks.setdefault(parcel.ref, bytes(place))
         return [Outcome.STORED if is_whole else Outcome.FAILED] * len(parcels)
+
+    def tell(self, progress: Progress) -> None:
+        pass
 
     def close(self) -> None:
         pass

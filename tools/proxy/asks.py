@@ -21,7 +21,7 @@ from kvstore.tools.proxy.objects import Parts, is_list_of_several, members_of, s
 
 _PARAMS: Final = "kv_transfer_params"
 _SPEC: Final = "disagg_spec"
-_SENT: Final = "num_transferred_tokens"
+_OF_ONE: Final = frozenset({"num_transferred_tokens", "num_coming_tokens", "sender", "handover"})
 _OURS: Final = frozenset({_SPEC, "ret_first_tok"})  # only the proxy may set these
 _WISHES: Final = ("kvstore.", "lmcache.")
 _PROMPT: Final = "prompt_token_ids"  # vLLM's own: a prompt in kv_transfer_params
@@ -107,8 +107,8 @@ class Ask:
             name: value for name, value in self.params.items() if name.startswith(_WISHES) or name == _PROMPT
         }
         if spec is not None:
-            # For a batch, vLLM says how much of the first prompt was sent.
-            params[_SPEC] = {name: value for name, value in spec.items() if not self.is_batch or name != _SENT}
+            # For a batch, vLLM says what was sent of the first prompt.
+            params[_SPEC] = {name: value for name, value in spec.items() if not self.is_batch or name not in _OF_ONE}
         return _with_params(body, params)
 
     @property

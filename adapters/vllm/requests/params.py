@@ -101,6 +101,8 @@ _Text = Annotated[
     Field(min_length=1, max_length=_MAX_NAME, description=f"text of 1 to {_MAX_NAME} characters"),
     AfterValidator(_printable),
 ]
+_TextOrNone = Annotated[_Text | None, Field(description=f"text of 1 to {_MAX_NAME} characters")]
+_PortOrNone = Annotated[int | None, Field(gt=0, le=_MAX_PORT, description="a port from 1 to 65535")]
 _FirstPort = Annotated[
     int,
     Field(gt=0, le=_MAX_PORT, description="a port from 1 to 65535"),
@@ -110,6 +112,9 @@ _PORTS: Final = Field(description="a port from 1 to 65535, or a list of one for 
 _Ports = Annotated[tuple[int, ...], _PORTS, BeforeValidator(_ports)]
 _PortsOrNone = Annotated[tuple[int, ...] | None, _PORTS, BeforeValidator(_ports)]
 _Tokens = Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="a number of tokens")]
+_TokensOrNone = Annotated[int | None, Field(ge=0, le=_MAX_TOKENS, description="a number of tokens")]
+_NumberOrNone = Annotated[int | None, Field(ge=0, le=1 << 62, description="a number")]
+_NameOrNone = Annotated[str | None, Field(min_length=1, max_length=64, description="text of 1 to 64 characters")]
 _STRICT = ConfigDict(strict=True)
 _SHOWN: Final = {"ttl_s": "ttl", "tags": f"{_TAG}<name>"}  # what clients call a field
 
@@ -152,7 +157,12 @@ class DisaggSpec:
         receiver_init_port: its port for each rank; if there is only one, rank 0's, and the others follow it.
         receiver_alloc_port: LMCache's second port: kept, and not used, as one port does both.
         is_last_prefill: whether the prompt is complete with this.
-        num_transferred_tokens: how many tokens of the prompt were handed over.
+        num_transferred_tokens: how many leading tokens of the prompt have arrived there.
+        num_coming_tokens: how many have, or were still on their way; None if that is not said.
+        sender: how the engine that hands over calls itself; None if the other one is not told what is on its way.
+        handover: the number by which it is told.
+        kept_host: where what does not arrive can be read; None if nowhere.
+        kept_port: rank 0's port there.
     """
 
     req_id: _Text
@@ -161,6 +171,18 @@ class DisaggSpec:
     receiver_alloc_port: _PortsOrNone = None
     is_last_prefill: Annotated[bool, BeforeValidator(lambda given: given is True)] = False
     num_transferred_tokens: _Tokens = 0
+    num_coming_tokens: _TokensOrNone = None
+    sender: _NameOrNone = None
+    handover: _NumberOrNone = None
+    kept_host: _TextOrNone = None
+    kept_port: _PortOrNone = None
+
+    @property
+    def kept(self) -> Source | None:
+        """The engine that has what does not arrive."""
+        if self.kept_host is None or self.kept_port is None:
+            return None
+        return Source(self.kept_host, self.kept_port, max(self.num_transferred_tokens, self.num_coming_tokens or 0))
 
     def receiver(self, rank: int) -> Receiver:
         """Where a rank sends its part."""

@@ -49,7 +49,7 @@ class Matching:
             return None
         if tracker.params.skip_load or tracker.load_failed or not enabled:
             return 0
-        if self.handovers.asked_just_now(request.request_id):
+        if self.handovers.waits.asked_just_now(request.request_id):
             return None
         match = self._lookup(tracker, num_local_tokens)
         if match is None or self._waits_for_more(tracker, match, num_local_tokens):
@@ -87,10 +87,12 @@ class Matching:
         """Whether another engine is still sending KV of a request. What is not there yet is asked for again."""
         request_id = tracker.request.request_id
         num_known_tokens = max(match.num_tokens, num_local_tokens)
-        waits = self.remote.is_open and self.handovers.must_wait(request_id, num_known_tokens)
+        waits = self.remote.is_open and self.handovers.waits.must_wait(request_id, num_known_tokens)
         if waits:
             self.remote.view.forget_missing(self.index.asked_again(tracker.hasher, match))
             self.remote.told(request_id).forget_missing()
+            if source := self.handovers.waits.take_source(request_id):
+                self.remote.begin(request_id, source)
         return waits
 
     def _usable(self, tracker: RequestTracker, match: Match, num_local_tokens: int) -> LoadSpec:

@@ -125,7 +125,7 @@ class StoreScheduler:
         """What was counted since the last call, the workers' numbers included."""
         timeouts = {
             metrics.LOOKUP_TIMEOUTS.key(): self._connected.remote.timeouts if self._connected is not None else 0,
-            metrics.HANDOVER_TIMEOUTS.key(): self._handovers.timeouts,
+            metrics.HANDOVER_TIMEOUTS.key(): self._handovers.waits.timeouts,
         }
         tally = self._accounts.take(self.index, enabled=self.enabled, totals=timeouts)
         self._accounts.summarize(time.monotonic())
@@ -212,6 +212,7 @@ class StoreScheduler:
         if tracker.account.waits:  # vLLM tells again when such a load has ended
             tracker.account.has_waited()
         tracker.account.waits = spec is not None and spec.async_load and num_external_tokens > 0
+        self._handovers.admitted(tracker, connected.index, spec if num_external_tokens else None)
         if spec is not None and num_external_tokens:
             self._last_hit = (request_id, connected.loads.plan(tracker, spec, tables, num_external_tokens))
             parts = overlapping(spec.match, self._rules, spec.num_local_tokens, num_external_tokens)
@@ -308,10 +309,10 @@ class StoreScheduler:
             for req_id in self._canary.waiting:
                 if num_tokens := num_scheduled_tokens.get(req_id, 0):
                     verifies += self._plan_verify(connected, req_id, num_tokens, tables_of)
-            for req_id in self._handovers.sending:
+            for req_id in self._handovers.sendings:
                 tracker = self._trackers.get(req_id)
                 if tracker is not None and (num_tokens := num_scheduled_tokens.get(req_id, 0)):
-                    self._handovers.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
+                    self._handovers.sendings.plan(tracker, num_tokens, tables_of, connected.rows, states_of)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 tracker = self._trackers.get(req_id)
                 if tracker is None or tracker.is_saved:
@@ -360,6 +361,7 @@ class StoreScheduler:
     def complete(self, report: StepReport) -> None:
         """Take in what the workers, all ranks merged, did."""
         self._accounts.add(report.tally)
+        self._handovers.complete(report)
         connected = self._connected
         if connected is None:
             return
@@ -394,7 +396,7 @@ class StoreScheduler:
         if step.result.failed_stores or step.distrusted or wrong:
             self._restart_saving()
         if step.distrusted:
-            self._handovers.restart()
+            self._handovers.sendings.restart()
 
     def _complete_verifies(self, index: ChunkIndex, step: Step) -> list[ChunkRef]:
         """Let go of what was compared, and have chunks with wrong bytes removed everywhere."""

@@ -8,8 +8,9 @@ from functools import partial
 
 from torch.profiler import record_function
 
-from kvstore.adapters.vllm.plan import ReqMeta
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
 from kvstore.adapters.vllm.requests.params import server_url
+from kvstore.handover.ledger import PushJob, Settled
 from kvstore.handover.pusher import PushCounters, Pusher, StepPush
 from kvstore.handover.tcp import open_transport
 from kvstore.handover.transport import Receiver, Transport
@@ -64,10 +65,10 @@ class Pushes:
         """Take up what a step hands over. A second call in a step does nothing."""
         if self._options is None or self._pusher is None or self._step is not None:
             return
-        pushes = [(meta.receiver, meta.pushes) for meta in requests if meta.receiver and meta.pushes]
+        pushes = self._pushes(self._options, requests)
         if pushes:
-            rank = self._options.rank
-            self._step = self._pusher.begin([(spec.receiver(rank), jobs) for spec, jobs in pushes])
+            self._pusher.ledger.sender = next((meta.receiver.sender or "" for meta in requests if meta.receiver), "")
+            self._step = self._pusher.begin(pushes)
 
     def reach(self, layer: int) -> None:
         """The model has computed a layer."""
@@ -81,6 +82,17 @@ class Pushes:
             with record_function("kvstore::push"):
                 step.finish(trusted=trusted)
 
+    def end_step(self, plan: StepPlan, *, trusted: bool) -> None:
+        """Finish what a plan hands over, in whole or not at all, and what it ends."""
+        if self._options is None or self._pusher is None:
+            return
+        if trusted:
+            self.begin(plan.requests)  # in case vLLM named no layer
+        elif self._step is None:
+            self._pusher.forgo(self._pushes(self._options, plan.requests))
+        self.finish(trusted=trusted)
+        self._pusher.complete(plan.ended_handovers)
+
     def enter(self, namespace: Namespace) -> None:
         """Hand over under another namespace. What is on its way arrives in the background, under the former."""
         self.finish(trusted=False)
@@ -93,11 +105,20 @@ class Pushes:
             self._meter.advance(push_totals(self._pusher.counters), tally)
             tally.observe(metrics.PUSH_SECONDS.key(), self._pusher.take_seconds())
 
+    def take_settled(self) -> Settled:
+        """What became of chunks since the last call."""
+        return self._pusher.ledger.take_settled() if self._pusher is not None else Settled()
+
     def close(self, timeout_s: float) -> None:
         """Let what is on its way arrive, within the bound, and hang up."""
         self.finish(trusted=False)
         if self._pusher is not None:
             self._pusher.close(timeout_s)
+
+    @staticmethod
+    def _pushes(options: PushOptions, requests: Sequence[ReqMeta]) -> list[tuple[Receiver, Sequence[PushJob]]]:
+        pushes = ((meta.receiver, meta.pushes) for meta in requests)
+        return [(spec.receiver(options.rank), jobs) for spec, jobs in pushes if spec is not None and jobs]
 
     def _connect(self, options: PushOptions, namespace: Namespace, receiver: Receiver) -> Transport:
         url = server_url(receiver.host, receiver.port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from kvstore.options import EngineOptions
 from kvstore.paged.base import PagedKV
 from kvstore.paged.copiers import copy_threads
 from kvstore.paged.footprint import WORKER_THREADS
+from kvstore.protocol.progress import Progress
 from kvstore.transfer.layerwise import LayerStore
 from kvstore.transfer.mover import LoadJob, LoadResult, Mover, MoverCounters, StoreJob
 from kvstore.transfer.stopwatch import Stopwatch
@@ -129,6 +130,7 @@ class StoreWorker:
         self._meter = WorkerMeter(self._tiers, self._counters)
         self._report = StepReport()
         self._said_answers = (True, True)
+        self._said_senders: Mapping[str, Progress] = {}
         self._failed_block_ids: set[int] = set()
         self._fetched_requests: set[str] = set()
         self._failed_requests: set[str] = set()  # of these, those that must start over
@@ -183,6 +185,8 @@ class StoreWorker:
                 self._server.enter(namespace)
             self._mover.reset(namespace)  # the slower tiers follow later, in order with what comes
             self._pushes.enter(namespace)
+        if plan.used and self._server is not None:
+            self._server.let_go(plan.used)
         for sourced in plan.sourced:
             self._tiers.read_from(sourced.source, sourced.refs)
         self._mover.remove(Place.DISK, plan.removals)
@@ -287,6 +291,13 @@ class StoreWorker:
             self._report.tally.observe(metrics.LOAD_SECONDS.key(), [watch.seconds])
             self._report.load_times[number] = LoadTime(watch.seconds, ranks=1)
 
+    def _read_senders(self) -> None:
+        """Report what other engines have on its way here, if that has changed."""
+        if self._server is not None and (senders := self._server.senders) is not self._said_senders:
+            self._said_senders = senders
+            rank = self._engine.remote.rank if self._engine.remote is not None else 0
+            self._report.senders[rank] = senders
+
     def store(self) -> None:
         """Carry out the stores of the step, or begin them, and end it."""
         plan = self._plan
@@ -296,6 +307,7 @@ class StoreWorker:
         self.end_loads()
         self._plan = None
         if not plan.requests:
+            self._pushes.end_step(plan, trusted=True)
             return
         jobs = [job for meta in plan.requests for job in meta.stores]
         ended = {meta.req_id for meta in plan.requests if meta.finished}
@@ -305,9 +317,7 @@ class StoreWorker:
             if meta.verifies:
                 result = self._result_of(plan.number)
                 self._verifier.verify(meta.verifies, result, self._report.tally, trusted=trusted)
-        if trusted:
-            self._pushes.begin(plan.requests)  # in case vLLM named no layer
-        self._pushes.finish(trusted=trusted)
+        self._pushes.end_step(plan, trusted=trusted)
         if self._async_save:
             self._result_of(plan.number).failed_stores |= set() if trusted else self._mover.refuse(jobs)
             self._background.save(plan.number, jobs if trusted else [], ended)
@@ -367,12 +377,14 @@ class StoreWorker:
     def take_report(self) -> StepReport | None:
         """Everything since the last report; None if nothing happened, and nothing was computed."""
         self._read_watches()
+        self._read_senders()
         report, self._report = self._report, StepReport()
         while self._written:
             report.writes.append(self._written.popleft())
         answers = report.disk_answers, report.remote_answers = self._tiers.disk_answers, self._tiers.remote_answers
         changed, self._said_answers = answers != self._said_answers, answers
-        if not (report.steps or report.fetches or report.writes or report.load_times or changed):
+        report.settled = self._pushes.take_settled()
+        if not (report.has_news or changed):
             return None if report.computed is None else report
         self._meter.read(report.tally)
         self._pushes.read(report.tally)

@@ -123,7 +123,8 @@ def test_how_much_was_sent_is_dropped_wherever_spaces_are() -> None:
     """Of a batch vLLM says how much of its first prompt was sent; a large space must not hide that it is one."""
     ask = Ask.parse(b'{"prompt": [' + b" " * (1 << 20) + b'"a", "b"]}')
     assert ask.is_batch
-    told = read(ask.for_decode({"num_transferred_tokens": Raw(b"7")}, counted=False))
+    names = ("num_transferred_tokens", "num_coming_tokens", "sender", "handover")
+    told = read(ask.for_decode({name: Raw(b"7") for name in names}, counted=False))
     assert told["kv_transfer_params"] == {"disagg_spec": {}}
 
 

@@ -12,9 +12,11 @@ from support.late_device import Failure
 from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES
 
 from kvstore.chunks import Outcome
-from kvstore.handover.pusher import PushCounters, Pusher, PushJob
+from kvstore.handover.ledger import PushJob
+from kvstore.handover.pusher import PushCounters, Pusher
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.paged.streams import Way
+from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
 
@@ -40,6 +42,9 @@ class Inbox(Transport):
             for parcel in parcels:
                 self.found.append(parcel.payload[part.start * self.layer_bytes : layers * self.layer_bytes].tobytes())
         return [Outcome.STORED if layers == LAYERS else Outcome.FAILED] * len(parcels)
+
+    def tell(self, progress: Progress) -> None:
+        """Says nothing."""
 
     def close(self) -> None:
         """Nothing to close."""

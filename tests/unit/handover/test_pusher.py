@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -14,21 +15,17 @@ from support.rig import BLOCKS_PER_CHUNK, SLOT_BYTES, Rig
 
 from kvstore.chunks import ByteArray, ChunkRef, Outcome
 from kvstore.errors import TierError
-from kvstore.handover.pusher import (
-    STALL_S,
-    PushCounters,
-    Pusher,
-    PushJob,
-    StepPush,
-    _Room,
-)
+from kvstore.handover.ledger import PushJob
+from kvstore.handover.pusher import STALL_S, PushCounters, Pusher, StepPush, _Room
 from kvstore.handover.sender import Delivery, Sender
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.memory import slabs
 from kvstore.memory.slabs import SlabPool
 from kvstore.paged.streams import Streams
+from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
+NUMBERS = itertools.count()  # each chunk is a hand-over of its own
 HERE, THERE = Receiver("here", 1), Receiver("there", 2)
 
 
@@ -57,6 +54,9 @@ class Inbox(Transport):
             return [Outcome.FAILED] * len(parcels)
         self.chunks.update({parcel.ref: parcel.payload.copy() for parcel in parcels})
         return [Outcome.STORED] * len(parcels)
+
+    def tell(self, progress: Progress) -> None:
+        """Says nothing."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -96,7 +96,7 @@ def open_pusher(rig: Rig, inboxes: dict[Receiver, Inbox]) -> Iterator[Open]:
 
 def job(number: int, num_blocks: int = BLOCKS_PER_CHUNK) -> PushJob:
     blocks = range(number * BLOCKS_PER_CHUNK, number * BLOCKS_PER_CHUNK + num_blocks)
-    return PushJob(ChunkRef(number.to_bytes(16, "big"), num_blocks), as_block_ids(blocks))
+    return PushJob(ChunkRef(number.to_bytes(16, "big"), num_blocks), as_block_ids(blocks), next(NUMBERS))
 
 
 def payload_of(rig: Rig, one: PushJob) -> ByteArray:
@@ -211,7 +211,7 @@ def test_a_step_whose_room_comes_slowly_does_not_wait_as_long_for_each_chunk(
     refused: list[PushJob] = []
     room, pool = _Room(1), SlabPool(1, SLOT_BYTES)
     assert room.take(1) == [0]
-    step = StepPush(rig.paged, room, pool, refused.append, refused.append)
+    step = StepPush(rig.paged, room, pool, refused.append, refused.append, forgo=refused.extend)
     step.add([job(number) for number in range(5)], cast("Sender", None))
     step.finish(trusted=True)
     pool.close()
@@ -250,7 +250,7 @@ def test_a_receiver_that_fails_is_left_alone_for_a_while(
         assert pusher.flush(10)
     assert inboxes[HERE].calls == 1
     assert inboxes[HERE].is_closed
-    assert pusher.counters.failed == 1
+    assert pusher.counters.failed == 5
     assert pusher.counters.sent == 5
     (line,) = [record.message for record in caplog.records if "dtype" in record.message]
     assert line.startswith("KV cannot be handed over to here:1, which has to compute it: it is of another kind: dtype")

@@ -23,6 +23,9 @@ def test_golden_bytes() -> None:
     data = bytes.fromhex("93 02 05 c4 14 d0 54 9f 4f 41 c6 32 60 8c ec 3e fe 89 77 12 b0 02 00 00 00")
     assert messages.encode(messages.Lookup(5, messages.pack_refs([REF]))) == data
     assert messages.decode_request(data) == messages.Lookup(5, messages.pack_refs([REF]))
+    sending = messages.Sending(7, "me", 9, [(8, 32)])
+    assert messages.encode(sending).hex() == "951507a26d650991920820"
+    assert messages.decode_request(messages.encode(sending)) == sending
     hello = messages.Hello(1, messages.OLDEST_VERSION, {"m": "x"}, messages.Geometry.of(LAYOUT), 0, b"")
     assert messages.encode(hello).hex() == "97010101" "81a16da178" "97" "920408" "01" "02" "04" "a66f7061717565" "a66f7061717565" "c0" "00" "c400"  # fmt: skip # noqa: E501
     assert [messages.number_of(outcome) for outcome in Outcome] == list(range(6))

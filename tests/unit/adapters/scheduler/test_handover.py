@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.fake_parts import BLOCK, CHUNK, FakeRequest, Setup
 from support.fake_vllm import FakeVllm
+from support.gate import HANG_GUARD_S
 from support.remote import FakeServer
 from support.schedules import schedules
 
@@ -63,6 +65,14 @@ def flushed(vllm: FakeVllm) -> None:
         assert worker._pushes._pusher is None or worker._pushes._pusher.flush(10)
 
 
+def sent_of(request: FakeRequest) -> dict[str, Any]:
+    """What the answer says was handed over."""
+    assert request.answer is not None
+    spec = request.answer["disagg_spec"]
+    assert isinstance(spec, dict)
+    return spec
+
+
 def assert_handed_over(vllm: FakeVllm, outbox: FakeServer, tokens: list[int], salt: str = "") -> None:
     flushed(vllm)
     for rank in range(len(vllm.workers)):
@@ -80,14 +90,61 @@ class TestProducer:
             request = vllm.ask("one", PROMPT, handover=Handover(SPEC))
             assert_handed_over(vllm, outbox, PROMPT)
             assert request.answer is not None
-            assert request.answer["disagg_spec"] == {
+            spec = sent_of(request)
+            assert 0 <= spec.pop("num_transferred_tokens") <= 2 * CHUNK + 2 * BLOCK
+            assert len(spec.pop("sender")) == 16
+            assert spec == {
                 "req_id": "client-1",
                 "receiver_host": HOST,
                 "receiver_init_port": 7000,
                 "is_last_prefill": True,
-                "num_transferred_tokens": 2 * CHUNK + 2 * BLOCK,
+                "num_coming_tokens": 2 * CHUNK + 2 * BLOCK,
+                "handover": 0,
             }
             assert "first_tok" not in request.answer
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_an_answer_tells_what_has_arrived_from_what_is_on_its_way(self, ranks: int) -> None:
+        outbox, may_go = FakeServer(), threading.Event()
+        with running(producer(outbox, ranks=ranks, budget=CHUNK)) as vllm:
+            request = vllm.add("one", PROMPT, handover=Handover(SPEC))
+            vllm.step()
+            flushed(vllm)
+            outbox.before_put = lambda: may_go.wait(HANG_GUARD_S)
+            vllm.run()
+            may_go.set()
+            assert sent_of(request)["num_transferred_tokens"] == CHUNK
+            assert sent_of(request)["num_coming_tokens"] == 2 * CHUNK + 2 * BLOCK
+
+    def test_an_answer_names_nothing_that_is_known_to_be_lost(self) -> None:
+        outbox = FakeServer()
+        with running(producer(outbox, ranks=2, budget=CHUNK)) as vllm:
+            request = vllm.add("one", list(range(5 * CHUNK)), handover=Handover(SPEC))
+            while request.state != "finished":
+                vllm.step()
+                flushed(vllm)
+                outbox.before_put = _refuse
+            assert sent_of(request)["num_coming_tokens"] == CHUNK
+            assert sent_of(request)["num_transferred_tokens"] == CHUNK
+            flushed(vllm)
+            lost = vllm.add("two", [7] * len(PROMPT), handover=Handover(SPEC))
+            vllm.run()
+            assert lost.answer == {}
+
+    def test_what_is_sent_again_is_another_hand_over(self) -> None:
+        """What the first one lost, as it was computed on garbage, says nothing of the second."""
+        outbox = FakeServer()
+        with running(producer(outbox, budget=CHUNK)) as vllm:
+            request = vllm.add("one", PROMPT, handover=Handover(SPEC))
+            vllm.step()
+            flushed(vllm)
+            vllm.scheduler._handovers.sendings.restart()
+            vllm.run()
+            flushed(vllm)
+            assert sent_of(request)["handover"] == 1
+            assert sent_of(request)["num_coming_tokens"] == 2 * CHUNK + 2 * BLOCK
+            ledger = vllm.workers[0]._pushes._pusher.ledger  # type: ignore[union-attr]
+            assert ledger._entries == {}
 
     @pytest.mark.parametrize(
         ("setup", "params", "priority"),
@@ -155,7 +212,7 @@ class TestProducer:
             vllm.settle()
             flushed(vllm)
             vllm.assert_nothing_leaked()
-            assert not vllm.scheduler._handovers._sending
+            assert not list(vllm.scheduler._handovers.sendings)
             assert [ref for ref, _ in refs_of(PROMPT)[:1]] == list(outbox.all_chunks())
 
     def test_new_weights_hand_over_nothing_of_the_old(self) -> None:
@@ -218,7 +275,7 @@ class TestConsumer:
             vllm.scheduler.take_tally()
             assert vllm.scheduler.totals[metrics.HANDOVER_TIMEOUTS.key()] == 1
             assert any("have not come within 0.1 s" in record.message for record in caplog.records)
-            assert not vllm.scheduler._handovers._waiting
+            assert not len(vllm.scheduler._handovers.waits)
 
     def test_a_part_of_it_is_used(self) -> None:
         shared = FakeServer()
@@ -237,7 +294,7 @@ class TestConsumer:
             vllm.abort(request)
             vllm.settle()
             vllm.assert_nothing_leaked()
-            assert not vllm.scheduler._handovers._waiting
+            assert not len(vllm.scheduler._handovers.waits)
 
     def test_other_requests_do_not_wait(self) -> None:
         with running(consumer(FakeServer())) as vllm:

@@ -163,7 +163,7 @@ def test_only_whole_chunks_are_handed_over_and_the_answer_says_how_far_they_reac
     else:
         spec = answer["disagg_spec"]
         assert isinstance(spec, dict)
-        assert spec["num_transferred_tokens"] == sent * CHUNK
+        assert spec["num_coming_tokens"] == sent * CHUNK
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------

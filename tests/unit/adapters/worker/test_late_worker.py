@@ -16,11 +16,13 @@ from kvstore.adapters.vllm.worker.background import Background
 from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import Place
 from kvstore.chunks import Outcome
-from kvstore.handover.pusher import PushCounters, Pusher, PushJob
+from kvstore.handover.ledger import PushJob
+from kvstore.handover.pusher import PushCounters, Pusher
 from kvstore.handover.transport import Parcel, Receiver, Transport
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions
 from kvstore.paged.streams import Way
+from kvstore.protocol.progress import Progress
 from kvstore.transfer.mover import as_block_ids
 
 
@@ -282,6 +284,9 @@ class HeldUp(Transport):
         for _ in ready:
             pass
         return [Outcome.STORED] * len(parcels)
+
+    def tell(self, progress: Progress) -> None:
+        """Says nothing."""
 
     def close(self) -> None:
         """Nothing to close."""

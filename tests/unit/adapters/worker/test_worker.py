@@ -23,7 +23,7 @@ from kvstore.adapters.vllm.worker.worker import StoreWorker, WorkerOptions
 from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.chunks import ChunkRef
 from kvstore.errors import TierError
-from kvstore.handover.pusher import PushJob
+from kvstore.handover.ledger import PushJob
 from kvstore.handover.transport import Transport
 from kvstore.keys import Namespace
 from kvstore.options import EngineOptions

@@ -1,0 +1,208 @@
+"""Requests whose KV goes to another engine: what the next step sends, and what is known to have arrived."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvstore.adapters.vllm.plan import ReqMeta, StepPlan
+from kvstore.adapters.vllm.requests.params import DisaggSpec
+from kvstore.adapters.vllm.requests.pieces import Piece, pieces_of
+from kvstore.adapters.vllm.requests.rows import RowMap, StatesOf
+from kvstore.adapters.vllm.requests.tracker import RequestTracker, SaveRules, chunks_of
+from kvstore.adapters.vllm.scheduler.loads import TablesOf
+from kvstore.handover.ledger import PushJob, Settled
+from kvstore.protocol.progress import ALL_TOKENS
+
+
+@dataclass
+class _Sending:
+    """One request's.
+
+    Attributes:
+        spec: where to.
+        wants_first_token: its answer says which it was.
+        useful_tokens: of the prompt, up to the first chunk that was left out.
+        number: of the hand-over; None until something is sent.
+        num_chunks: handed to the workers so far.
+        is_complete: its tail was, too.
+        checkpoints: where those are that were sent, the last one last; None for a model without.
+        awaited: by the token at which a chunk begins, the ranks that have not confirmed it.
+        lost_tokens: where the first chunk begins that does not arrive.
+    """
+
+    spec: DisaggSpec
+    wants_first_token: bool
+    useful_tokens: int
+    number: int | None = None
+    num_chunks: int = 0
+    is_complete: bool = False
+    checkpoints: list[int] | None = None
+    awaited: Counter[int] = field(default_factory=Counter)
+    lost_tokens: int = ALL_TOKENS
+
+    def usable(self, num_tokens: int) -> int:
+        """Of so many tokens, those that a hit can bring."""
+        if self.checkpoints is None:
+            return num_tokens
+        return max((end for end in self.checkpoints if end <= num_tokens), default=0)
+
+
+class Sendings:
+    """One per engine. For the scheduler's thread.
+
+    Attributes:
+        num_ranks: how many workers send.
+
+    Args:
+        rules: the sizes of blocks and chunks.
+    """
+
+    def __init__(self, rules: SaveRules) -> None:
+        self.num_ranks = 1
+        self._rules = rules
+        self._sendings: dict[str, _Sending] = {}
+        self._metas: dict[str, ReqMeta] = {}  # for the next plan
+        self._ended: list[int] = []  # the same
+        self._name = secrets.token_hex(8)
+        self._following = 0
+        self._by_number: dict[int, _Sending] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the requests."""
+        return iter(self._sendings)
+
+    def begin(self, tracker: RequestTracker, spec: DisaggSpec, *, wants_first_token: bool) -> None:
+        """Hand a request's prompt over."""
+        request = tracker.request
+        self._sendings[request.request_id] = _Sending(spec, wants_first_token, request.num_prompt_tokens)
+
+    def end(self, request_id: str) -> None:
+        """A request is gone."""
+        sending = self._sendings.pop(request_id, None)
+        if sending is not None:
+            self._end_number(sending)
+
+    def plan(
+        self,
+        tracker: RequestTracker,
+        num_scheduled_tokens: int,
+        tables_of: TablesOf,
+        rows: RowMap,
+        states_of: StatesOf,
+    ) -> None:
+        """Add to the next plan what of a prompt the coming step of ``num_scheduled_tokens`` completes."""
+        request = tracker.request
+        sending = self._sendings.get(request.request_id)
+        if sending is None or sending.is_complete:
+            return
+        # Up to its last whole block: a state that a step leaves there is gone with the next.
+        prompt_tokens = hit_tokens(tracker, self._rules, request.num_prompt_tokens)
+        written_tokens = request.num_computed_tokens + num_scheduled_tokens
+        is_complete = written_tokens >= prompt_tokens
+        limit_tokens = min(written_tokens, prompt_tokens)
+        tracker.hasher.update(request.all_token_ids)
+        tail_tokens = prompt_tokens if is_complete else 0
+        chunks = chunks_of(tracker.hasher, self._rules, sending.num_chunks, limit_tokens, tail_tokens)
+        sending.num_chunks = max(sending.num_chunks, limit_tokens // self._rules.chunk_tokens)
+        sending.is_complete = is_complete
+        if rows.checkpoints is not None and sending.checkpoints is None:
+            sending.checkpoints = []
+        if chunks is not None:
+            tables = tables_of(request.request_id)
+            steps_tokens = (request.num_computed_tokens, written_tokens)
+            states = rows.states_at(tables, steps_tokens, states_of(request.request_id))
+            chunks = replace(chunks, marks=(prompt_tokens,))
+            self._push(request.request_id, sending, rows, pieces_of(rows, chunks, tables, states))
+        if is_complete and sending.number is not None:
+            self._ended.append(sending.number)
+
+    def _push(self, request_id: str, sending: _Sending, rows: RowMap, pieces: Iterable[Piece]) -> None:
+        """Add pieces to the next plan."""
+        number = self._number(sending)
+        meta = self._metas.setdefault(request_id, ReqMeta(request_id))
+        meta.receiver = sending.spec
+        for piece in pieces:
+            begin_tokens = piece.begin * self._rules.block_tokens
+            if piece.rows is None:  # it has left a sliding window
+                sending.useful_tokens = min(sending.useful_tokens, begin_tokens)
+                continue
+            meta.pushes.append(PushJob(piece.ref, piece.rows, number, begin_tokens, not piece.checkpoint))
+            sending.awaited[begin_tokens] += self.num_ranks
+            needs_nothing = rows.checkpoints is not None and not rows.checkpoints.rows(piece.end_tokens)
+            if sending.checkpoints is not None and (piece.checkpoint or needs_nothing):
+                sending.checkpoints.append(piece.end_tokens)
+
+    def _number(self, sending: _Sending) -> int:
+        """The number of a hand-over, which begins now if it has none."""
+        if sending.number is None:
+            sending.number, self._following = self._following, self._following + 1
+            self._by_number[sending.number] = sending
+            sending.spec = replace(sending.spec, sender=self._name, handover=sending.number)
+        return sending.number
+
+    def fill(self, plan: StepPlan) -> None:
+        """Put into a plan the chunks that its step hands over, and the hand-overs that end with it."""
+        plan.requests += self._metas.values()
+        plan.ended_handovers += self._ended
+        self._metas, self._ended = {}, []
+
+    def restart(self) -> None:
+        """Send everything again, as some of it was computed on garbage; what has arrived is left out then."""
+        for request_id, sending in self._sendings.items():
+            self._end_number(sending)
+            self._sendings[request_id] = _Sending(sending.spec, sending.wants_first_token, sending.useful_tokens)
+
+    def note_settled(self, settled: Settled) -> None:
+        """Take in what became of chunks that were handed over."""
+        for (number, begin_tokens), count in settled.arrived.items():
+            if (sending := self._by_number.get(number)) is not None:
+                sending.awaited[begin_tokens] -= count
+        for number, begin_tokens in settled.lost.items():
+            if (sending := self._by_number.get(number)) is not None:
+                sending.lost_tokens = min(sending.lost_tokens, begin_tokens)
+
+    def _end_number(self, sending: _Sending) -> None:
+        """Send nothing more of a hand-over."""
+        if sending.number is not None:
+            del self._by_number[sending.number]
+            if not sending.is_complete:
+                self._ended.append(sending.number)
+
+    def answer(
+        self, tracker: RequestTracker, kept: tuple[str, int] | None, *, first_token: int | None
+    ) -> dict[str, object] | None:
+        """``kv_transfer_params`` of a request's answer; None if it is not handed over.
+
+        What does not arrive can be read at ``kept``, if that is a place.
+        """
+        request = tracker.request
+        sending = self._sendings.get(request.request_id)
+        if sending is None:
+            return None
+        computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens) if sending.is_complete else 0
+        useful_tokens = min(computed_tokens, sending.useful_tokens)
+        arriving_tokens = min(useful_tokens, sending.lost_tokens)
+        coming_tokens = useful_tokens if kept is not None else arriving_tokens
+        coming_tokens = sending.usable(coming_tokens - coming_tokens % self._rules.block_tokens)
+        awaited_tokens = min((begin for begin, ranks in sending.awaited.items() if ranks > 0), default=ALL_TOKENS)
+        spec = replace(
+            sending.spec,
+            num_transferred_tokens=sending.usable(min(coming_tokens, arriving_tokens, awaited_tokens)),
+            num_coming_tokens=coming_tokens,
+            kept_host=kept[0] if kept is not None else None,
+            kept_port=kept[1] if kept is not None else None,
+            is_last_prefill=sending.is_complete,
+        )
+        answer: dict[str, object] = {"disagg_spec": spec.as_params()} if coming_tokens else {}
+        if sending.wants_first_token and first_token is not None:
+            answer["first_tok"] = first_token
+        return answer
+
+
+def hit_tokens(tracker: RequestTracker, rules: SaveRules, num_tokens: int) -> int:
+    """Of so many tokens that are elsewhere, those in whole blocks that a hit of a prompt can bring."""
+    num_tokens = max(0, min(num_tokens, tracker.request.num_prompt_tokens - rules.spares_last_token))
+    return num_tokens - num_tokens % rules.block_tokens

@@ -1,0 +1,151 @@
+"""Requests that wait for KV that another engine hands over, or has promised: until it is there, or does not come.
+
+When the answer to a prompt leaves the engine that computes it, its last chunks are still on their way. What becomes of
+them is told to the servers of this engine's workers, and by these to it. Who says nothing is waited for until a
+deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.adapters.vllm.requests.params import DisaggSpec
+from kvstore.protocol.progress import ALL_TOKENS, Progress
+from kvstore.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+ABSENT_S: Final = 0.15  # how long a sender may be without a connection to a rank before nothing more comes from it
+_ASK_INTERVAL_S: Final = 0.005
+_ASK_SHARE: Final = 0.02  # of the time waited so far, between two questions: they cost the scheduler time
+
+
+@dataclass
+class _Wait:
+    """One request's.
+
+    Attributes:
+        num_tokens: what it waits for.
+        wait_s: for how long.
+        spec: names the hand-over, if what becomes of it is told here.
+        deadline_s: from the first question on.
+        ask_s: when to ask again.
+        absent_s: since when the sender is unknown to a rank.
+        is_last: nothing more comes, and what has come was asked for once more.
+        source: who has what does not come; empty if nobody is known.
+    """
+
+    num_tokens: int
+    wait_s: float
+    spec: DisaggSpec | None = None
+    deadline_s: float | None = None
+    ask_s: float = 0.0
+    absent_s: float | None = None
+    is_last: bool = False
+    source: str = ""
+
+
+class Waits:
+    """One per engine. For the scheduler's thread.
+
+    Attributes:
+        timeouts: requests that waited until their deadline in vain.
+        num_ranks: how many workers this engine has.
+    """
+
+    def __init__(self) -> None:
+        self.timeouts = 0
+        self.num_ranks = 1
+        self._waits: dict[str, _Wait] = {}
+        self._senders: dict[int, Mapping[str, Progress]] = {}  # by the rank that they send to
+        self._throttle = Throttle(logger)
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def begin(self, request_id: str, num_tokens: int, wait_s: float, spec: DisaggSpec | None = None) -> None:
+        """Let a request wait for so many tokens. Of two calls for one request the one for more tokens counts."""
+        known = self._waits.get(request_id)
+        if num_tokens and (known is None or known.num_tokens < num_tokens):
+            self._waits[request_id] = _Wait(num_tokens, wait_s, spec)
+
+    def name_source(self, request_id: str, url: str) -> None:
+        """Who has what does not come."""
+        if request_id in self._waits:
+            self._waits[request_id].source = url
+
+    def take_source(self, request_id: str) -> str:
+        """Whom to ask, too, from now on, as not all has come; empty for nobody, and for a sender that has gone."""
+        wait = self._waits.get(request_id)
+        if wait is None or not wait.is_last or wait.absent_s is not None:
+            return ""
+        source, wait.source = wait.source, ""
+        return source
+
+    def end(self, request_id: str) -> None:
+        """A request is gone."""
+        self._waits.pop(request_id, None)
+
+    def note_senders(self, senders: Mapping[int, Mapping[str, Progress]]) -> None:
+        """Take in what is on its way here, to the ranks for which that has changed."""
+        self._senders.update(senders)
+        for wait in self._waits.values() if senders else ():
+            wait.ask_s = 0.0
+
+    def must_wait(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request, of which ``num_tokens`` are known here, waits for more, as more may come."""
+        wait = self._waits.get(request_id)
+        if wait is None:
+            return False
+        now_s = time.monotonic()
+        if wait.deadline_s is None:
+            wait.deadline_s = now_s + wait.wait_s
+        if num_tokens >= wait.num_tokens:
+            del self._waits[request_id]
+            return False
+        is_over = num_tokens >= self._coming_tokens(wait, now_s)
+        if now_s < wait.deadline_s and not (is_over and wait.is_last):
+            waited_s = 0.0 if is_over else now_s - (wait.deadline_s - wait.wait_s)
+            wait.ask_s = now_s + max(_ASK_INTERVAL_S, _ASK_SHARE * waited_s)
+            wait.is_last = is_over
+            return True
+        del self._waits[request_id]
+        self._end_in_vain(wait, wait.num_tokens - num_tokens, is_over=is_over)
+        return False
+
+    def asked_just_now(self, request_id: str) -> bool:
+        """Whether it is too early to ask again whether more has arrived."""
+        wait = self._waits.get(request_id)
+        return wait is not None and time.monotonic() < wait.ask_s
+
+    def _coming_tokens(self, wait: _Wait, now_s: float) -> int:
+        """Up to which token KV may still come: what one rank lacks is of no use on the others."""
+        spec = wait.spec
+        if spec is None or spec.sender is None or spec.handover is None:
+            return ALL_TOKENS
+        told = [self._senders.get(rank, {}).get(spec.sender) for rank in range(self.num_ranks)]
+        if None not in told:
+            wait.absent_s = None
+        elif wait.absent_s is None:
+            wait.absent_s = now_s
+        is_gone = wait.absent_s is not None and now_s - wait.absent_s >= ABSENT_S
+        absent_tokens = 0 if is_gone else ALL_TOKENS
+        ends = [absent_tokens if progress is None else progress.end_tokens(spec.handover) for progress in told]
+        return min(filter(None, ends), default=0)
+
+    def _end_in_vain(self, wait: _Wait, missing_tokens: int, *, is_over: bool) -> None:
+        if is_over:
+            said = "%d tokens of a request, handed over by another engine, do not come and are computed"
+            self._throttle.log("over", said, missing_tokens)
+            return
+        self.timeouts += 1
+        self._throttle.log(
+            "late",
+            "%d tokens of a request, handed over by another engine, have not come within %s s and are computed",
+            missing_tokens,
+            wait.wait_s,
+        )
