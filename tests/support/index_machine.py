@@ -2,108 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
 )
 
-from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, STORED, WRITING
 from kvstore.catalog.index import ChunkIndex
-from kvstore.catalog.plans import LoadStep, Match, Place, StoreStep
+from kvstore.catalog.plans import LoadStep, Place, StoreStep
 from kvstore.catalog.remote_view import RemoteView
 from kvstore.catalog.sequence import chunk_refs, trails
-from kvstore.catalog.trails import keys_of
-from kvstore.checkpoints.parts import Checkpoints
-from kvstore.keys import PrefixHasher, PrefixKey
+from kvstore.keys import PrefixKey
 from kvstore.policies import POLICIES
-from kvstore.tiers.base import MAX_NEAREST
 from support.catalog import shared_blocks
+from support.index_model import IndexModel
+from support.index_world import BLOCK, CHUNK, FAMILIES, World, all_trails, stored_bytes
 from support.uses import uses_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvstore.catalog.entries import Entry
-    from kvstore.chunks import Answer, Asked, ChunkRef
-
-BLOCK, CHUNK = 2, 6
-COMMON = list(range(100, 118))
-FAMILIES = [  # they part at the end of a chunk, inside one, at the end of a block and inside one
-    COMMON + list(range(10, 30)),
-    COMMON[:6] + list(range(30, 60)),
-    list(range(60, 90)),
-    COMMON[:10] + list(range(120, 146)),
-    COMMON[:15] + list(range(150, 171)),
-]
+    from kvstore.chunks import ChunkRef
 
 
-def stored_bytes(num_blocks: int) -> int:
-    return 10 + 30 * num_blocks
-
-
-@cache  # every schedule asks for the same few, again and again
-def _hasher(family: int, length: int) -> PrefixHasher:
-    hasher = PrefixHasher(CHUNK, BLOCK)
-    hasher.update(FAMILIES[family][:length])
-    return hasher
-
-
-@cache
-def _all_trails() -> dict[ChunkRef, bytes]:
-    """Of every chunk that any sequence has."""
-    found: dict[ChunkRef, bytes] = {}
-    for family, tokens in enumerate(FAMILIES):
-        for length in range(BLOCK, len(tokens) + 1, BLOCK):
-            hasher = _hasher(family, length)
-            refs = chunk_refs(hasher, with_tail=True)
-            made = trails(hasher, refs)
-            found.update((ref, made[ref.prefix_key]) for ref in refs)
-    return found
-
-
-@dataclass
-class World:
-    """What a mover and its tiers would hold."""
-
-    slots: dict[int, ChunkRef] = field(default_factory=dict)
-    disk: set[ChunkRef] = field(default_factory=set)
-    sizes: dict[ChunkRef, int] = field(default_factory=dict)  # on disk, of those that a codec made smaller
-    remote: set[ChunkRef] = field(default_factory=set)  # others store there too, and it evicts
-    stores: list[list[StoreStep]] = field(default_factory=list)
-    loads: list[list[LoadStep]] = field(default_factory=list)
-    writes: dict[tuple[Place, ChunkRef], int] = field(default_factory=dict)  # started, from which slot
-    doomed: set[tuple[Place, ChunkRef]] = field(default_factory=set)
-    stale: set[LoadStep] = field(default_factory=set)  # planned behind a read that failed: find nothing in their slot
-
-    def say(self, item: Asked) -> Answer:
-        """What the remote tier answers."""
-        if not isinstance(item, bytes):
-            return item in self.remote
-        shared = {ref: shared_blocks(item, _all_trails()[ref]) for ref in sorted(self.remote)}
-        nearest = sorted(filter(shared.__getitem__, shared), key=lambda ref: -shared[ref])
-        return tuple(_all_trails()[ref] for ref in nearest[:MAX_NEAREST])
-
-    def written_to_disk(self) -> set[ChunkRef]:
-        return {ref for place, ref in self.writes if place is Place.DISK}
-
-    def busy_slots(self) -> set[int]:
-        steps = [step for store in self.stores for step in store]
-        reads = [step for load in self.loads for step in load if step not in self.stale]
-        return {step.slot for step in steps} | {step.slot for step in reads} | set(self.writes.values())
-
-
-class IndexMachine(RuleBasedStateMachine):
-    checkpoints: Checkpoints | None = None
-
+class IndexMachine(IndexModel):
     @initialize(
         num_slots=st.integers(1, 7),
         capacity=st.integers(0, 9),
@@ -152,20 +77,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.adopt(((ref, stored_bytes(ref.num_blocks)) for ref in adopted), known)
             self.world.disk.update(adopted)
             self.stored.update(ref.prefix_key for ref in adopted)
-
-    def hasher(self, family: int, length: int) -> PrefixHasher:
-        return _hasher(family, length)
-
-    def carry_out_removals(self) -> None:
-        for ref in self.index.take_removals():
-            if (Place.DISK, ref) in self.world.writes:
-                self.world.doomed.add((Place.DISK, ref))
-            else:
-                self.world.disk.discard(ref)
-
-    def forget(self, keys: list[PrefixKey]) -> None:
-        self.stored.difference_update(keys)
-        self.carry_out_removals()
 
     @rule(
         family=st.integers(0, len(FAMILIES) - 1),
@@ -305,61 +216,6 @@ class IndexMachine(RuleBasedStateMachine):
         for target in step.targets:
             self.index.complete_write(step.ref.prefix_key, target, stored=False)
 
-    def held(self) -> set[PrefixKey]:
-        return set(self.index._leases._holders)
-
-    def check_held(self, held: set[PrefixKey]) -> None:
-        chunks = self.index._chunks
-        assert all(key in chunks and not chunks[key].forgotten for key in held), "a leased chunk was evicted"
-
-    def leased(self) -> dict[str, set[PrefixKey]]:
-        return {name: set(lease.keys) for name, lease in self.index._leases._leases.items()}
-
-    def check_leases(self, before: dict[str, set[PrefixKey]]) -> None:
-        """Every lease has what it had, or the chunk that holds it now."""
-        for name, keys in before.items():
-            now = self.index._leases._leases[name].keys
-            assert all(any(key in self.keys_in(chunk) for chunk in now) for key in keys), "a lease lost its chunk"
-
-    def keys_in(self, key: PrefixKey) -> list[PrefixKey]:
-        """The block ends that a chunk leads to."""
-        chunk = self.index._chunks[key]
-        return list(keys_of(chunk.trail)) or [key]
-
-    def holders_of(self, key: PrefixKey) -> Iterable[Entry]:
-        """The longer chunks that hold a tail, by looking at all."""
-        chunks = self.index._chunks.values()
-        return (chunk for chunk in chunks if not chunk.forgotten and key in list(keys_of(chunk.trail))[:-1])
-
-    def is_held(self, ref: ChunkRef, until_s: float | None) -> bool:
-        """Whether a tail needs no bytes of its own, nor keeps any that it has."""
-        if ref.num_blocks * BLOCK == CHUNK or (self.view is not None and until_s is None):
-            return False
-        tail = self.index._chunks.get(ref.prefix_key)
-        tail = None if tail is not None and tail.forgotten else tail
-        fit = [c for c in self.holders_of(ref.prefix_key) if c.lasts_until(until_s) and self.is_sure(c)]
-        fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
-        return bool(fit) and (tail is None or self.takes_in(fit[0], tail))
-
-    def is_sure(self, chunk: Entry) -> bool:
-        comes = chunk.in_memory or chunk.memory is GATHERING
-        stays = self.keeps or chunk.disk is WRITING
-        return (comes and stays) or (chunk.disk is STORED and self.disk_answers)
-
-    def takes_in(self, chunk: Entry, tail: Entry) -> bool:
-        """Whether a chunk is wherever a tail is, and stays at least as long."""
-        has_slot = chunk.in_memory or tail.memory is NO_SLOT or not self.keeps
-        has_file = chunk.disk is STORED or tail.disk is NO_FILE
-        return has_slot and has_file and tail.memory is not LOADING and chunk.lasts_until(tail.expires_s)
-
-    def check_superseded(self, keys: Iterable[PrefixKey]) -> None:
-        """No tail is kept beside these whole chunks, which have just come to a place."""
-        chunks = self.index._chunks
-        for chunk in (chunks[key] for key in keys if chunks.is_known(key)):
-            for key in self.keys_in(chunk.ref.prefix_key)[:-1] if chunk.ref.num_blocks * BLOCK == CHUNK else ():
-                tail = chunks.get(key)
-                assert tail is None or tail.forgotten or not self.takes_in(chunk, tail), "a tail is stored twice"
-
     @rule(seconds=st.integers(1, 4))
     def advance(self, seconds: int) -> None:
         self.now_s += seconds
@@ -433,7 +289,7 @@ class IndexMachine(RuleBasedStateMachine):
                 break
             there += 1
         trail = b"".join(hasher.block_keys(there))
-        shared = max((shared_blocks(trail, _all_trails()[ref]) for ref in self.world.remote), default=0)
+        shared = max((shared_blocks(trail, all_trails()[ref]) for ref in self.world.remote), default=0)
         is_free = remote.isdisjoint(self.index._chunks) and self.index._room().slots > there
         if self.index._remote.answers and is_free:
             assert match.num_tokens >= there * CHUNK + shared * BLOCK, "a longer prefix is there"
@@ -472,22 +328,6 @@ class IndexMachine(RuleBasedStateMachine):
                 self.world.slots.pop(step.slot, None)
             else:
                 assert {**self.world.slots, **coming}[step.slot] == step.ref
-
-    def check_longest(self, family: int, length: int, match: Match) -> None:
-        """A match ends with the longest common prefix, in blocks, of the sequence and of all that can be read."""
-        room = self.index._room()
-        if self.view is not None or self.checkpoints is not None or not match.refs or room.slots <= len(match.refs):
-            return
-        hasher, begin = self.hasher(family, length), match.num_tokens // CHUNK
-        if match.num_tokens % CHUNK == 0 and match.refs[-1].prefix_key != hasher.chunk_keys()[begin - 1]:
-            begin -= 1  # all blocks of a chunk that holds more than these
-        keys = hasher.block_keys(begin)
-        shared = [0]
-        for chunk in self.index._chunks.values():
-            if self.index._is_readable(chunk):
-                trail = list(keys_of(chunk.trail)) or [chunk.ref.prefix_key]
-                shared += [number for number, key in enumerate(keys, 1) if key in trail]
-        assert match.num_tokens == begin * CHUNK + max(shared) * BLOCK, "a longer prefix is there"
 
     @precondition(lambda self: self.world.loads)
     @rule(data=st.data())

@@ -2,70 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
+from support.shop import CHUNK_BYTES, LATER_S, LAYOUT, ONE, TWO, Desk, Shop
 from zmq.utils import z85
 
 from kvstore.chunks import ChunkRef, Outcome
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.keys import Namespace
-from kvstore.layout import KVLayout
 from kvstore.protocol import messages
 from kvstore.protocol.messages import Refusal
 from kvstore.protocol.runs import PAGE_BYTES
 from kvstore.server.client_keys import ClientKeys
-from kvstore.server.core import Core
 from kvstore.server.owner import Owner
 from kvstore.server.pool import FreePages, Pool
-from kvstore.server.service import Service
-from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer, Session, Sessions
-from kvstore.server.spaces import Chunk, Space
-from kvstore.server.stock import Stock
+from kvstore.server.sessions import FORGET_S, MAX_PIECES, SILENCE_S, Peer
+from kvstore.server.spaces import Chunk
 from kvstore.server.unix_socket import UnixSocket, make_private
 from kvstore.testing.harness import make_ref
-
-LAYOUT = KVLayout((PAGE_BYTES // 2,), 1, 16, 64)  # a chunk of four blocks takes two pages
-CHUNK_BYTES = 2 * PAGE_BYTES
-ONE, TWO, THREE = make_ref(1, 4), make_ref(2, 4), make_ref(3, 4)
-HANG_GUARD_S = 30.0
-LATER_S = 1e9
-
-
-class Shop:
-    """A stock with room for two chunks in memory and one on disk, and one namespace."""
-
-    def __init__(self, chunks: int = 2, disk_chunks: int = 1, quota_bytes: int | None = None) -> None:
-        self.free = FreePages(2 * chunks)
-        quotas = {} if quota_bytes is None else {"mine": quota_bytes}
-        pool_bytes = chunks * CHUNK_BYTES
-        self.stock = Stock(
-            pool_bytes, self.free, disk_bytes=disk_chunks * CHUNK_BYTES, policy="LRU", disk_policy="LRU", quotas=quotas
-        )
-        self.space = self._enter()
-        self.sessions = Sessions(self.stock, pool_bytes)
-
-    def _enter(self) -> Space:
-        space = self.stock.enter(Namespace({"model": "mine"}), LAYOUT)
-        assert space is not None
-        return space
-
-    def reserve(self, ref: ChunkRef) -> Chunk | None:
-        return self.stock.reserve(self.space, ref, 1 << 60)
-
-    def store(self, ref: ChunkRef) -> Chunk:
-        chunk = self.reserve(ref)
-        assert chunk is not None
-        assert self.stock.complete(chunk, is_whole=True) is Outcome.STORED
-        return chunk
-
-    def client(self, token: bytes = b"") -> Session:
-        return self.sessions.begin(Peer(0, b"one"), self.space, 1 << 60, token, 0.0)
-
 
 # Stock
 
@@ -230,86 +186,6 @@ def test_a_client_has_a_quarter_of_the_pool_at_most() -> None:
 # Requests and pieces
 
 
-class Desk:
-    """A service over a small pool. What it sends is in ``sent``; ``settle`` lets what its threads reported happen."""
-
-    def __init__(self, owner: Owner | None = None) -> None:
-        self.pool = Pool(8 * CHUNK_BYTES)
-        self.stock = Stock(self.pool.num_bytes, self.pool.free)
-        self.sessions = Sessions(self.stock, self.pool.num_bytes)
-        self.sent: list[messages.Answer] = []
-        self.reports: list[Callable[[], None]] = []
-        self.reported = threading.Semaphore(0)
-        self.open_tokens: set[bytes] = set()
-        core = Core(
-            self.pool,
-            self.stock,
-            self.sessions,
-            None,
-            send=lambda _peer, answer, _frames: self.sent.append(answer),
-            report=self._report,
-            is_open=self._is_open,
-            stats=dict,
-            may_order=lambda _peer: True,
-            now=lambda: 0.0,
-        )
-        self.service = Service(core, max_writes=1, pin_max_s=LATER_S, owner=owner)
-        self.peer = Peer(0, b"one")
-
-    def _report(self, work: Callable[[], None]) -> None:
-        self.reports.append(work)
-        self.reported.release()
-
-    def _is_open(self, token: bytes) -> bool:
-        return token in self.open_tokens
-
-    def settle(self, count: int) -> None:
-        for _ in range(count):
-            assert self.reported.acquire(timeout=HANG_GUARD_S)
-            self.reports.pop(0)()
-
-    def ask(self, request: messages.Request, *frames: bytes) -> Any:
-        before = len(self.sent)
-        self.service.handle(self.peer, [messages.encode(request), *frames])
-        return self.sent[-1] if len(self.sent) > before else None
-
-    def hello(self, token: bytes = b"") -> Any:
-        fields: dict[str, str | int] = {"model": "mine"}
-        return self.ask(messages.Hello(1, messages.PROTOCOL_VERSION, fields, messages.Geometry.of(LAYOUT), 0, token))
-
-    def lease(self, request: type[messages.Reserve | messages.Acquire], ref: ChunkRef) -> int:
-        (grant,) = self.ask(request(2, messages.pack_refs([ref]))).grants
-        assert grant.lease
-        return int(grant.lease)
-
-    def send(self, lease: int, payload: bytes, offset: int = 0) -> None:
-        self.ask(messages.Piece(3, lease, offset, checksum_of(payload)), payload)
-
-    def commit(self, lease: int) -> Outcome:
-        return messages.outcome_of(self.ask(messages.Commit(4, [lease], True)).outcomes[0])
-
-    def store(self, ref: ChunkRef) -> None:
-        lease = self.lease(messages.Reserve, ref)
-        self.send(lease, bytes(CHUNK_BYTES))
-        self.settle(1)
-        assert self.commit(lease) is Outcome.STORED
-
-
-def checksum_of(payload: bytes) -> bytes:
-    from kvstore.protocol.pieces import checksum
-
-    return checksum([memoryview(payload)])
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    assert isinstance(desk.hello(), messages.Welcome)
-    yield desk
-    desk.service.close()
-    desk.pool.close()
-
-
 @pytest.mark.parametrize("parts", [0, 1, 2])
 def test_a_chunk_of_which_a_part_never_came_is_not_stored(desk: Desk, parts: int) -> None:
     lease = desk.lease(messages.Reserve, ONE)
@@ -317,72 +193,6 @@ def test_a_chunk_of_which_a_part_never_came_is_not_stored(desk: Desk, parts: int
         desk.send(lease, bytes(PAGE_BYTES), number * PAGE_BYTES)
     desk.settle(parts)
     assert desk.commit(lease) is (Outcome.STORED if parts == 2 else Outcome.FAILED)
-
-
-def trail_of(ref: ChunkRef, first: int = 50) -> bytes:
-    """A trail that begins with a block of this number."""
-    keys = [make_ref(first + number, 1).prefix_key for number in range(ref.num_blocks - 1)]
-    return b"".join([*keys, ref.prefix_key])
-
-
-def nearest(desk: Desk, *trails: bytes) -> list[list[bytes]]:
-    named: list[list[bytes]] = desk.ask(messages.Nearest(6, list(trails))).trails
-    return named
-
-
-def store_with_trail(desk: Desk, ref: ChunkRef, trail: bytes) -> None:
-    lease = desk.lease(messages.Reserve, ref)
-    assert desk.ask(messages.Describe(5, lease, trail)) is None
-    desk.send(lease, bytes(CHUNK_BYTES))
-    desk.settle(1)
-    assert desk.commit(lease) is Outcome.STORED
-
-
-def test_who_writes_a_chunk_tells_its_trail(desk: Desk) -> None:
-    asked = trail_of(THREE)
-    store_with_trail(desk, ONE, trail_of(ONE))
-    assert nearest(desk, asked, trail_of(THREE, 90)) == [[trail_of(ONE)], []]
-    store_with_trail(desk, TWO, trail_of(TWO, 70))
-    read = desk.lease(messages.Acquire, TWO)
-    desk.ask(messages.Describe(5, read, asked[:-16] + TWO.prefix_key))
-    desk.ask(messages.Describe(5, 12345, trail_of(TWO)))
-    assert nearest(desk, asked) == [[trail_of(ONE)]], "nobody else does"
-    store_with_trail(desk, ONE, trail_of(ONE, 80))
-    assert nearest(desk, asked, trail_of(THREE, 80)) == [[], [trail_of(ONE, 80)]], "the last writer's counts"
-    desk.ask(messages.Remove(7, messages.pack_refs([ONE])))
-    assert nearest(desk, trail_of(THREE, 80)) == [[]]
-
-
-@pytest.mark.parametrize("trail", [trail_of(TWO), trail_of(ONE)[16:], trail_of(ONE)[:-1], trail_of(make_ref(1, 9))])
-def test_a_trail_of_something_else_is_not_kept(desk: Desk, trail: bytes) -> None:
-    store_with_trail(desk, ONE, trail)
-    assert not list(next(iter(desk.stock.spaces.values())).trails)
-
-
-def test_a_trail_as_large_as_its_chunk_is_not_kept() -> None:
-    """A geometry of tiny blocks would otherwise take more memory for the names than the pool has for the bytes."""
-    tiny = KVLayout((16,), 1, 1, 4)
-    stock = Stock(64 * PAGE_BYTES, FreePages(64))
-    space = stock.enter(Namespace({"model": "tiny"}), tiny)
-    assert space is not None
-    chunk = stock.reserve(space, ONE, 1 << 60)
-    assert chunk is not None
-    stock.describe(chunk, trail_of(ONE))
-    stock.complete(chunk, is_whole=True)
-    assert not list(space.trails)
-
-
-def test_what_is_named_fits_into_a_message(desk: Desk) -> None:
-    asked = [trail_of(THREE)] * messages.MAX_TRAILS
-    store_with_trail(desk, ONE, trail_of(ONE))
-    space = next(iter(desk.stock.spaces.values()))
-    long = trail_of(ONE)[:16] + bytes(60_000)
-    space.trails.add(long)
-    named = nearest(desk, *asked)
-    assert len(named) == len(asked)
-    assert sum(len(trail) for near in named for trail in near) <= messages.MAX_MESSAGE_BYTES
-    assert named[0]
-    assert not named[-1]
 
 
 def test_a_release_ends_no_write(desk: Desk) -> None:

@@ -1,0 +1,117 @@
+"""What must hold in an index, found by looking at everything: who holds a tail, what a match may not miss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+from kvstore.catalog.entries import GATHERING, LOADING, NO_FILE, NO_SLOT, STORED, WRITING
+from kvstore.catalog.plans import Match, Place
+from kvstore.catalog.trails import keys_of
+from support.index_world import BLOCK, CHUNK, World, hasher_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.catalog.entries import Entry
+    from kvstore.catalog.index import ChunkIndex
+    from kvstore.catalog.remote_view import RemoteView
+    from kvstore.checkpoints.parts import Checkpoints
+    from kvstore.chunks import ChunkRef
+    from kvstore.keys import PrefixHasher, PrefixKey
+
+
+class IndexModel(RuleBasedStateMachine):
+    checkpoints: Checkpoints | None = None
+    index: ChunkIndex
+    view: RemoteView | None
+    world: World
+    stored: set[PrefixKey]
+    keeps: bool
+    disk_answers: bool
+
+    def hasher(self, family: int, length: int) -> PrefixHasher:
+        return hasher_of(family, length)
+
+    def carry_out_removals(self) -> None:
+        for ref in self.index.take_removals():
+            if (Place.DISK, ref) in self.world.writes:
+                self.world.doomed.add((Place.DISK, ref))
+            else:
+                self.world.disk.discard(ref)
+
+    def forget(self, keys: list[PrefixKey]) -> None:
+        self.stored.difference_update(keys)
+        self.carry_out_removals()
+
+    def held(self) -> set[PrefixKey]:
+        return set(self.index._leases._holders)
+
+    def check_held(self, held: set[PrefixKey]) -> None:
+        chunks = self.index._chunks
+        assert all(key in chunks and not chunks[key].forgotten for key in held), "a leased chunk was evicted"
+
+    def leased(self) -> dict[str, set[PrefixKey]]:
+        return {name: set(lease.keys) for name, lease in self.index._leases._leases.items()}
+
+    def check_leases(self, before: dict[str, set[PrefixKey]]) -> None:
+        """Every lease has what it had, or the chunk that holds it now."""
+        for name, keys in before.items():
+            now = self.index._leases._leases[name].keys
+            assert all(any(key in self.keys_in(chunk) for chunk in now) for key in keys), "a lease lost its chunk"
+
+    def keys_in(self, key: PrefixKey) -> list[PrefixKey]:
+        """The block ends that a chunk leads to."""
+        chunk = self.index._chunks[key]
+        return list(keys_of(chunk.trail)) or [key]
+
+    def holders_of(self, key: PrefixKey) -> Iterable[Entry]:
+        """The longer chunks that hold a tail, by looking at all."""
+        chunks = self.index._chunks.values()
+        return (chunk for chunk in chunks if not chunk.forgotten and key in list(keys_of(chunk.trail))[:-1])
+
+    def is_held(self, ref: ChunkRef, until_s: float | None) -> bool:
+        """Whether a tail needs no bytes of its own, nor keeps any that it has."""
+        if ref.num_blocks * BLOCK == CHUNK or (self.view is not None and until_s is None):
+            return False
+        tail = self.index._chunks.get(ref.prefix_key)
+        tail = None if tail is not None and tail.forgotten else tail
+        fit = [c for c in self.holders_of(ref.prefix_key) if c.lasts_until(until_s) and self.is_sure(c)]
+        fit.sort(key=lambda chunk: chunk.memory is NO_SLOT)
+        return bool(fit) and (tail is None or self.takes_in(fit[0], tail))
+
+    def is_sure(self, chunk: Entry) -> bool:
+        comes = chunk.in_memory or chunk.memory is GATHERING
+        stays = self.keeps or chunk.disk is WRITING
+        return (comes and stays) or (chunk.disk is STORED and self.disk_answers)
+
+    def takes_in(self, chunk: Entry, tail: Entry) -> bool:
+        """Whether a chunk is wherever a tail is, and stays at least as long."""
+        has_slot = chunk.in_memory or tail.memory is NO_SLOT or not self.keeps
+        has_file = chunk.disk is STORED or tail.disk is NO_FILE
+        return has_slot and has_file and tail.memory is not LOADING and chunk.lasts_until(tail.expires_s)
+
+    def check_superseded(self, keys: Iterable[PrefixKey]) -> None:
+        """No tail is kept beside these whole chunks, which have just come to a place."""
+        chunks = self.index._chunks
+        for chunk in (chunks[key] for key in keys if chunks.is_known(key)):
+            for key in self.keys_in(chunk.ref.prefix_key)[:-1] if chunk.ref.num_blocks * BLOCK == CHUNK else ():
+                tail = chunks.get(key)
+                assert tail is None or tail.forgotten or not self.takes_in(chunk, tail), "a tail is stored twice"
+
+    def check_longest(self, family: int, length: int, match: Match) -> None:
+        """A match ends with the longest common prefix, in blocks, of the sequence and of all that can be read."""
+        room = self.index._room()
+        if self.view is not None or self.checkpoints is not None or not match.refs or room.slots <= len(match.refs):
+            return
+        hasher, begin = self.hasher(family, length), match.num_tokens // CHUNK
+        if match.num_tokens % CHUNK == 0 and match.refs[-1].prefix_key != hasher.chunk_keys()[begin - 1]:
+            begin -= 1  # all blocks of a chunk that holds more than these
+        keys = hasher.block_keys(begin)
+        shared = [0]
+        for chunk in self.index._chunks.values():
+            if self.index._is_readable(chunk):
+                trail = list(keys_of(chunk.trail)) or [chunk.ref.prefix_key]
+                shared += [number for number, key in enumerate(keys, 1) if key in trail]
+        assert match.num_tokens == begin * CHUNK + max(shared) * BLOCK, "a longer prefix is there"
