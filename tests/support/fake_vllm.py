@@ -88,7 +88,13 @@ class FakeVllm(FakeScheduler):
         push = None
         if setup.receiver is not None:
             push = PushOptions(rank, setup.push_slots * CHUNK_SLOT_BYTES, connect=setup.receiver.connect)
-        how = WorkerOptions(tuple(caches), setup.layerwise, setup.async_save, push, setup.overwrites_early)
+        how = WorkerOptions(
+            layer_names=tuple(caches),
+            layerwise=setup.layerwise,
+            async_save=setup.async_save,
+            push=push,
+            overwrites_early=setup.overwrites_early,
+        )
         server = None
         if setup.port is not None:
             hold_s = 0.0 if setup.handover is None else setup.handover.timeout_s

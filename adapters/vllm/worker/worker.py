@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.001
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # flags beside each other: one taken for another is a wrong byte
 class WorkerOptions:
     """How a worker moves KV.
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_parts import BLOCK, GARBAGE, Setup
+from support.fake_parts import BLOCK, CHUNK, GARBAGE, Setup
 from support.fake_vllm import FakeVllm
+from support.gate import Gate
 from support.late_device import LateDevice
 from support.random_client import RandomClient
 from support.remote import FakeServer
@@ -157,3 +158,36 @@ def test_any_schedule_on_a_device(setup: Setup, *, on_disk: bool, with_faults: b
     """Writes, preemption, blocks zeroed and copied, saves, loads, by layer, sleep, resets, a full device."""
     with tempfile.TemporaryDirectory() as folder:
         _play(replace(setup, folder=Path(folder) if on_disk else None), with_faults=with_faults)
+
+
+@pytest.mark.parametrize("overwrites_early", [False, True])
+def test_a_late_save_reads_blocks_before_others_get_them(*, overwrites_early: bool) -> None:
+    """What random schedules seldom come to: blocks of a preempted request are overwritten before they are stored."""
+    vllm = FakeVllm(Setup(gpu_blocks=12, async_save=True, eagerness=0.0, overwrites_early=overwrites_early))
+    prompt, other = list(range(2 * CHUNK + 1)), list(range(49, 49 - 2 * CHUNK - 1, -1))
+    device, saves, gate = vllm.late, vllm.workers[0]._background, Gate()
+    assert device is not None
+    try:
+        saves._stores.submit(gate)  # it waits for the device, which would do everything at once
+        device.stalled = [saves._storer.paged.streams.current]  # type: ignore[attr-defined]
+        request = vllm.add("first", prompt, max_tokens=5)
+        vllm.step()
+        blocks = set(request.tables[0])
+        vllm.preempt(request)
+        vllm.abort(request)
+        vllm.forget_local()
+        vllm.add("other", other, max_tokens=5)
+        vllm.step()
+        assert blocks & set(vllm.running[0].tables[0])
+        device.run_unstalled()
+        device.stalled = []
+        gate.open()
+        vllm.settle()
+        vllm.forget_local()
+        vllm.ask("again", prompt)
+        device.run_all()
+        assert vllm.loaded_tokens["again"] == 2 * CHUNK
+        assert not vllm.wrong
+    finally:
+        gate.open()
+        vllm.close()

@@ -119,7 +119,7 @@ def test_layers_that_are_named_before_all_is_computed_are_stored_at_the_end(
 ) -> None:
     """With micro-batches a layer's hooks are called for each of them."""
     paged = bind_paged_kv({"layer": cache}, num_blocks=16, block_tokens=4, chunk_tokens=8)
-    options = WorkerOptions(("layer",), layerwise=True, names_layers_early=names_layers_early)
+    options = WorkerOptions(layer_names=("layer",), layerwise=True, names_layers_early=names_layers_early)
     worker = StoreWorker(paged, ONE, EngineOptions(4 * 4096), options)
     worker.facts()
     worker.begin_step(StepPlan(1, 0, [store(REF, 0, [1, 2])], computes=True))
